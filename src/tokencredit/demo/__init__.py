@@ -1,0 +1,1 @@
+"""The built-in world `builtin:reviews` and the program that builds it."""

@@ -1,0 +1,1 @@
+"""What changes weights: experience, updates, optimisers, controllers, stopping."""

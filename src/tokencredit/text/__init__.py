@@ -1,0 +1,1 @@
+"""The token world: language models trained with PPO."""
