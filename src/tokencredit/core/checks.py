@@ -1,0 +1,65 @@
+"""Refusals: each names the argument, what it was, and what it may be."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Raise `ValueError` unless `tensor` has exactly this `shape`."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
+
+
+def require_flags(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Raise `ValueError` unless `tensor` is a bool tensor of this `shape`.
+
+    Integers are refused because `~` means something else on them: `~1` is −2, which is true.
+    """
+    require_shape(name, tensor, shape)
+    if tensor.dtype != torch.bool:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be torch.bool")
+
+
+def require_fraction(name: str, value: float) -> None:
+    """Raise `ValueError` unless `value` lies in [0, 1]. NaN does not."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise `ValueError` unless `value` is above 0 and finite."""
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} is {value}; it must be above 0 and finite")
+
+
+def require_not_negative(name: str, value: float) -> None:
+    """Raise `ValueError` unless `value` is at least 0 and finite."""
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name} is {value}; it must be at least 0 and finite")
+
+
+def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise `ValueError` unless `value` is one of `choices`."""
+    allowed = list(choices)
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it may be {', '.join(allowed)}")
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` when `tensor` holds NaN or an infinity."""
+    # A NaN or an infinity always survives into the sum, so one cheap pass clears nearly every tensor; a sum of
+    # large finite numbers may overflow too, hence the second look.
+    if not math.isfinite(tensor.sum().item()) and not bool(torch.isfinite(tensor).all()):
+        where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
+        raise ValueError(f"{name} is {tensor[where].item()} at {where}; it must be finite wherever the policy acted")
+
+
+def require_acted(mask: Tensor) -> None:
+    """Raise `ValueError` when a row of `mask` [batch, time] has no acted step."""
+    acted = mask.any(dim=-1)
+    if not bool(acted.all()):
+        row = int((~acted).nonzero()[0])
+        raise ValueError(f"mask has no acted step in row {row}; every row must have at least one")

@@ -1,0 +1,194 @@
+"""Optimisers, learning-rate schedules and gradient clipping."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokencredit.core.checks import require_choice, require_fraction, require_positive
+
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("constant", "linear", "cosine")
+
+ParamGroup = dict[str, Any]
+"""`params` and what differs from the defaults, such as `lr` and `weight_decay`."""
+
+
+def build_optimizer(
+    groups: Sequence[ParamGroup],
+    name: str = "adamw",
+    *,
+    hidden: Iterable[Tensor] = (),
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    momentum: float = 0.95,
+) -> torch.optim.Optimizer:
+    """AdamW, or Muon for the hidden matrices with AdamW for everything else.
+
+    AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101), in PyTorch's fused form. Muon: Jordan et al. 2024
+    (https://kellerjordan.github.io/posts/muon/), as `torch.optim.Muon`, its step scaled to the size of AdamW's (Liu et
+    al. 2025, arXiv 2502.16982, eq. 4), so that one learning rate serves both.
+
+    Args:
+        groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`.
+        name: one of `OPTIMIZERS`.
+        hidden: the matrices for Muon; see `hidden_matrices`. They are taken out of whichever group they are in, and
+            keep its `lr` and `weight_decay`.
+        betas: AdamW's.
+        eps: AdamW's.
+        momentum: Muon's.
+
+    Returns:
+        One optimiser; with "muon" a `MuonAdamW`.
+
+    Raises:
+        ValueError: no such name; "muon" with no hidden matrix.
+    """
+    require_choice("optimizer", name, OPTIMIZERS)
+    groups = [{"weight_decay": 0.0, **group, "params": list(group["params"])} for group in groups]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=_can_fuse(groups))
+    chosen = {id(parameter) for parameter in hidden}
+    matrices = _only(groups, lambda parameter: id(parameter) in chosen)
+    others = _only(groups, lambda parameter: id(parameter) not in chosen)
+    if not matrices:
+        raise ValueError("hidden has no matrix that is in a group; muon needs one, such as hidden_matrices(model)")
+    return MuonAdamW(matrices, others, betas=betas, eps=eps, momentum=momentum)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for some parameters and AdamW for the others, as one optimiser.
+
+    Both work on the parameter groups and the state of this object, so that schedules, checkpoints and anything else
+    that knows an `Optimizer` sees one optimiser with one state dict of the usual form. Muon's groups come first.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[ParamGroup],
+        others: Sequence[ParamGroup],
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+    ) -> None:
+        self._parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        ]
+        if others:
+            self._parts.append(torch.optim.AdamW(others, betas=betas, eps=eps, fused=_can_fuse(others)))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` gave."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+
+def hidden_matrices(model: nn.Module, exclude: Iterable[Tensor] = ()) -> list[nn.Parameter]:
+    """The parameters that Muon is meant for: matrices inside the network.
+
+    Everything two-dimensional that needs a gradient, except embeddings, a single row or column (a value head's last
+    layer), and whatever `exclude` names: pass the output projection there when it is not tied to the embedding.
+    """
+    left_out = {id(parameter) for parameter in exclude}
+    left_out |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad
+        and parameter.dim() == 2
+        and min(parameter.shape) > 1
+        and id(parameter) not in left_out
+    ]
+
+
+def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float = 0.0) -> Callable[[int], float]:
+    """The factor of the learning rate at a step, counted from 0: use it with `torch.optim.lr_scheduler.LambdaLR`.
+
+    Steps 0 … warmup − 1 climb: (step + 1) / (warmup + 1), so that no step is wasted on a rate of 0. Then, with progress
+    q from 0 at the end of the warm-up to 1 at `total`, where it stays:
+
+    - "constant": 1
+    - "linear": 1 − (1 − final_scale) q
+    - "cosine": final_scale + (1 − final_scale) (1 + cos πq) / 2, Loshchilov and Hutter 2017 (arXiv 1608.03983), eq. 5
+
+    Args:
+        name: one of `SCHEDULES`.
+        warmup: steps below the full rate.
+        total: steps altogether; "constant" does not need it.
+        final_scale: the factor at the end, in [0, 1].
+
+    Raises:
+        ValueError: no such name, a negative warm-up, a total that is not above the warm-up, a scale outside [0, 1].
+    """
+    require_choice("schedule", name, SCHEDULES)
+    require_fraction("final_scale", final_scale)
+    if warmup < 0:
+        raise ValueError(f"warmup is {warmup}; it must be at least 0")
+    if name != "constant" and total <= warmup:
+        raise ValueError(f"total is {total}; it must be above warmup, which is {warmup}")
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if name == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / (total - warmup))
+        left = 1 - progress if name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return final_scale + (1 - final_scale) * left
+
+    return factor
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients down together so that their norm is at most `max_norm`, and return the norm before that.
+
+    Args:
+        parameters: those whose gradients count as one vector.
+        max_norm: above 0; None measures and changes nothing.
+        norm_type: 2 for the L2 norm, `math.inf` for the largest absolute element.
+
+    Returns:
+        A scalar; NaN or infinite if a gradient is.
+
+    Raises:
+        ValueError: `max_norm` is not above 0, or `norm_type` is neither.
+    """
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"norm_type is {norm_type}; it may be 2 or inf")
+    if max_norm is None:
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    require_positive("max_norm", max_norm)
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def _only(groups: Iterable[ParamGroup], keep: Callable[[Tensor], bool]) -> list[ParamGroup]:
+    """The groups with only the parameters that `keep` accepts, without those that become empty."""
+    kept = [{**group, "params": [p for p in group["params"] if keep(p)]} for group in groups]
+    return [group for group in kept if group["params"]]
+
+
+def _can_fuse(groups: Iterable[ParamGroup]) -> bool:
+    """Whether every parameter is one that PyTorch's fused AdamW takes."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda", "mps", "xpu") for p in parameters)
