@@ -1,0 +1,73 @@
+"""How the two models of the built-in world read the generator's reviews."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from tokencredit.demo.grammar import POSITIVE_SHARE, Review
+
+SURE = 0.98  # the target for a whole review: a little doubt keeps the classifier's log-odds, the reward's slope, finite
+
+
+def packed_texts(texts: Sequence[str], end: str, rng: random.Random) -> Iterator[str]:
+    """Rows for the language model: a review between two `end` tokens.
+
+    One row in four lacks the first token, so that prompts work with and without it; one in eight holds four reviews, so that
+    late positions are trained too.
+    """
+    remaining = list(texts)
+    while remaining:
+        count = 4 if rng.random() < 0.125 else 1
+        row, remaining = remaining[-count:], remaining[:-count]
+        yield ("" if rng.random() < 0.25 else end) + end.join(row) + end
+
+
+def graded_texts(drawn: Sequence[Review], rng: random.Random) -> Iterator[tuple[str, float]]:
+    """Texts for the classifier with the probability that each is positive.
+
+    A review cut short keeps its verdict, so that the classifier learns how much an unfinished text has already decided. Text that
+    is not a review at all says nothing, and its target is the share of positive reviews: a policy gains nothing by babble.
+    """
+    vocabulary = sorted({word for review in drawn[:2000] for word in review.text.split()})
+    for review in drawn:
+        verdict = SURE if review.positive else 1 - SURE
+        kind = rng.random()
+        if kind < 0.4:
+            yield review.text, verdict
+        elif kind < 0.8:
+            yield cut(review.text, rng), verdict
+        elif kind < 0.88:
+            yield tail(review.text, rng), verdict
+        else:
+            yield babble(review.text, vocabulary, rng), POSITIVE_SHARE
+
+
+def cut(text: str, rng: random.Random) -> str:
+    """The text up to a random word; one time in four, up to a random letter."""
+    if rng.random() < 0.25:
+        return text[: rng.randint(1, len(text))]
+    words = text.split()
+    return " ".join(words[: rng.randint(1, len(words))])
+
+
+def tail(text: str, rng: random.Random) -> str:
+    """The text from the start of a random sentence on."""
+    sentences = text.split(". ")
+    return ". ".join(sentences[rng.randrange(len(sentences)) :])
+
+
+def babble(text: str, vocabulary: Sequence[str], rng: random.Random) -> str:
+    """Text that means nothing: shuffled words, a phrase said over and over, random words or random letters."""
+    words = text.split()
+    kind = rng.randrange(4)
+    if kind == 0:
+        rng.shuffle(words)
+    elif kind == 1:
+        start = rng.randrange(len(words))
+        words = words[start : start + rng.randint(1, 3)] * rng.randint(3, 12)
+    elif kind == 2:
+        words = rng.choices(vocabulary, k=rng.randint(3, 40))
+    else:
+        words = [
+            "".join(rng.choices("abcdefghijklmnopqrstuvwxyz.,", k=rng.randint(1, 9))) for _ in range(rng.randint(1, 30))
+        ]
+    return " ".join(words)
