@@ -1,0 +1,39 @@
+# `make train` and `make test` need Python 3.11 or newer with venv, and nothing else: they install the rest into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install train test lint types format benchmark world
+
+install: .venv/installed
+
+# torch comes first and by its pin, so that nothing that needs it can choose another build.
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+train: install
+	$(BIN)/tokencredit train
+
+test: install lint types
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The table of the README: five seeds of the main job.
+benchmark: install
+	$(BIN)/python benchmarks/main_job.py
+
+# Makes the built-in models anew.
+world: install
+	$(BIN)/python -m tokencredit.demo.build

@@ -1,0 +1,160 @@
+"""The `tokencredit` command. Arguments are read and checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+
+from tokencredit.runs.config import PPOConfig
+from tokencredit.runs.errors import ConfigError, RunStopped
+from tokencredit.runs.folder import RunFolder
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
+"""Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # jsonargparse leaves the comments out unless asked; a configuration without them explains nothing.
+    arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
+    parser, commands = build_parser()
+    try:
+        chosen = parser.parse_args(arguments)
+        if chosen.command is None:
+            parser.print_help()
+            return BAD_ARGUMENTS
+        COMMANDS[chosen.command](commands[chosen.command], chosen[chosen.command])
+    except KeyboardInterrupt:
+        return complain("interrupted", INTERRUPTED)
+    except ArgumentError as error:
+        return complain(explain(str(error), arguments, commands), BAD_ARGUMENTS)
+    except ConfigError as error:
+        return fail(error, str(error), BAD_ARGUMENTS, arguments)
+    except RunStopped as error:
+        return fail(error, str(error), FAILED, arguments)
+    except OSError as error:
+        return fail(error, describe(error), FAILED, arguments)
+    return 0
+
+
+def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The command's parser, and that of each subcommand by name."""
+    train = ArgumentParser(exit_on_error=False, allow_abbrev=False, description="Train a language model with PPO.")
+    train.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
+    train.add_class_arguments(PPOConfig)
+    train.set_defaults({"reward": [asdict(term) for term in PPOConfig().reward]})
+
+    generate = ArgumentParser(exit_on_error=False, allow_abbrev=False, description="Write from the policy that a run trained.")
+    generate.add_argument("run", help="The folder of a run.")
+    generate.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
+    generate.add_argument("-n", "--samples", type=PositiveInt, default=5, help="How many completions.")
+    generate.add_argument("--base", action="store_true", help="Write from the model that the run started from.")
+    generate.add_argument("--max_new_tokens", type=PositiveInt | None, help="By default the run's.")
+    generate.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
+    generate.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
+
+    parser = ArgumentParser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models.")
+    commands = {"train": train, "generate": generate}
+    chosen = parser.add_subcommands(dest="command", required=False)
+    for name, command in commands.items():
+        command.add_argument("--debug", action="store_true", help="Show tracebacks.")
+        chosen.add_subcommand(name, command, help=command.description)
+    return parser, commands
+
+
+def train(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit train`."""
+    config = to_config(parser, options)
+    RunFolder(config.run.dir)  # refuses a folder in use before the seconds that the imports below take
+    from tokencredit.text.trainer import PPOTrainer
+
+    PPOTrainer(config).train()
+
+
+def generate(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit generate`."""
+    config = read_config(Path(options.run) / "config.yaml")
+    from tokencredit.text.generate import generate
+
+    generate(
+        Path(options.run),
+        config,
+        prompt=options.prompt,
+        samples=options.samples,
+        base=options.base,
+        max_new_tokens=options.max_new_tokens or config.rollout.max_new_tokens,
+        temperature=options.temperature or config.rollout.temperature,
+        seed=options.seed,
+    )
+
+
+COMMANDS = {"train": train, "generate": generate}
+
+
+def to_config(parser: ArgumentParser, options: Namespace) -> PPOConfig:
+    """The checked configuration that parsed options stand for."""
+    settings = vars(parser.instantiate(options))
+    return PPOConfig(**{key: value for key, value in settings.items() if key not in ("config", "debug")})
+
+
+def read_config(file: Path) -> PPOConfig:
+    """The configuration of a run, from the file in its folder.
+
+    Raises:
+        ConfigError: there is no such file, or it is not the configuration of a run.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
+    parser = build_parser()[1]["train"]
+    try:
+        return to_config(parser, parser.parse_path(file))
+    except (ArgumentError, ConfigError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def explain(message: str, arguments: Sequence[str], commands: dict[str, ArgumentParser]) -> str:
+    """A parser's complaint, with the key that was probably meant."""
+    unknown = re.search(r"does not accept option '([^']+)'|unrecognized arguments: --([^\s=]+)", message)
+    config = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
+    if unknown is None:
+        return " ".join(message.replace('"<unicode string>"', str(config)).split())
+    key = unknown[1] or unknown[2]
+    known = commands[arguments[0]].get_defaults(skip_validation=True).keys() if arguments[0] in commands else []
+    near = difflib.get_close_matches(key, [k for k in known if k != "debug"], n=1)
+    where = f" in {config}" if config and unknown[1] else ""
+    return f"unknown key {key}{where}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
+
+
+def describe(error: OSError) -> str:
+    """What the operating system refused, and where."""
+    where = f" ({error.filename})" if error.filename else ""
+    advice = "; free some space; what had been written is intact" if error.errno == errno.ENOSPC else ""
+    return f"{error.strerror or error}{where}{advice}"
+
+
+def fail(error: Exception, message: str, code: int, arguments: Sequence[str]) -> int:
+    """Complain of an error, with its traceback if `--debug` was given."""
+    if "--debug" in arguments:
+        raise error
+    return complain(message, code)
+
+
+def complain(message: str, code: int) -> int:
+    """Say in one line what is wrong, and return the exit code."""
+    print(f"tokencredit: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

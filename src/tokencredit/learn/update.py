@@ -1,0 +1,192 @@
+"""One PPO update: epochs of minibatches of the clipped surrogate, the same for tokens and for environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from tokencredit.core.losses import (
+    Clip,
+    RatioStats,
+    clipped_surrogate,
+    ratio_stats,
+    reduction_count,
+    token_weights,
+    total_loss,
+    value_loss,
+    weighted_sum,
+)
+from tokencredit.learn.experience import Experience
+
+Evaluate = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]
+"""From an experience's inputs to log-probabilities, values and entropies (or None), `[batch, time]`, with gradients."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an update minimises; see `core.losses` for each part."""
+
+    clip: Clip = 0.2
+    value_clip: float | None = None
+    value_coef: float = 0.5
+    entropy_coef: float = 0.0
+
+
+class NonFiniteUpdate(ArithmeticError):
+    """A loss or gradient that is NaN or infinite; the optimiser step was not taken.
+
+    `row` is the first row of the experience at which `term` is not finite, or None when only the gradient is not.
+    """
+
+    def __init__(self, term: str, row: int | None):
+        super().__init__(f"{term} is not finite")
+        self.term, self.row = term, row
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What optimiser steps saw, in a form that adds up over micro-batches, steps and processes.
+
+    `losses` holds the sums over steps of total, policy and value loss and entropy.
+    """
+
+    losses: Tensor
+    ratios: RatioStats
+
+    def __add__(self, other: UpdateStats) -> UpdateStats:
+        """The same for the steps of both."""
+        return UpdateStats(self.losses + other.losses, self.ratios + other.ratios)
+
+    def over_processes(self, accelerator: Accelerator) -> UpdateStats:
+        """The same for all processes together."""
+        ratios = RatioStats(
+            accelerator.reduce(self.ratios.sums, "sum"),
+            accelerator.gather(self.ratios.extremes.unsqueeze(0)).amax(0),
+        )
+        return UpdateStats(accelerator.reduce(self.losses, "sum"), ratios)
+
+
+def ppo_update(
+    experience: Experience,
+    evaluate: Evaluate,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    generator: torch.Generator,
+    *,
+    epochs: int,
+    minibatches: int,
+    micro_batch_size: int | None = None,
+    target_kl: float | None = None,
+    max_grad_norm: float | None = None,
+) -> dict[str, float]:
+    """Take `epochs` × `minibatches` optimiser steps on one rollout.
+
+    Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
+
+    Args:
+        experience: one rollout with its credit; this process's share of it.
+        evaluate: the policy and its critic on an experience's inputs.
+        objective: what is minimised.
+        optimizer: prepared by `accelerator`, as is the module that `evaluate` runs.
+        accelerator: of this process.
+        generator: shuffles the rows.
+        epochs: passes over the experience.
+        minibatches: optimiser steps a pass.
+        micro_batch_size: rows in memory at once; None takes a minibatch whole. It changes no gradient.
+        target_kl: end the update before a step whose minibatch is further than this from the sampling policy, in nats
+            a token by k3; None never does.
+        max_grad_norm: largest L2 norm of the gradient; None for no limit.
+
+    Returns:
+        `loss`, `policy_loss`, `value_loss`, `entropy_in_update` and `grad_norm` as means over minibatches, the ratio
+        metrics of all tokens seen, and the number of `steps` taken.
+
+    Raises:
+        NonFiniteUpdate: a loss or gradient was not finite.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    limit = float("inf") if max_grad_norm is None else max_grad_norm
+    stats: UpdateStats | None = None
+    seen = 0
+    grad_norms: list[float] = []
+    for rows in (rows for _ in range(epochs) for rows in experience.minibatches(minibatches, generator)):
+        optimizer.zero_grad()
+        step = backward(experience.select(rows), evaluate, objective, accelerator, micro_batch_size)
+        stats = step if stats is None else stats + step
+        seen += 1
+        if target_kl is not None and step.over_processes(accelerator).ratios.metrics()["approx_kl_k3"] > target_kl:
+            break
+        grad_norm = float(accelerator.clip_grad_norm_(parameters, limit))
+        if not torch.isfinite(step.losses[0] + grad_norm):
+            raise blame(experience, rows, evaluate, objective)
+        optimizer.step()
+        grad_norms.append(grad_norm)
+    assert stats is not None, "an update has at least one minibatch"
+    stats = stats.over_processes(accelerator)
+    names = ("loss", "policy_loss", "value_loss", "entropy_in_update")
+    return {
+        **dict(zip(names, (stats.losses / seen).tolist(), strict=True)),
+        **stats.ratios.metrics(),
+        "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
+        "steps": len(grad_norms),
+    }
+
+
+def backward(
+    minibatch: Experience,
+    evaluate: Evaluate,
+    objective: Objective,
+    accelerator: Accelerator,
+    micro_batch_size: int | None,
+) -> UpdateStats:
+    """Add a minibatch's gradient to the parameters, a micro-batch at a time.
+
+    Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
+    and processes add up to the same gradient however they are cut.
+    """
+    count = accelerator.reduce(reduction_count(minibatch.mask), "sum")
+    everything = torch.arange(len(minibatch), device=minibatch.mask.device)
+    stats: UpdateStats | None = None
+    for rows in everything.split(micro_batch_size or len(minibatch)):
+        part = minibatch.select(rows)
+        weights = token_weights(part.mask, count=count)
+        logprobs, policy, value, entropy = token_losses(part, evaluate, objective)
+        loss = total_loss(
+            policy, value, entropy, weights, value_coef=objective.value_coef, entropy_coef=objective.entropy_coef
+        )
+        accelerator.backward(loss * accelerator.num_processes)  # it averages over processes, where ours must add up
+        sums = [loss, weighted_sum(policy, weights), weighted_sum(value, weights)]
+        sums.append(torch.zeros_like(loss) if entropy is None else weighted_sum(entropy, weights))
+        ratios = ratio_stats(logprobs.detach(), part.logprobs, part.mask, clip=objective.clip)
+        seen = UpdateStats(torch.stack(sums).detach(), ratios)
+        stats = seen if stats is None else stats + seen
+    assert stats is not None, "a minibatch has at least one row"
+    return stats
+
+
+def token_losses(
+    part: Experience, evaluate: Evaluate, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-probability, policy loss, value loss and entropy (or None) of each token."""
+    logprobs, values, entropy = evaluate(part.inputs)
+    policy = clipped_surrogate(logprobs, part.logprobs, part.advantages, part.mask, clip=objective.clip)
+    value = value_loss(values, part.values, part.returns, part.mask, clip=objective.value_clip)
+    return logprobs, policy, value, entropy
+
+
+@torch.no_grad()
+def blame(experience: Experience, rows: Tensor, evaluate: Evaluate, objective: Objective) -> NonFiniteUpdate:
+    """Find which row's which loss is not finite, by looking at the rows of a failed minibatch one by one."""
+    for row in rows:
+        part = experience.select(row.unsqueeze(0))
+        _, policy, value, entropy = token_losses(part, evaluate, objective)
+        for term, losses in (("policy loss", policy), ("value loss", value), ("entropy", entropy)):
+            if losses is not None and not losses[part.mask].isfinite().all():
+                return NonFiniteUpdate(term, int(row))
+    return NonFiniteUpdate("gradient", None)
+

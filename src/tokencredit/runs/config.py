@@ -1,0 +1,220 @@
+"""What a run is told: one dataclass a group, the whole in `PPOConfig`.
+
+This file is read before anything heavy is imported, so it may import neither torch nor transformers.
+The text under a field is its help on the command line and its comment in `--print_config`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from tokencredit.runs.errors import ConfigError
+
+
+def setting(default: Any, **limits: float) -> Any:
+    """A field with a range: `at_least`, `above`, `at_most` or `below`."""
+    return field(default=default, metadata=limits)
+
+
+@dataclass
+class ModelConfig:
+    """The policy, its critic and its reference."""
+
+    name: str = "builtin:reviews"
+    """A Hugging Face hub id, a folder, or `builtin:reviews`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the model passes; weights, statistics and losses stay in float32."""
+    value_head: Literal["linear", "mlp"] = "linear"
+    """The critic on the model's last hidden state: one layer, or two with a hidden width four times the model's."""
+
+
+@dataclass
+class PromptsConfig:
+    """What the policy continues."""
+
+    text: list[str] | str = field(default_factory=lambda: ["This movie was really"])
+    """One prompt, or a list that batches go through in turn."""
+    add_bos: bool | None = None
+    """Put a beginning-of-sequence token before each prompt; null leaves that to the tokenizer."""
+
+
+@dataclass
+class RewardTerm:
+    """One term of the reward, computed on prompt and completion together."""
+
+    classifier: str = "builtin:reviews"
+    """A sequence classifier: hub id, folder, or `builtin:reviews`."""
+    label: str = "NEGATIVE"
+    """The label that is rewarded."""
+    output: Literal["probability", "logit", "log_odds"] = "probability"
+    """What of that label is the reward."""
+    weight: float = 1.0
+    """Factor of this term in the sum."""
+    name: str | None = None
+    """Its name in metrics and messages; by default the label."""
+
+
+@dataclass
+class RolloutConfig:
+    """How completions are sampled."""
+
+    batch_size: int = setting(64, at_least=1)
+    """Completions an iteration, over all processes."""
+    max_new_tokens: int = setting(24, at_least=1)
+    """Longest completion, in tokens; one that has not ended by then is cut off."""
+    temperature: float = setting(1.0, above=0)
+    """Divides the logits, in sampling and in training alike."""
+
+
+@dataclass
+class AdvantageConfig:
+    """How rewards become credit."""
+
+    gamma: float = setting(1.0, at_least=0, at_most=1)
+    """Discount a token."""
+    lam: float = setting(0.95, at_least=0, at_most=1)
+    """GAE's λ: 0 trusts the critic, 1 trusts the sampled return."""
+    whiten: bool = True
+    """Bring the batch's advantages to mean 0 and deviation 1."""
+
+
+@dataclass
+class UpdateConfig:
+    """The clipped update."""
+
+    epochs: int = setting(4, at_least=1)
+    """Passes over each batch."""
+    minibatches: int = setting(4, at_least=1)
+    """Optimiser steps a pass."""
+    micro_batch_size: int | None = setting(None, at_least=1)
+    """Completions in memory at once during the update; null takes a whole minibatch."""
+    clip: float = setting(0.2, above=0, below=1)
+    """The ratio to the sampling policy is clipped to [1 − clip, 1 + clip]."""
+    value_clip: float | None = setting(0.2, above=0)
+    """Largest change of a value that the value loss rewards in one update; null for no clipping."""
+    value_coef: float = setting(0.5, at_least=0)
+    """Weight of the value loss."""
+    entropy_coef: float = setting(0.0, at_least=0)
+    """Weight of the entropy bonus."""
+    target_kl: float | None = setting(None, above=0)
+    """End an update once its policy is this far, in nats a token, from the one that sampled; null for never."""
+
+
+@dataclass
+class KLConfig:
+    """What holds the policy near its starting point."""
+
+    coef: float = setting(0.05, at_least=0)
+    """β, the price of a nat. With 0 there is no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How a token's KL is estimated from its two log-probabilities; k1 is unbiased."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, with a learning rate for the model and one for the value head."""
+
+    lr: float = setting(1e-4, above=0)
+    """Learning rate of the model."""
+    value_lr: float = setting(1e-3, above=0)
+    """Learning rate of the value head."""
+    weight_decay: float = setting(0.0, at_least=0)
+    """AdamW's weight decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rates fall after the warm-up."""
+    warmup: int = setting(2, at_least=0)
+    """Iterations over which the learning rates rise."""
+    final_scale: float = setting(0.1, at_least=0, at_most=1)
+    """Learning rates at the end, as a share of the full ones."""
+    max_grad_norm: float | None = setting(1.0, above=0)
+    """Gradients with a larger L2 norm are scaled down to it; null for never."""
+
+
+@dataclass
+class RunConfig:
+    """How long it runs, and what it leaves where."""
+
+    dir: str | None = None
+    """The run's folder, which must not hold a run already; null takes a new one, `runs/DATE-TIME`."""
+    iterations: int = setting(40, at_least=1)
+    """Rollouts, each followed by one update."""
+    samples: int = setting(8, at_least=0)
+    """Completions an iteration kept in samples.jsonl, token by token."""
+    show_every: int = setting(10, at_least=0)
+    """Iterations between two tables of samples on the screen; 0 for none."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Accelerate's trackers: tensorboard, wandb, trackio, mlflow …"""
+
+
+@dataclass
+class PPOConfig:
+    """Everything that a run in the token world is told."""
+
+    seed: int = setting(1, at_least=0)
+    """The one seed behind all randomness."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy, its critic and its reference."""
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    """What the policy continues."""
+    reward: list[RewardTerm] = field(default_factory=lambda: [RewardTerm()])
+    """Terms of the reward; their weighted sum is the score of a completion."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How completions are sampled."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """How rewards become credit."""
+    ppo: UpdateConfig = field(default_factory=UpdateConfig)
+    """The clipped update."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """What holds the policy near its starting point."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """AdamW, with a learning rate for the model and one for the value head."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """How long it runs, and what it leaves where."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what cannot work."""
+        check(self)
+        if not self.prompts.text:
+            raise ConfigError("prompts.text is empty; give at least one prompt")
+        if not self.reward:
+            raise ConfigError("reward is empty; give at least one term")
+        if self.ppo.minibatches > self.rollout.batch_size:
+            raise ConfigError(
+                f"ppo.minibatches is {self.ppo.minibatches}; "
+                f"it must be at most rollout.batch_size, which is {self.rollout.batch_size}"
+            )
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Raise `ConfigError` for the first field, at any depth, that is outside its range or not one of its choices."""
+    hints = get_type_hints(type(config))
+    for item in fields(config):
+        key, value = prefix + item.name, getattr(config, item.name)
+        if is_dataclass(value):
+            check(value, f"{key}.")
+        elif isinstance(value, list):
+            for position, element in enumerate(value):
+                if is_dataclass(element):
+                    check(element, f"{key}[{position}].")
+        elif get_origin(hints[item.name]) is Literal and value not in get_args(hints[item.name]):
+            choices = ", ".join(get_args(hints[item.name]))
+            raise ConfigError(f"{key} is {value!r}; it must be one of {choices}")
+        elif item.metadata and value is not None:
+            _check_range(key, value, **item.metadata)
+
+
+def _check_range(
+    key: str,
+    value: float,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    if at_least <= value <= at_most and above < value < below:
+        return
+    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    wanted = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
+    raise ConfigError(f"{key} is {value!r}; it must be {wanted or 'finite'}")

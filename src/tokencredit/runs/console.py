@@ -1,0 +1,106 @@
+"""What a run shows on the screen: live on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+LIVE = {"reward": "reward", "kl": "KL", "entropy": "entropy", "length": "length", "clip_fraction": "clipped"}
+
+
+def visible(text: str) -> str:
+    """Text that cannot act on a terminal: whatever does not print (escape codes, direction marks) is spelt out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+class Screen:
+    """Progress and samples of one run; `with Screen(...)` around the training loop."""
+
+    def __init__(self, iterations: int, *, console: Console | None = None, enabled: bool = True):
+        """Prepare to show a run of `iterations`; a process that should stay silent passes `enabled=False`."""
+        self.console = console or Console(quiet=not enabled, highlight=False)
+        self.iterations = iterations
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.progress.add_task("training", total=iterations, numbers="")
+
+    def __enter__(self) -> Screen:
+        self.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.progress.stop()
+
+    def say(self, text: str) -> None:
+        """One line, as it is."""
+        self.console.print(Text(visible(text)), soft_wrap=True)
+
+    def iteration(self, metrics: Mapping[str, float]) -> None:
+        """Show the numbers that matter of an iteration."""
+        numbers = "  ".join(f"{label} {metrics[key]:.3g}" for key, label in LIVE.items() if key in metrics)
+        self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
+        if not self.console.is_terminal:
+            self.say(f"iteration {metrics['iteration']}/{self.iterations}  {numbers}")
+
+    def samples(self, iteration: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """A table of completions: reward, log-probability under the reference, text."""
+        if not self.console.is_terminal:
+            for sample in samples:
+                self.say(f"  reward {sample['reward']:.3f}  {_reference(sample)}  {sample['prompt']}{sample['completion']}")
+            return
+        table = Table(title=f"samples of iteration {iteration}", title_justify="left")
+        table.add_column("reward", justify="right")
+        table.add_column("reference", justify="right")
+        table.add_column("text")
+        for sample in samples:
+            table.add_row(f"{sample['reward']:.3f}", _reference(sample), _continued(sample))
+        self.console.print(table)
+
+    def finish(
+        self,
+        summary: Mapping[str, Any],
+        folder: str,
+        before: Sequence[Mapping[str, Any]],
+        after: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Say what happened."""
+        table = Table(title="first and last completions", title_justify="left", show_lines=True)
+        for column in (f"before (iteration {before[0]['iteration']})", f"after (iteration {after[0]['iteration']})"):
+            table.add_column(column, ratio=1)
+        for old, new in zip(before, after, strict=False):
+            table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in (old, new)))
+        self.console.print(table)
+        self.say(
+            f"reward {summary['reward_first']:.3f} → {summary['reward_last']:.3f}   "
+            f"KL {summary['kl_last']:.2f} nats a sequence   "
+            f"{summary['iterations']} iterations in {summary['seconds']:.0f} s "
+            f"({summary['tokens_per_second']:.0f} tokens a second)"
+        )
+        if summary["stopped_by"] != "iterations":
+            self.say(f"stopped by: {summary['stopped_by']}")
+        self.say(f"the run: {folder}   the policy: {folder}/policy")
+
+
+def _reference(sample: Mapping[str, Any]) -> str:
+    """Mean log-probability a token under the reference, or nothing without one."""
+    logprobs = sample.get("ref_logprobs")
+    return f"{sum(logprobs) / len(logprobs):.2f}" if logprobs else ""
+
+
+def _continued(sample: Mapping[str, Any]) -> Text:
+    return Text(visible(sample["prompt"]), style="dim") + Text(visible(sample["completion"]), style="not dim")

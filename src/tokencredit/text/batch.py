@@ -1,0 +1,93 @@
+"""One iteration's completions with everything that is known of them, and what is written down of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.core.masked import Reduce, explained_variance, moments
+from tokencredit.text.sampling import Rollout
+
+DECIMALS = 6
+"""Of the numbers in samples.jsonl."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rollout, its texts, its rewards and its credit; `[batch]` or `[batch, time]`."""
+
+    rollout: Rollout
+    prompts: list[str]
+    completions: list[str]
+    scores: Tensor
+    """`[batch]`: the weighted sum of the reward's terms."""
+    terms: dict[str, list[float]]
+    """Each term by itself."""
+    ref_logprobs: Tensor | None
+    """Of the same tokens under the reference, nats."""
+    kl: Tensor
+    """Estimated KL to the reference at each token, nats; 0 without a reference."""
+    rewards: Tensor
+    """For each token: the score at the last one, less the price of KL."""
+    advantages: Tensor
+    returns: Tensor
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """Means over all completions; `reduce` sums a tensor over processes."""
+        rollout, mask = self.rollout, self.rollout.mask
+        everyone = torch.ones_like(self.scores, dtype=torch.bool)
+        _, reward, variance = moments(self.scores, everyone, reduce)
+        ref = torch.zeros_like(rollout.logprobs) if self.ref_logprobs is None else self.ref_logprobs
+        texts = len(set(zip(self.prompts, self.completions, strict=True)))
+        sums = [len(mask), mask.sum(), self.kl.sum(), rollout.logprobs.sum(), ref.sum()]
+        sums += [rollout.truncated.sum(), texts, *(sum(term) for term in self.terms.values())]
+        rows, tokens, kl, logprobs, ref_logprobs, truncated, distinct, *terms = reduce(
+            torch.tensor([float(x) for x in sums], device=mask.device)
+        ).tolist()
+        metrics = {
+            "reward": float(reward),
+            "reward_std": float(variance.sqrt()),
+            **{f"reward/{name}": total / rows for name, total in zip(self.terms, terms, strict=True)},
+            "kl": kl / rows,
+            "entropy": -logprobs / tokens,
+            "length": tokens / rows,
+            "truncated": truncated / rows,
+            "distinct": distinct / rows,
+            "explained_variance": float(explained_variance(rollout.values, self.returns, mask, reduce)),
+        }
+        if self.ref_logprobs is not None:
+            metrics["ref_logprob"] = ref_logprobs / tokens
+        return metrics
+
+    def samples(self, count: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        """The first `count` completions, token by token, as records for samples.jsonl."""
+        return [self._sample(row, tokenizer) for row in range(min(count, len(self.prompts)))]
+
+    def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        acted = self.rollout.mask[row]
+
+        def numbers(tensor: Tensor) -> list[float]:
+            return [round(x, DECIMALS) for x in tensor[row][acted].tolist()]
+
+        ids = self.rollout.response_ids[row][acted].tolist()
+        sample = {
+            "prompt": self.prompts[row],
+            "completion": self.completions[row],
+            "reward": round(float(self.scores[row]), DECIMALS),
+            "terms": {name: round(values[row], DECIMALS) for name, values in self.terms.items()},
+            "truncated": bool(self.rollout.truncated[row]),
+            "token_ids": ids,
+            "tokens": [tokenizer.decode([i]) for i in ids],
+            "logprobs": numbers(self.rollout.logprobs),
+            "values": numbers(self.rollout.values),
+            "rewards": numbers(self.rewards),
+            "advantages": numbers(self.advantages),
+            "returns": numbers(self.returns),
+        }
+        if self.ref_logprobs is not None:
+            sample["ref_logprobs"] = numbers(self.ref_logprobs)
+        return sample

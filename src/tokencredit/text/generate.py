@@ -1,0 +1,61 @@
+"""`tokencredit generate`: text from a trained policy, or from the model it started as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tokencredit.runs.config import PPOConfig
+from tokencredit.runs.console import visible
+from tokencredit.runs.errors import ConfigError
+from tokencredit.text.models import ActorCritic, end_ids, load_language_model, room_for_prompts
+from tokencredit.text.prompts import Prompts
+from tokencredit.text.sampling import sample
+
+
+def generate(
+    run: Path,
+    config: PPOConfig,
+    *,
+    prompt: str | None,
+    samples: int,
+    base: bool,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> list[str]:
+    """Print completions after their prompts, a line each, and return them.
+
+    Args:
+        run: the run's folder.
+        config: its configuration.
+        prompt: what to continue; None takes the run's own prompts in turn.
+        samples: how many.
+        base: write from the model that the run started from.
+        max_new_tokens: longest completion.
+        temperature: divides the logits.
+        seed: of the sampling.
+
+    Raises:
+        ConfigError: the run has no policy yet, or the prompt does not fit.
+    """
+    if not base and not (run / "policy").is_dir():
+        raise ConfigError(f"{str(run)!r} has no policy: the run has not ended; --base writes from its starting model")
+    lm, tokenizer = load_language_model(config.model.name if base else str(run / "policy"))
+    prompts = Prompts(
+        prompt or config.prompts.text,
+        tokenizer,
+        add_bos=config.prompts.add_bos,
+        max_length=room_for_prompts(lm, max_new_tokens),
+    )
+    texts, prompt_ids, prompt_mask = prompts.batch(0, samples)
+    uniforms = torch.rand(samples, max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    model = ActorCritic(lm)
+    rollout = sample(
+        model, prompt_ids, prompt_mask, uniforms, temperature=temperature, end_ids=end_ids(lm, tokenizer)
+    )
+    written = [text + completion for text, completion in zip(texts, rollout.texts(tokenizer), strict=True)]
+    for text in written:
+        print(visible(text))
+    return written
