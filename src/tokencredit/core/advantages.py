@@ -1,9 +1,8 @@
-"""Advantage estimators: from rewards and values to credit.
+"""Advantage estimators with a critic: from rewards and values to credit.
 
-Every estimator takes rewards and values [batch, time], a mask and the flags, and returns `(advantages, returns)` of the
-same shape: how much better each acted step turned out than the critic expected, and what the critic should have said.
-
-The conventions, for all of them:
+Every estimator, here and in `critic_free`, takes rewards and values [batch, time], a mask and the flags, and returns
+`(advantages, returns)` of the same shape: how much better each acted step turned out than the critic expected, and what
+the critic should have said. `estimate` calls any of them by name. The conventions, for all of them:
 
 - `values[t]` is the value of the state before step t, `rewards[t]` the reward for it.
 - Steps where `mask` is false are stepped over: no decay, no reward; whatever stands there changes nothing, and the
@@ -14,42 +13,27 @@ The conventions, for all of them:
 - Results are in float32 at least and carry no gradient.
 """
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from tokencredit.core.checks import (
-    require_acted,
-    require_finite,
-    require_flags,
-    require_fraction,
-    require_shape,
-)
-from tokencredit.core.masked import at_least_float32, zero_outside
+from tokencredit.core.checks import require_choice, require_fraction, require_positive
+from tokencredit.core.critic_free import group_relative, leave_one_out, reward_to_go, total_return, uniform
 from tokencredit.core.scan import reverse_scan
+from tokencredit.core.steps import Steps, prepare_steps
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """A checked rollout without gaps between the acted steps of a row; everything is 0 (false) where nobody acted."""
+class Where(TypedDict, total=False):
+    """Where the policy acted and where episodes end: the arguments of `gae` of these names, all [batch, time]."""
 
-    rewards: Tensor
-    values: Tensor
-    acted: Tensor
-    ends: Tensor
-    """Which steps are the last of their episode."""
-    after: Tensor
-    """The value of the state after each step: 0 if it terminated, the bootstrap if truncated, else the next value."""
-    order: Tensor | None
-    """Where each step of a row stood before its gaps were closed; None if there were none."""
-
-    def restore(self, *results: Tensor) -> tuple[Tensor, ...]:
-        """Put zeros where nobody acted, and every step back to where it stood."""
-        filled = (result.masked_fill(~self.acted, 0.0) for result in results)
-        if self.order is None:
-            return tuple(filled)
-        return tuple(torch.zeros_like(result).scatter(-1, self.order, result) for result in filled)
+    mask: Tensor | None
+    terminated: Tensor | None
+    truncated: Tensor | None
+    bootstrap: Tensor | None
 
 
 def gae(
@@ -66,7 +50,7 @@ def gae(
     """Generalised advantage estimation: Aₜ = Σₖ (γλ)ᵏ δₜ₊ₖ with δₜ = rₜ + γ Vₜ₊₁ − Vₜ, to the end of the episode.
 
     Schulman et al. 2016 (arXiv 1506.02438), eq. 16. Computed as Gₜ − Vₜ with the λ-return Gₜ = rₜ + γ [(1 − λ) Vₜ₊₁
-    + λ Gₜ₊₁] (Sutton and Barto 2018, eq. 12.2 in recursive form), which is the same number. In this form λ = 0 gives δ,
+    + λ Gₜ₊₁] (Sutton and Barto 2018, eq. 12.2 as a recursion), which is the same number. In this form λ = 0 gives δ,
     λ = 1 gives return − value, and the return of a terminating step is its reward, to the last bit.
 
     λ trades bias for variance: 0 trusts the critic after one step, 1 trusts only what happened.
@@ -90,85 +74,226 @@ def gae(
     """
     require_fraction("gamma", gamma)
     require_fraction("lam", lam)
-    steps = _prepare(rewards, values, mask, terminated, truncated, bootstrap)
+    steps = prepare_steps(rewards, values, mask, terminated, truncated, bootstrap)
     returns = _lambda_returns(steps, gamma, lam)
     advantages, returns = steps.restore(returns - steps.values, returns)
     return advantages, returns
 
 
-def _lambda_returns(steps: _Steps, gamma: float, lam: float | Tensor) -> Tensor:
-    """Gₜ = rₜ + γ [(1 − λₜ) Vₜ₊₁ + λₜ Gₜ₊₁], where λₜ is 0 at the end of an episode and `lam` elsewhere."""
-    lam_t = (~steps.ends).to(steps.rewards.dtype) * lam
-    deltas = steps.rewards + gamma * (1 - lam_t) * steps.after
-    return reverse_scan(deltas, gamma * lam_t)
+def td(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
+    """One step of experience, then the critic: Aₜ = δₜ = rₜ + γ Vₜ₊₁ − Vₜ. `gae` with λ = 0.
+
+    Least variance, and all of the critic's bias. With γ = 1 and a reward at the last step only it is the "one-step"
+    estimator, whose Q is the next state's value and at the last step the reward: A = [V₁ … V_T₋₁, r] − [V₀ … V_T₋₁].
+
+    Arguments, results and refusals as in `gae`.
+    """
+    return gae(rewards, values, gamma=gamma, lam=0.0, **where)
 
 
-def _prepare(
+def monte_carlo(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
+    """All of the experience, with the critic as a baseline only: Aₜ = Σₖ γᵏ rₜ₊ₖ − Vₜ. `gae` with λ = 1.
+
+    No bias, and the variance of everything that happened after the step.
+
+    Arguments, results and refusals as in `gae`.
+    """
+    return gae(rewards, values, gamma=gamma, lam=1.0, **where)
+
+
+def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
+    """n steps of experience, then the critic: Aₜ = rₜ + γ rₜ₊₁ + … + γⁿ⁻¹ rₜ₊ₙ₋₁ + γⁿ Vₜ₊ₙ − Vₜ.
+
+    Sutton and Barto 2018, eq. 7.1. Where the episode ends sooner the sum ends there, with the bootstrap if it was
+    truncated. n = 1 is `td`; n no less than the longest episode is `monte_carlo`. Only acted steps count.
+
+    In O(log n) passes: a window of a + b steps is a window of a followed by one of b.
+
+    Args:
+        rewards: as in `gae`, like all that are not named here.
+        values: see there.
+        gamma: see there.
+        n: how many steps, at least 1.
+        where: see there.
+
+    Returns:
+        Advantages and returns (the n-step targets).
+
+    Raises:
+        ValueError: `n` is below 1; and as `gae`.
+    """
+    require_fraction("gamma", gamma)
+    if n < 1:
+        raise ValueError(f"n is {n}; it must be at least 1")
+    steps = prepare_steps(rewards, values, *_unpack(where))
+    # A window maps what follows it, x, to sum + decay · x. At an episode's end the decay is 0 and the sum is complete.
+    window_sum = steps.rewards_to_the_end(gamma)
+    window_decay = gamma * steps.inside
+    total, decay, covered = torch.zeros_like(window_sum), torch.ones_like(window_decay), 0
+    width, remaining = 1, min(n, rewards.shape[1])
+    while remaining:
+        if remaining & width:
+            total = total + decay * _later(window_sum, covered)
+            decay = decay * _later(window_decay, covered)
+            covered, remaining = covered + width, remaining - width
+        window_sum = window_sum + window_decay * _later(window_sum, width)
+        window_decay = window_decay * _later(window_decay, width)
+        width *= 2
+    returns = total + decay * _later(steps.values, covered)
+    advantages, returns = steps.restore(returns - steps.values, returns)
+    return advantages, returns
+
+
+def decoupled_gae(
+    rewards: Tensor, values: Tensor, *, gamma: float, lam: float, lam_returns: float = 1.0, **where: Unpack[Where]
+) -> tuple[Tensor, Tensor]:
+    """`gae` with one λ for the advantages and another for the returns that the critic learns.
+
+    With `lam_returns` = 1 the critic learns from what really happened, without its own bias, while the policy still
+    gets advantages of low variance. Yuan et al. 2025 (VC-PPO, arXiv 2503.01491) and Yue et al. 2025 (VAPO, arXiv
+    2504.05118, section 4.1), both with 1 for the returns.
+
+    Args:
+        rewards: as in `gae`, like all that are not named here.
+        values: see there.
+        gamma: see there.
+        lam: λ of the advantages, in [0, 1].
+        lam_returns: λ of the returns, in [0, 1].
+        where: see there.
+
+    Returns:
+        Advantages by `lam`, returns by `lam_returns`; their difference is not V unless both are equal.
+
+    Raises:
+        ValueError: a λ lies outside [0, 1]; and as `gae`.
+    """
+    require_fraction("gamma", gamma)
+    require_fraction("lam", lam)
+    steps = prepare_steps(rewards, values, *_unpack(where))
+    return _decoupled(steps, gamma, lam, lam_returns)
+
+
+def length_adaptive_gae(
     rewards: Tensor,
     values: Tensor,
-    mask: Tensor | None,
-    terminated: Tensor | None,
-    truncated: Tensor | None,
-    bootstrap: Tensor | None,
-) -> _Steps:
-    if rewards.dim() != 2:
-        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time]")
-    shape = rewards.shape
-    require_shape("values", values, shape)
-    for name, flags in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
-        if flags is not None:
-            require_flags(name, flags, shape)
-    acted = torch.ones(shape, dtype=torch.bool, device=rewards.device) if mask is None else mask
-    require_acted(acted)
+    *,
+    gamma: float,
+    alpha: float = 0.05,
+    lam_returns: float = 1.0,
+    **where: Unpack[Where],
+) -> tuple[Tensor, Tensor]:
+    """`decoupled_gae` whose λ follows the length of each row: λ = 1 − 1 / (α · length).
 
-    dtype = torch.promote_types(at_least_float32(rewards).dtype, at_least_float32(values).dtype)
-    rewards, values = zero_outside(rewards.detach().to(dtype), mask), zero_outside(values.detach().to(dtype), mask)
-    require_finite("rewards", rewards)
-    require_finite("values", values)
-    cut = _cut_off(acted, terminated, truncated)
-    at_cut = _bootstrap_at(cut, bootstrap, dtype)
+    With a fixed λ = 0.95 a reward fades within some tens of tokens, whether the completion has 50 or 5,000. Here the
+    sum of the weights, 1 / (1 − λ) when γ = 1, is α times the length, so that credit reaches as far relative to it. Yue
+    et al. 2025 (VAPO, arXiv 2504.05118, section 4.2), α = 0.05. At lengths below 1 / α the formula is negative, and λ
+    is 0 then.
 
-    ends = _last_acted(acted)
-    order = None
-    if mask is not None and bool((acted[:, :-1] & ~acted[:, 1:] & ~ends[:, :-1]).any()):
-        order = torch.argsort(~acted, dim=-1, stable=True)
-    for flags in (terminated, truncated):
-        if flags is not None:
-            ends = ends | (flags & acted)
-    if order is not None:
-        rewards, values, acted, ends = (x.gather(-1, order) for x in (rewards, values, acted, ends))
-        at_cut = None if at_cut is None else at_cut.gather(-1, order)
-    after = torch.nn.functional.pad(values[:, 1:], (0, 1)).masked_fill_(ends, 0.0)
-    if at_cut is not None:
-        after += at_cut
-    return _Steps(rewards, values, acted, ends, after, order)
+    Args:
+        rewards: as in `gae`, like all that are not named here.
+        values: see there.
+        gamma: see there.
+        alpha: α, above 0. The length is the number of acted steps of the row, all its episodes together.
+        lam_returns: λ of the returns, in [0, 1].
+        where: see there.
+
+    Returns:
+        Advantages and returns, as `decoupled_gae`.
+
+    Raises:
+        ValueError: `alpha` is not above 0; `lam_returns` lies outside [0, 1]; and as `gae`.
+    """
+    require_fraction("gamma", gamma)
+    require_positive("alpha", alpha)
+    steps = prepare_steps(rewards, values, *_unpack(where))
+    lam = (1 - 1 / (alpha * steps.lengths.to(steps.rewards.dtype))).clamp(min=0.0)
+    return _decoupled(steps, gamma, lam, lam_returns)
 
 
-def _last_acted(acted: Tensor) -> Tensor:
-    """True at the last acted step of each row [batch, time], where every row has one."""
-    time = acted.shape[-1]
-    # argmax gives the first of equals.
-    last = time - 1 - acted.flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
-    return torch.zeros_like(acted).scatter_(-1, last, True)
+ESTIMATORS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "gae": gae,
+    "td": td,
+    "one_step": td,
+    "monte_carlo": monte_carlo,
+    "n_step": n_step,
+    "decoupled_gae": decoupled_gae,
+    "length_adaptive_gae": length_adaptive_gae,
+    "total_return": total_return,
+    "reward_to_go": reward_to_go,
+    "uniform": uniform,
+    "group_relative": group_relative,
+    "leave_one_out": leave_one_out,
+}
+"""Every estimator by the name that a config gives it."""
 
 
-def _cut_off(acted: Tensor, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
-    """The acted steps whose next state is worth its bootstrap; None if there are none."""
-    if truncated is None:
-        return None
-    cut = truncated & acted
-    if terminated is not None:
-        cut &= ~terminated
-    return cut if bool(cut.any()) else None
+def estimate(
+    name: str, rewards: Tensor, values: Tensor | None = None, *, options: dict[str, Any], **where: Unpack[Where]
+) -> tuple[Tensor, Tensor]:
+    """Call the estimator `name` with those of the `options` that it takes.
+
+    So a config may hold the options of all estimators at once: `lam` is there for `gae`, and `td` never sees it.
+
+    Args:
+        name: a key of `ESTIMATORS`.
+        rewards: [batch, time].
+        values: [batch, time]; None for the estimators that need no critic.
+        options: `gamma`, `lam`, `n`, `lam_returns`, `alpha`, `baseline`, `group_size`, `scale`.
+        where: as in `gae`.
+
+    Returns:
+        Advantages and returns of that estimator.
+
+    Raises:
+        ValueError: there is no such estimator; no estimator has such an option; it needs one that is missing, or a
+            critic; and what the estimator itself raises.
+    """
+    require_choice("estimator", name, ESTIMATORS)
+    known = {option for function in ESTIMATORS.values() for option in _options(function)}
+    for option in options:
+        require_choice("option", option, sorted(known))
+    estimator = ESTIMATORS[name]
+    own = _options(estimator)
+    for option, parameter in own.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise ValueError(f"{option} is missing; the estimator {name} needs it")
+    if values is None and inspect.signature(estimator).parameters["values"].default is inspect.Parameter.empty:
+        raise ValueError(f"values is None; the estimator {name} needs a critic")
+    taken = {option: value for option, value in options.items() if option in own}
+    return estimator(rewards, values, **taken, **where)
 
 
-def _bootstrap_at(cut: Tensor | None, bootstrap: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The bootstrap where an episode was cut off and 0 elsewhere; None if none was."""
-    if bootstrap is not None and cut is not None:
-        require_shape("bootstrap", bootstrap, cut.shape)
-        at_cut = zero_outside(bootstrap.detach().to(dtype), cut)
-        require_finite("bootstrap", at_cut)
-        return at_cut
-    if cut is not None:
-        raise ValueError("bootstrap is None; where truncated is set it must hold the value of the state after the step")
-    return None
+def _options(estimator: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The keyword arguments of an estimator that are its own."""
+    parameters = inspect.signature(estimator).parameters
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in Where.__annotations__
+    }
+
+
+def _unpack(where: Where) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    unknown = set(where) - set(Where.__annotations__)
+    if unknown:
+        raise TypeError(f"unexpected argument {unknown.pop()!r}")
+    return where.get("mask"), where.get("terminated"), where.get("truncated"), where.get("bootstrap")
+
+
+def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:
+    """Gₜ = rₜ + γ [(1 − λₜ) Vₜ₊₁ + λₜ Gₜ₊₁], where λₜ is 0 at the end of an episode and `lam` elsewhere."""
+    deltas = steps.rewards_to_the_end(gamma).clone()
+    deltas[:, :-1].addcmul_(gamma * (1 - lam) * steps.inside[:, :-1], steps.values[:, 1:])
+    return reverse_scan(deltas, gamma * lam * steps.inside)
+
+
+def _decoupled(steps: Steps, gamma: float, lam: float | Tensor, lam_returns: float) -> tuple[Tensor, Tensor]:
+    require_fraction("lam_returns", lam_returns)
+    advantages = _lambda_returns(steps, gamma, lam) - steps.values
+    advantages, returns = steps.restore(advantages, _lambda_returns(steps, gamma, lam_returns))
+    return advantages, returns
+
+
+def _later(x: Tensor, count: int) -> Tensor:
+    """xₜ₊count at t, 0 past the end."""
+    return pad(x[:, count:], (0, min(count, x.shape[1])))

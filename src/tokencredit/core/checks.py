@@ -59,7 +59,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 def require_acted(mask: Tensor) -> None:
     """Raise `ValueError` when a row of `mask` [batch, time] has no acted step."""
-    acted = mask.any(dim=-1)
+    acted = mask.view(torch.uint8).amax(dim=-1)
     if not bool(acted.all()):
-        row = int((~acted).nonzero()[0])
+        row = int((acted == 0).nonzero()[0])
         raise ValueError(f"mask has no acted step in row {row}; every row must have at least one")

@@ -72,8 +72,8 @@ def moments(x: Tensor, mask: Tensor, reduce: Reduce | None = None) -> tuple[Tens
     n = Σ mₜ,  μ = Σ mₜ xₜ / n,  σ² = Σ mₜ (xₜ − μ)² / n: the variance of the population, not of a sample.
 
     In two passes, the second about the mean of the first, because Σx²/n − μ² loses every digit when μ is large beside
-    σ; the second pass also removes the rounding error of the first mean (Chan, Golub and LeVeque 1983, "Algorithms for
-    computing the sample variance", eq. 1.7).
+    σ; the second pass also removes the rounding error of the first mean (the corrected two-pass algorithm of Chan,
+    Golub and LeVeque 1983, "Algorithms for computing the sample variance").
 
     Args:
         x: any shape.
@@ -118,13 +118,16 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce |
         ValueError: no element of the mask is true.
     """
     _, mean, variance = moments(x, mask, reduce)
-    deviation = variance.sqrt()
-    resolution = 4 * torch.finfo(mean.dtype).eps * mean.abs()
-    scale = torch.where(deviation > resolution, 1 / deviation, torch.zeros_like(deviation))
-    whitened = (zero_outside(x, mask) - mean) * scale
+    whitened = (zero_outside(x, mask) - mean) * inverse_deviation(variance.sqrt(), mean)
     if not shift_mean:
         whitened = whitened + mean
     return whitened.masked_fill(~mask, 0.0)
+
+
+def inverse_deviation(deviation: Tensor, mean: Tensor) -> Tensor:
+    """1 / σ, or 0 where σ is no more than rounding would make of a constant: 4 ulp of the mean. Same shapes."""
+    resolution = 4 * torch.finfo(mean.dtype).eps * mean.abs()
+    return torch.where(deviation > resolution, 1 / deviation, torch.zeros_like(deviation))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:

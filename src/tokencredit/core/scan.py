@@ -21,7 +21,8 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
 
     Args:
         deltas: δ, [..., time].
-        decays: c, the same shape; any numbers whose products within a block stay finite. A 0 ends an episode.
+        decays: c, the same shape, or [1, time] or [time] if all rows share it, which costs less. Any numbers whose
+            products within a block stay finite; a 0 ends an episode.
 
     Returns:
         A, the same shape, in float32 at least, without a gradient.
@@ -31,7 +32,9 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
     """
     if deltas.dim() == 0:
         raise ValueError("deltas is a scalar; its last axis must be time")
-    require_shape("decays", decays, deltas.shape)
+    if decays.numel() != decays.shape[-1]:
+        require_shape("decays", decays, deltas.shape)
+    require_shape("the last axis of decays", decays.reshape(-1, decays.shape[-1])[0], deltas.shape[-1:])
     dtype = torch.promote_types(at_least_float32(deltas).dtype, at_least_float32(decays).dtype)
     if deltas.numel() == 0:
         return deltas.to(dtype)
@@ -39,30 +42,31 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
     time = deltas.shape[-1]
     steps = math.isqrt(time - 1) + 1
     blocks = -(-time // steps)
-    sums = _steps_first(deltas.to(dtype), steps, blocks)
-    products = _steps_first(decays.to(dtype), steps, blocks)
+    sums = _time_first(deltas.to(dtype), blocks * steps).view(blocks, steps, -1)
+    products = _time_first(decays.to(dtype), blocks * steps).view(blocks, steps, -1)
+    _scan_blocks(sums, products)
+    return sums.view(blocks * steps, -1)[:time].t().contiguous().view(deltas.shape)
 
-    sum_rows, product_rows = sums.unbind(0), products.unbind(0)
-    for step in range(steps - 2, -1, -1):
-        sum_rows[step].addcmul_(product_rows[step], sum_rows[step + 1])
-        product_rows[step].mul_(product_rows[step + 1])
+
+def _scan_blocks(sums: Tensor, products: Tensor) -> None:
+    """Turn δ and c, [blocks, steps, rows or 1], into A and the products of c up to the end of each block, in place."""
+    # Views are made once, outside the loops: on short rows making them costs more than the arithmetic.
+    sum_at, product_at = sums.unbind(1), products.unbind(1)
+    for step in range(len(sum_at) - 2, -1, -1):
+        sum_at[step].addcmul_(product_at[step], sum_at[step + 1])
+        product_at[step].mul_(product_at[step + 1])
 
     # What follows block k: the first sum of block k + 1, completed with what follows that one.
-    following = torch.zeros_like(sum_rows[0])
-    following_blocks, first_sums, first_products = following.unbind(0), sum_rows[0].unbind(0), product_rows[0].unbind(0)
-    for block in range(blocks - 2, -1, -1):
-        torch.addcmul(
-            first_sums[block + 1],
-            first_products[block + 1],
-            following_blocks[block + 1],
-            out=following_blocks[block],
-        )
-    sums.addcmul_(products, following)
-    return sums.permute(2, 1, 0).reshape(-1, blocks * steps)[:, :time].reshape(deltas.shape)
+    following = torch.zeros_like(sum_at[0])
+    after, first_sum, first_product = following.unbind(0), sum_at[0].unbind(0), product_at[0].unbind(0)
+    for block in range(len(after) - 2, -1, -1):
+        torch.addcmul(first_sum[block + 1], first_product[block + 1], after[block + 1], out=after[block])
+    sums.addcmul_(products, following.unsqueeze(1))
 
 
-def _steps_first(x: Tensor, steps: int, blocks: int) -> Tensor:
-    """Copy [..., time] to [steps, blocks, rows], padded with 0: a step of all blocks is then one run of memory."""
+def _time_first(x: Tensor, padded: int) -> Tensor:
+    """Copy [..., time] to [padded, rows], with 0 after the end, so that one step of all rows is one run of memory."""
     rows = x.reshape(-1, x.shape[-1])
-    padded = torch.nn.functional.pad(rows, (0, steps * blocks - rows.shape[-1]))
-    return padded.view(-1, blocks, steps).permute(2, 1, 0).clone(memory_format=torch.contiguous_format)
+    copy = rows.new_zeros(padded, rows.shape[0]) if padded > rows.shape[1] else rows.new_empty(padded, rows.shape[0])
+    copy[: rows.shape[1]].copy_(rows.t())
+    return copy

@@ -1,0 +1,72 @@
+"""The reward of each token: the score where it belongs, less the price of KL."""
+
+import torch
+from torch import Tensor
+
+from tokencredit.core.checks import require_acted, require_flags, require_not_negative, require_shape
+from tokencredit.core.masked import at_least_float32, zero_outside
+
+
+def token_rewards(
+    scores: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    eos: Tensor | None = None,
+    missing_eos_penalty: float = 0.0,
+    clip: float | None = None,
+) -> Tensor:
+    """rₜ = sₜ − β · KLₜ, where a score for the whole completion stands on its last acted token.
+
+    Ziegler et al. 2019 (arXiv 1909.08593), eq. 2, with the KL of each token charged to that token (Ouyang et al. 2022,
+    arXiv 2203.02155, section 3.5). The score stands on the last token, and not on every token, because the critic's
+    target would otherwise be the score times the number of tokens left.
+
+    In this order: scores are clipped, the penalty is taken off at the last acted token, the KL off at every token.
+
+    Args:
+        scores: [batch], one a completion; or [batch, time], one a token (dense).
+        mask: bool [batch, time], true where the policy acted.
+        kl: [batch, time], an estimate of KL(policy ‖ reference) at each token, in nats; see `core.kl`.
+        kl_coef: β, reward per nat.
+        eos: bool [batch], true where the completion ended by an end-of-sequence token.
+        missing_eos_penalty: taken off where it did not, for scores that say nothing about text that was cut off.
+        clip: scores are held within ± this first; None leaves them.
+
+    Returns:
+        [batch, time] in float32 at least, 0 outside the mask, without a gradient.
+
+    Raises:
+        ValueError: shapes differ; a flag is not bool; a row has no acted token; a coefficient is negative or not
+            finite; there is a penalty and no `eos`.
+    """
+    if mask.dim() != 2:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be [batch, time]")
+    require_shape("scores", scores, mask.shape if scores.dim() == 2 else mask.shape[:1])
+    require_flags("mask", mask, mask.shape)
+    require_acted(mask)
+    require_not_negative("missing_eos_penalty", missing_eos_penalty)
+    scores = at_least_float32(scores.detach())
+    if clip is not None:
+        require_not_negative("clip", clip)
+        scores = scores.clamp(-clip, clip)
+    at_last = torch.zeros(mask.shape[0], dtype=scores.dtype, device=mask.device) if scores.dim() == 2 else scores
+    if missing_eos_penalty:
+        if eos is None:
+            raise ValueError("eos is None; a missing_eos_penalty needs to know which completions ended")
+        require_flags("eos", eos, at_last.shape)
+        at_last = at_last - missing_eos_penalty * (~eos).to(at_last.dtype)
+    rewards = zero_outside(scores, mask) if scores.dim() == 2 else torch.zeros_like(mask, dtype=scores.dtype)
+    rewards = rewards.scatter_add(-1, _last_acted(mask), at_last[:, None])
+    if kl is not None:
+        require_shape("kl", kl, mask.shape)
+        require_not_negative("kl_coef", kl_coef)
+        rewards = rewards - kl_coef * zero_outside(kl.detach(), mask)
+    return rewards
+
+
+def _last_acted(mask: Tensor) -> Tensor:
+    """The index of the last acted token of each row, [batch, 1]."""
+    time = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, time, -1).amax(dim=-1, keepdim=True)
