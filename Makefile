@@ -17,7 +17,7 @@ train: install
 	$(BIN)/tokencredit train
 
 test: install lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: install
 	$(BIN)/ruff check .

@@ -55,7 +55,9 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     train.add_class_arguments(PPOConfig)
     train.set_defaults({"reward": [asdict(term) for term in PPOConfig().reward]})
 
-    generate = ArgumentParser(exit_on_error=False, allow_abbrev=False, description="Write from the policy that a run trained.")
+    generate = ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, description="Write from the policy that a run trained."
+    )
     generate.add_argument("run", help="The folder of a run.")
     generate.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
     generate.add_argument("-n", "--samples", type=PositiveInt, default=5, help="How many completions.")
@@ -64,7 +66,9 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     generate.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
     generate.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
 
-    parser = ArgumentParser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models.")
+    parser = ArgumentParser(
+        prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models."
+    )
     commands = {"train": train, "generate": generate}
     chosen = parser.add_subcommands(dest="command", required=False)
     for name, command in commands.items():
@@ -77,7 +81,11 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit train`."""
     config = to_config(parser, options)
     RunFolder(config.run.dir)  # refuses a folder in use before the seconds that the imports below take
+    from transformers.utils.logging import disable_progress_bar
+
     from tokencredit.text.trainer import PPOTrainer
+
+    disable_progress_bar()  # one bar on the screen: ours
 
     PPOTrainer(config).train()
 
@@ -85,8 +93,11 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
 def generate(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit generate`."""
     config = read_config(Path(options.run) / "config.yaml")
+    from transformers.utils.logging import disable_progress_bar
+
     from tokencredit.text.generate import generate
 
+    disable_progress_bar()
     generate(
         Path(options.run),
         config,
@@ -124,16 +135,18 @@ def read_config(file: Path) -> PPOConfig:
 
 
 def explain(message: str, arguments: Sequence[str], commands: dict[str, ArgumentParser]) -> str:
-    """A parser's complaint, with the key that was probably meant."""
-    unknown = re.search(r"does not accept option '([^']+)'|unrecognized arguments: --([^\s=]+)", message)
-    config = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
-    if unknown is None:
-        return " ".join(message.replace('"<unicode string>"', str(config)).split())
-    key = unknown[1] or unknown[2]
+    """A parser's complaint in one line: the key, its file unless it was a flag, and the key that was probably meant."""
+    key = re.search(
+        r"does not accept option '([^']+)'|unrecognized arguments: --([^\s=]+)|Parser key \"([^\"]+)\"", message
+    )
+    name = next(filter(None, key.groups())) if key else ""
+    file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
+    where = f"{file}: " if file and not any(a.startswith(f"--{name}") for a in arguments if name) else ""
+    if key is None or key[3]:
+        return where + " ".join(message.replace('"<unicode string>"', str(file)).split())
     known = commands[arguments[0]].get_defaults(skip_validation=True).keys() if arguments[0] in commands else []
-    near = difflib.get_close_matches(key, [k for k in known if k != "debug"], n=1)
-    where = f" in {config}" if config and unknown[1] else ""
-    return f"unknown key {key}{where}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
+    near = difflib.get_close_matches(name, [k for k in known if k != "debug"], n=1)
+    return f"{where}unknown key {name}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
 
 
 def describe(error: OSError) -> str:

@@ -28,7 +28,7 @@ class Experience:
         """Rows on the first axis."""
         return len(self.mask)
 
-    def select(self, rows: Tensor) -> Experience:
+    def select(self, rows: Tensor | slice) -> Experience:
         """These rows, in this order."""
         return Experience(
             inputs={name: tensor[rows] for name, tensor in self.inputs.items()},

@@ -150,10 +150,10 @@ def backward(
     and processes add up to the same gradient however they are cut.
     """
     count = accelerator.reduce(reduction_count(minibatch.mask), "sum")
-    everything = torch.arange(len(minibatch), device=minibatch.mask.device)
+    size = micro_batch_size or len(minibatch)
     stats: UpdateStats | None = None
-    for rows in everything.split(micro_batch_size or len(minibatch)):
-        part = minibatch.select(rows)
+    for start in range(0, len(minibatch), size):
+        part = minibatch.select(slice(start, start + size))
         weights = token_weights(part.mask, count=count)
         logprobs, policy, value, entropy = token_losses(part, evaluate, objective)
         loss = total_loss(
@@ -189,4 +189,3 @@ def blame(experience: Experience, rows: Tensor, evaluate: Evaluate, objective: O
             if losses is not None and not losses[part.mask].isfinite().all():
                 return NonFiniteUpdate(term, int(row))
     return NonFiniteUpdate("gradient", None)
-

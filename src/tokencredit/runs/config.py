@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tokencredit.runs.errors import ConfigError
 
+Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
+
 
 def setting(default: Any, **limits: float) -> Any:
     """A field with a range: `at_least`, `above`, `at_most` or `below`."""
@@ -144,8 +146,8 @@ class RunConfig:
     """Completions an iteration kept in samples.jsonl, token by token."""
     show_every: int = setting(10, at_least=0)
     """Iterations between two tables of samples on the screen; 0 for none."""
-    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Accelerate's trackers: tensorboard, wandb, trackio, mlflow …"""
+    trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go beside metrics.jsonl; any of Accelerate's trackers that is installed."""
 
 
 @dataclass
@@ -216,5 +218,7 @@ def _check_range(
     if at_least <= value <= at_most and above < value < below:
         return
     limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    wanted = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
-    raise ConfigError(f"{key} is {value!r}; it must be {wanted or 'finite'}")
+    wanted = [f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit)]
+    if not math.isfinite(value):
+        wanted.append("finite")
+    raise ConfigError(f"{key} is {value!r}; it must be {' and '.join(wanted)}")

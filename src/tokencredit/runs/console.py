@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+SIDE_BY_SIDE = 4
 LIVE = {"reward": "reward", "kl": "KL", "entropy": "entropy", "length": "length", "clip_fraction": "clipped"}
 
 
@@ -43,7 +44,9 @@ class Screen:
         self.progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.progress.stop()
 
     def say(self, text: str) -> None:
@@ -61,7 +64,9 @@ class Screen:
         """A table of completions: reward, log-probability under the reference, text."""
         if not self.console.is_terminal:
             for sample in samples:
-                self.say(f"  reward {sample['reward']:.3f}  {_reference(sample)}  {sample['prompt']}{sample['completion']}")
+                self.say(
+                    f"  reward {sample['reward']:.3f}  {_reference(sample)}  {sample['prompt']}{sample['completion']}"
+                )
             return
         table = Table(title=f"samples of iteration {iteration}", title_justify="left")
         table.add_column("reward", justify="right")
@@ -79,18 +84,20 @@ class Screen:
         after: Sequence[Mapping[str, Any]],
     ) -> None:
         """Say what happened."""
-        table = Table(title="first and last completions", title_justify="left", show_lines=True)
-        for column in (f"before (iteration {before[0]['iteration']})", f"after (iteration {after[0]['iteration']})"):
-            table.add_column(column, ratio=1)
-        for old, new in zip(before, after, strict=False):
-            table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in (old, new)))
-        self.console.print(table)
-        self.say(
-            f"reward {summary['reward_first']:.3f} → {summary['reward_last']:.3f}   "
-            f"KL {summary['kl_last']:.2f} nats a sequence   "
-            f"{summary['iterations']} iterations in {summary['seconds']:.0f} s "
-            f"({summary['tokens_per_second']:.0f} tokens a second)"
-        )
+        if before and after:
+            table = Table(title="completions, each after its reward", title_justify="left", show_lines=True)
+            for word, samples in (("before", before), ("after", after)):
+                table.add_column(f"{word} (iteration {samples[0]['iteration']})", ratio=1)
+            for pair in list(zip(before, after, strict=True))[:SIDE_BY_SIDE]:
+                table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
+            self.console.print(table)
+        if summary["iterations"]:
+            kl = "" if summary["kl_last"] is None else f"   KL {summary['kl_last']:.2f} nats a sequence"
+            self.say(
+                f"reward {summary['reward_first']:.3f} → {summary['reward_last']:.3f}{kl}   "
+                f"{summary['iterations']} iterations in {summary['seconds']:.0f} s "
+                f"({summary['tokens_per_second']:.0f} tokens a second)"
+            )
         if summary["stopped_by"] != "iterations":
             self.say(f"stopped by: {summary['stopped_by']}")
         self.say(f"the run: {folder}   the policy: {folder}/policy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -26,14 +27,18 @@ class RunFolder:
         Raises:
             ConfigError: it holds something already.
         """
+        self.reserve = 0
         self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError(
                 f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir or move it away"
             )
 
-    def create(self, needed_bytes: int) -> None:
-        """Make the folder, on a disk with room for what the run will write at the least.
+    def create(self, reserve: int) -> None:
+        """Make the folder.
+
+        Args:
+            reserve: bytes that stay free for what a run writes at its end; once there are fewer, `append` refuses.
 
         Raises:
             ConfigError: it cannot be made, or the disk is too full.
@@ -43,10 +48,11 @@ class RunFolder:
             free = shutil.disk_usage(self.path).free
         except OSError as error:
             raise ConfigError(f"cannot make run.dir {str(self.path)!r}: {error.strerror}") from error
-        if free < needed_bytes:
+        self.reserve = reserve
+        if free < reserve:
             raise ConfigError(
                 f"the disk of run.dir {str(self.path)!r} has {free / 1e6:.0f} MB free, and the run writes at least "
-                f"{needed_bytes / 1e6:.0f} MB; free some space or give another --run.dir"
+                f"{reserve / 1e6:.0f} MB; free some space or give another --run.dir"
             )
 
     def write(self, name: str, text: str) -> None:
@@ -60,7 +66,13 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add a line of JSON for each record: all of the lines, or, should the disk be full, none."""
+        """Add a line of JSON for each record: all of the lines, or, should the disk be full, none.
+
+        Raises:
+            OSError: the lines do not fit, or only at the cost of the reserve.
+        """
+        if shutil.disk_usage(self.path).free < self.reserve:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         with open(self.path / name, "ab", buffering=0) as file:
             before = file.tell()

@@ -29,8 +29,8 @@ class Batch:
     """Each term by itself."""
     ref_logprobs: Tensor | None
     """Of the same tokens under the reference, nats."""
-    kl: Tensor
-    """Estimated KL to the reference at each token, nats; 0 without a reference."""
+    kl: Tensor | None
+    """Estimated KL to the reference at each token, nats."""
     rewards: Tensor
     """For each token: the score at the last one, less the price of KL."""
     advantages: Tensor
@@ -41,26 +41,28 @@ class Batch:
         rollout, mask = self.rollout, self.rollout.mask
         everyone = torch.ones_like(self.scores, dtype=torch.bool)
         _, reward, variance = moments(self.scores, everyone, reduce)
-        ref = torch.zeros_like(rollout.logprobs) if self.ref_logprobs is None else self.ref_logprobs
+
+        def total(*values: Tensor | float) -> list[float]:
+            return reduce(torch.tensor([float(x) for x in values], device=mask.device)).tolist()
+
         texts = len(set(zip(self.prompts, self.completions, strict=True)))
-        sums = [len(mask), mask.sum(), self.kl.sum(), rollout.logprobs.sum(), ref.sum()]
-        sums += [rollout.truncated.sum(), texts, *(sum(term) for term in self.terms.values())]
-        rows, tokens, kl, logprobs, ref_logprobs, truncated, distinct, *terms = reduce(
-            torch.tensor([float(x) for x in sums], device=mask.device)
-        ).tolist()
+        rows, tokens, logprobs, cut, distinct = total(
+            len(mask), mask.sum(), rollout.logprobs.sum(), rollout.truncated.sum(), texts
+        )
+        terms = total(*(sum(term) for term in self.terms.values()))
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
-            **{f"reward/{name}": total / rows for name, total in zip(self.terms, terms, strict=True)},
-            "kl": kl / rows,
+            **{f"reward/{name}": value / rows for name, value in zip(self.terms, terms, strict=True)},
             "entropy": -logprobs / tokens,
             "length": tokens / rows,
-            "truncated": truncated / rows,
+            "truncated": cut / rows,
             "distinct": distinct / rows,
             "explained_variance": float(explained_variance(rollout.values, self.returns, mask, reduce)),
         }
-        if self.ref_logprobs is not None:
-            metrics["ref_logprob"] = ref_logprobs / tokens
+        if self.kl is not None and self.ref_logprobs is not None:
+            kl, ref_logprobs = total(self.kl.sum(), self.ref_logprobs.sum())
+            metrics |= {"kl": kl / rows, "ref_logprob": ref_logprobs / tokens}
         return metrics
 
     def samples(self, count: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -52,9 +52,7 @@ def generate(
     texts, prompt_ids, prompt_mask = prompts.batch(0, samples)
     uniforms = torch.rand(samples, max_new_tokens, generator=torch.Generator().manual_seed(seed))
     model = ActorCritic(lm)
-    rollout = sample(
-        model, prompt_ids, prompt_mask, uniforms, temperature=temperature, end_ids=end_ids(lm, tokenizer)
-    )
+    rollout = sample(model, prompt_ids, prompt_mask, uniforms, temperature=temperature, end_ids=end_ids(lm, tokenizer))
     written = [text + completion for text, completion in zip(texts, rollout.texts(tokenizer), strict=True)]
     for text in written:
         print(visible(text))

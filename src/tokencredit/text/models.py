@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +32,9 @@ class ActorCritic(nn.Module):
         self.value_head = build_value_head(value_head, lm.get_output_embeddings().weight.shape[1])
         self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
 
-    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Any = None) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Any = None
+    ) -> Tensor:
         """Last normalised hidden states `[batch, time, width]`; `cache`, if given, is read and extended."""
         outputs = self.lm.get_decoder()(
             input_ids=input_ids,
@@ -141,7 +144,7 @@ def load_language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizer
     try:
         lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"cannot load a language model from {name!r}: {error}") from error
     if not end_ids(lm, tokenizer):
         raise ConfigError(
@@ -153,10 +156,13 @@ def load_language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 
 def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token id that ends a text: the tokenizer's, and those the model's generation settings add."""
+    """Every token id that ends a text: the tokenizer's, and those the model's generation settings add.
+
+    Ids outside the vocabulary, which some architectures have by default, can never be sampled and do not count.
+    """
     listed = lm.generation_config.eos_token_id if lm.generation_config else None
-    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
-    return sorted(ids - {None})
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    return sorted(i for i in ids if 0 <= i < lm.config.get_text_config().vocab_size)
 
 
 def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int) -> int | None:
@@ -184,7 +190,9 @@ def save_policy(folder: Path, model: ActorCritic, tokenizer: PreTrainedTokenizer
     """Write an ordinary Hugging Face folder, with the value head in a file beside the model."""
     model.lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_file({key: value.contiguous() for key, value in model.value_head.state_dict().items()}, folder / VALUE_HEAD_FILE)
+    save_file(
+        {key: value.contiguous() for key, value in model.value_head.state_dict().items()}, folder / VALUE_HEAD_FILE
+    )
 
 
 def load_value_head(folder: Path, model: ActorCritic) -> None:

@@ -40,11 +40,13 @@ class Prompts:
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         for number, (text, ids) in enumerate(zip(self.texts, self.ids, strict=True)):
             if not ids:
-                raise ConfigError(f"prompts.text[{number}] is {text!r}, which has no token; write a text or set prompts.add_bos")
+                raise ConfigError(
+                    f"prompts.text[{number}] is {text!r}, which has no token; write a text or set prompts.add_bos"
+                )
             if max_length is not None and len(ids) > max_length:
                 raise ConfigError(
-                    f"prompts.text[{number}] has {len(ids)} tokens, but the model's context leaves room for {max_length} "
-                    "before rollout.max_new_tokens more; shorten the prompt or lower rollout.max_new_tokens"
+                    f"prompts.text[{number}] has {len(ids)} tokens, but beside rollout.max_new_tokens the context "
+                    f"has room for {max_length}; shorten the prompt or lower rollout.max_new_tokens"
                 )
 
     def batch(self, first: int, size: int) -> tuple[list[str], Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tokencredit.runs.config import RewardTerm
@@ -39,9 +40,11 @@ class Classifier:
         """
         folder = resolve(name, "sentiment")
         try:
-            self.model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+            self.model = (
+                AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+            )
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"cannot load a classifier from {name!r}: {error}") from error
         labels = self.model.config.label2id
         if label not in labels:
@@ -93,7 +96,9 @@ def build_terms(config: Sequence[RewardTerm], device: torch.device | str) -> lis
     return terms
 
 
-def score(terms: Sequence[Term], prompts: Sequence[str], completions: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
+def score(
+    terms: Sequence[Term], prompts: Sequence[str], completions: Sequence[str]
+) -> tuple[list[float], dict[str, list[float]]]:
     """Weighted sum of the terms for each completion, and each term by itself.
 
     Raises:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 
 from tokencredit.core.advantages import gae
@@ -23,8 +26,8 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, schedule
 from tokencredit.learn.update import NonFiniteUpdate, Objective, ppo_update
 from tokencredit.runs.config import PPOConfig
-from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.console import Screen
+from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 from tokencredit.text.batch import Batch
 from tokencredit.text.models import ActorCritic, end_ids, load_language_model, room_for_prompts, save_policy
@@ -50,10 +53,14 @@ class PPOTrainer:
         """
         self.args = args = args or PPOConfig()
         self.folder = RunFolder(args.run.dir)
+        installed = [str(tracker) for tracker in get_available_trackers()]
+        for tracker in args.run.trackers:  # Accelerate would leave out in silence what is missing
+            if tracker not in installed:
+                raise ConfigError(f"run.trackers has {tracker}, which is not installed: pip install {tracker}")
         self.accelerator = Accelerator(
             mixed_precision="bf16" if args.model.dtype == "bfloat16" else "no",
             log_with=args.run.trackers or None,
-            project_dir=str(self.folder.path),
+            project_config=ProjectConfiguration(logging_dir=str(self.folder.path / "tensorboard")),
         )
         if args.rollout.batch_size % self.accelerator.num_processes:
             raise ConfigError(
@@ -91,6 +98,7 @@ class PPOTrainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         self.model, self.optimizer = self.accelerator.prepare(self.policy, optimizer)
         self.screen = Screen(args.run.iterations, enabled=self.accelerator.is_main_process)
+        self.seconds: dict[str, float] = {}
         self.history: list[dict[str, float]] = []
         self.first_samples: list[dict[str, Any]] = []
         self.last_samples: list[dict[str, Any]] = []
@@ -99,7 +107,8 @@ class PPOTrainer:
         """Run all iterations, leave the run's folder behind, and return its summary.
 
         Raises:
-            RunStopped: a reward, loss or gradient was not finite. What was trained until then is kept.
+            RunStopped: a reward, loss or gradient was not finite, or a file could not be written. What was trained
+                until then is kept.
             KeyboardInterrupt: likewise kept, then passed on.
         """
         self._begin()
@@ -113,11 +122,16 @@ class PPOTrainer:
         except (NonFiniteReward, NonFiniteUpdate) as error:
             self._end("a number that is not finite")
             raise RunStopped(f"stopped in iteration {len(self.history) + 1}: {error}") from error
+        except OSError as error:
+            self._end("a file that could not be written")
+            raise RunStopped(
+                f"stopped in iteration {len(self.history)}: {error.strerror} ({error.filename})"
+            ) from error
         return self._end("iterations")
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Sample, score, give credit, update: returns the iteration's metrics and samples."""
-        self.seconds: dict[str, float] = {}
+        self.seconds = {}
         batch = self.collect(number)
         lr, value_lr = self.schedule.get_last_lr()
         update = self.update(batch)
@@ -153,12 +167,19 @@ class PPOTrainer:
                 temperature=args.rollout.temperature,
                 end_ids=self.end_ids,
             )
+            if args.model.dtype != "float32":
+                # In half precision a cached pass and a full one differ, and the ratio must start at exactly 1.
+                with torch.no_grad():
+                    logprobs, values, _ = self._evaluate(self.policy, rollout.inputs())
+                rollout = replace(rollout, logprobs=logprobs, values=values)
         completions = rollout.texts(self.tokenizer)
         with self._timed("reward"):
             scores, terms = score(self.terms, prompts, completions)
         with self._timed("reference"), torch.no_grad(), self.accelerator.autocast():
             ref_logprobs = self._evaluate(self.reference, rollout.inputs())[0] if self.reference else None
-        return give_credit(rollout, prompts, completions, torch.tensor(scores, device=device), terms, ref_logprobs, args)
+        return give_credit(
+            rollout, prompts, completions, torch.tensor(scores, device=device), terms, ref_logprobs, args
+        )
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Train policy and critic on a batch; returns the update's metrics."""
@@ -209,10 +230,10 @@ class PPOTrainer:
 
     def _begin(self) -> None:
         if self.accelerator.is_main_process:
-            self.folder.create(needed_bytes=sum(p.numel() * p.element_size() for p in self.policy.parameters()))
+            self.folder.create(reserve=sum(p.numel() * p.element_size() for p in self.policy.parameters()) + 2**20)
             self.folder.write("config.yaml", yaml.safe_dump(asdict(self.args), sort_keys=False, allow_unicode=True))
         if self.args.run.trackers:
-            self.accelerator.init_trackers("tensorboard")
+            self.accelerator.init_trackers("tokencredit")
         self.started = time.perf_counter()
 
     def _record(self, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
@@ -221,7 +242,7 @@ class PPOTrainer:
         self.accelerator.log({k: v for k, v in metrics.items() if k != "iteration"}, step=int(metrics["iteration"]))
         if not self.accelerator.is_main_process:
             return
-        self.folder.append("metrics.jsonl", metrics)
+        self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
         self.folder.append("samples.jsonl", *samples)
         self.screen.iteration(metrics)
         if self.args.run.show_every and metrics["iteration"] % self.args.run.show_every == 0:
@@ -234,7 +255,7 @@ class PPOTrainer:
         summary = {
             "reward_first": self.history[0]["reward"] if self.history else None,
             "reward_last": sum(m["reward"] for m in last) / len(last) if last else None,
-            "kl_last": sum(m["kl"] for m in last) / len(last) if last else None,
+            "kl_last": sum(m["kl"] for m in last) / len(last) if last and self.reference else None,
             "iterations": len(self.history),
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
@@ -265,9 +286,7 @@ def give_credit(
     the critic learns from that sum, its values would climb without end.
     """
     mask = rollout.mask
-    kl = torch.zeros_like(rollout.logprobs)
-    if ref_logprobs is not None:
-        kl = kl_estimate(args.kl.estimator, rollout.logprobs, ref_logprobs, mask)
+    kl = None if ref_logprobs is None else kl_estimate(args.kl.estimator, rollout.logprobs, ref_logprobs, mask)
     rewards = token_rewards(scores, mask, kl=kl, kl_coef=args.kl.coef)
     advantages, returns = gae(rewards, rollout.values, gamma=args.advantage.gamma, lam=args.advantage.lam, mask=mask)
     return Batch(rollout, prompts, completions, scores, terms, ref_logprobs, kl, rewards, advantages, returns)

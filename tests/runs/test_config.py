@@ -1,0 +1,58 @@
+import pytest
+import yaml
+
+from tokencredit.cli import read_config
+from tokencredit.runs.config import (
+    KLConfig,
+    PPOConfig,
+    PromptsConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
+from tokencredit.runs.errors import ConfigError
+
+
+def test_the_defaults_are_valid():
+    config = PPOConfig()
+    assert config.prompts.text == ["This movie was really"]
+    assert config.reward == [RewardTerm(classifier="builtin:reviews", label="NEGATIVE")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ppo": UpdateConfig(clip=1.5)}, r"ppo\.clip is 1\.5; it must be above 0 and below 1"),
+        ({"ppo": UpdateConfig(epochs=0)}, r"ppo\.epochs is 0; it must be at least 1"),
+        ({"rollout": RolloutConfig(temperature=0.0)}, r"rollout\.temperature is 0\.0; it must be above 0"),
+        ({"rollout": RolloutConfig(temperature=float("nan"))}, r"rollout\.temperature is nan"),
+        (
+            {"rollout": RolloutConfig(temperature=float("inf"))},
+            r"rollout\.temperature is inf; it must be above 0 and finite",
+        ),
+        ({"kl": KLConfig(estimator="k4")}, r"kl\.estimator is 'k4'; it must be one of k1, k2, k3"),
+        ({"reward": [RewardTerm(), RewardTerm(output="odds")]}, r"reward\[1\]\.output is 'odds'"),
+        ({"reward": []}, r"reward is empty"),
+        ({"prompts": PromptsConfig(text=[])}, r"prompts\.text is empty"),
+        ({"rollout": RolloutConfig(batch_size=2), "ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3"),
+        ({"run": RunConfig(iterations=0)}, r"run\.iterations is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_key(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(**wrong)
+
+
+def test_null_means_none_and_is_not_checked_against_a_range():
+    assert PPOConfig(ppo=UpdateConfig(target_kl=None, value_clip=None)).ppo.target_kl is None
+
+
+def test_a_run_reads_its_own_configuration_back(tmp_path):
+    config = PPOConfig(
+        seed=7, prompts=PromptsConfig(text=["a: b", "“c”"]), reward=[RewardTerm(label="POSITIVE", weight=-1.0)]
+    )
+    from dataclasses import asdict
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    assert read_config(tmp_path / "config.yaml") == config

@@ -1,0 +1,133 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+
+from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.folder import RunFolder
+
+
+@contextmanager
+def file_size_limit(size):
+    """The system refuses to let any file of this process grow past `size` bytes, as a full disk would."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.create(reserve=0)
+    return folder
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"run\.dir .* holds a run or other files already"):
+        RunFolder(str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        RunFolder(str(tmp_path / "run"))
+
+
+def test_an_empty_folder_is_used(tmp_path):
+    RunFolder(str(tmp_path)).create(reserve=0)
+
+
+def test_without_a_name_a_new_folder_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(None)
+    folder.create(reserve=0)
+    assert folder.path.parent.name == "runs"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot make run\.dir .*file/run"):
+        RunFolder(str(tmp_path / "file" / "run")).create(reserve=0)
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"MB free, and the run writes at least"):
+        RunFolder(str(tmp_path / "run")).create(reserve=10**18)
+
+
+def test_records_are_lines_of_json(folder):
+    folder.append("metrics.jsonl", {"iteration": 1, "text": "a\nb\ud800"}, {"iteration": 2})
+    folder.append("metrics.jsonl", {"iteration": 3})
+    records = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records] == [1, 2, 3]
+    assert records[0]["text"] == "a\nb\ud800"
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(folder):
+    file = folder.path / "metrics.jsonl"
+    folder.append("metrics.jsonl", {"iteration": 1})
+    before = file.read_text()
+    with file_size_limit(len(before) + 10), pytest.raises(OSError, match="File too large"):
+        folder.append("metrics.jsonl", {"iteration": 2, "reward": 0.5}, {"iteration": 3})
+    assert file.read_text() == before
+    folder.append("metrics.jsonl", {"iteration": 2})
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_a_full_disk_leaves_the_old_file(folder):
+    folder.write("summary.json", "old")
+    with file_size_limit(10), pytest.raises(OSError, match="File too large"):
+        folder.write("summary.json", "n" * 1000)
+    assert (folder.path / "summary.json").read_text() == "old"
+    assert os.listdir(folder.path) == ["summary.json"]
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(folder):
+    with folder.replacing("policy") as temporary:
+        (temporary / "weights").write_text("old")
+
+    def interrupted():
+        with folder.replacing("policy") as temporary:
+            (temporary / "weights").write_text("ne")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (folder.path / "policy" / "weights").read_text() == "old"
+    with folder.replacing("policy") as temporary:
+        (temporary / "weights").write_text("new")
+    assert (folder.path / "policy" / "weights").read_text() == "new"
+    assert os.listdir(folder.path) == ["policy"]
+
+
+def test_the_last_of_the_disk_is_kept_for_the_end(folder):
+    folder.append("metrics.jsonl", {"iteration": 1})
+    folder.reserve = 10**18
+    with pytest.raises(OSError, match="No space left"):
+        folder.append("metrics.jsonl", {"iteration": 2})
+    assert (folder.path / "metrics.jsonl").read_text() == '{"iteration": 1}\n'
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
+def test_a_really_full_disk(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        folder = RunFolder(str(tmp_path / "run"))
+        folder.create(reserve=0)
+        folder.append("metrics.jsonl", {"iteration": 1})
+        with pytest.raises(OSError, match="No space left"):
+            folder.append("metrics.jsonl", {"text": "x" * 100_000})
+        assert (folder.path / "metrics.jsonl").read_text() == '{"iteration": 1}\n'
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

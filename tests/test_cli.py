@@ -1,0 +1,175 @@
+"""The command as a person meets it: another process, its output and its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tokencredit.cli import main
+
+QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.iterations", "2", "--run.show_every", "1"]
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "tokencredit.cli", *arguments], capture_output=True, text=True, **options
+    )
+
+
+def refused(capsys, *arguments):
+    """The one line in which the command refuses."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tokencredit: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    done = command("train", *QUICK, "--run.dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_train_says_what_happened(run):
+    folder, done = run
+    assert "iteration 2/2" in done.stdout
+    assert "before (iteration 1)" in done.stdout
+    assert "after (iteration 2)" in done.stdout
+    assert f"the run: {folder}" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "it/s]" not in done.stderr.replace("Loading weights", ""), "no other program's progress bars"
+
+
+def test_generate_writes_from_the_policy_and_from_the_base(run):
+    folder, _ = run
+    for options in ([], ["--base"]):
+        done = command("generate", str(folder), "--prompt", "This movie was really", "-n", "3", *options)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 3
+        assert all(line.startswith("This movie was really") for line in done.stdout.splitlines())
+
+
+def test_generate_takes_the_runs_own_prompts(run):
+    done = command("generate", str(run[0]), "-n", "2")
+    assert [line.startswith("This movie was really") for line in done.stdout.splitlines()] == [True, True]
+
+
+def test_a_runs_configuration_runs_it_again(run, tmp_path):
+    folder, _ = run
+    done = command("train", "--config", str(folder / "config.yaml"), "--run.dir", str(tmp_path / "again"))
+    assert done.returncode == 0, done.stderr
+
+    def rewards(path):
+        return [json.loads(line)["reward"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+    assert rewards(tmp_path / "again") == rewards(folder)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "policy")
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
+    folder, _ = run
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    assert "holds a run or other files already" in refused(capsys, "train", "--run.dir", str(folder))
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--kl.coeff", "1"], "unknown key kl.coeff; did you mean kl.coef?"),
+        (["train", "--kl.coe", "1"], "unknown key kl.coe; did you mean kl.coef?"),
+        (["train", "--zzz", "1"], "unknown key zzz; see --print_config for all keys"),
+        (["train", "--ppo.clip", "2"], "ppo.clip is 2.0; it must be above 0 and below 1"),
+        (["train", "--ppo.clip", "wide"], "Parser key \"ppo.clip\": Expected a <class 'float'>. Got value: wide"),
+        (["train", "--kl.estimator", "k9"], 'Parser key "kl.estimator"'),
+        (["train", "--run.trackers", "[paper]"], 'Parser key "run.trackers"'),
+        (["train", "--config", "nowhere.yaml"], "File does not exist"),
+        (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder"),
+        (["generate", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["generate", "nowhere", "-n", "0"], 'Parser key "samples"'),
+        (["trane"], "invalid choice: 'trane'"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
+    assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kl:\n  coeff: 1\n", r"{file}: unknown key kl.coeff; did you mean kl.coef?"),
+        ("kl:\n  coef: much\n", r'{file}: Parser key "kl.coef": Expected a'),
+        ("kl:\n  coef: 1\n bad\n", r"in {file}, line 3"),
+        ("kl:\n  coef: -1\n", r"kl.coef is -1.0; it must be at least 0"),
+        ("- 1\n- 2\n", r"{file}"),
+        ("reward:\n- label: A\n  clasifier: b\n", r"clasifier"),
+    ],
+)
+def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert message.format(file=file) in refused(capsys, "train", "--config", str(file))
+
+
+def test_debug_shows_the_traceback():
+    done = command("train", "--debug", "--ppo.clip", "2")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_print_config_explains_every_key_and_can_be_read_back(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--kl.coef", "0.5", "--print_config"])
+    text = capsys.readouterr().out
+    assert "# β, the price of a nat." in text
+    settings = yaml.safe_load(text)
+    assert settings["kl"]["coef"] == 0.5
+    assert settings["reward"][0]["label"] == "NEGATIVE"
+
+
+def test_help_and_mistakes_import_nothing_heavy():
+    """This is why both answer at once."""
+    script = (
+        "import sys\nfrom tokencredit.cli import main\n"
+        "for arguments in ('--help', 'train --help', 'train --ppo.clip 2', 'train --run.dir /'):\n"
+        "    try:\n        main(arguments.split())\n    except SystemExit:\n        pass\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 2
+    assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
+def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    policy = sum(p.stat().st_size for p in (run[0] / "policy").glob("*.safetensors"))
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=13m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        (disk / "other").write_bytes(b"x" * (13 * 2**20 - policy - 2**20 - 400_000))
+        options = ["--rollout.batch_size", "32", "--run.samples", "32", "--run.iterations", "2000", "--ppo.epochs", "1"]
+        done = command("train", *options, "--ppo.minibatches", "1", "--run.dir", str(disk / "run"))
+        assert done.returncode == 1
+        assert "No space left on device" in done.stderr.strip().splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            for line in (disk / "run" / name).read_text().splitlines():
+                json.loads(line)
+        AutoModelForCausalLM.from_pretrained(disk / "run" / "policy")
+    finally:
+        subprocess.run(["umount", disk], check=True)

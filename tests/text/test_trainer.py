@@ -1,0 +1,259 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tokencredit.runs.config import (
+    KLConfig,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    PromptsConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
+from tokencredit.runs.errors import ConfigError, RunStopped
+from tokencredit.text.rewards import Term
+from tokencredit.text.trainer import PPOTrainer
+
+TIMES = ("seconds", "tokens_per_second")
+
+
+def small(folder, **changes):
+    groups = {
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
+        "ppo": UpdateConfig(epochs=2, minibatches=2),
+        "run": RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2),
+    }
+    return PPOConfig(**(groups | changes))
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+def without_times(records):
+    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in records]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    trainer = PPOTrainer(small(folder))
+    return folder, trainer, trainer.train()
+
+
+def test_a_run_leaves_its_files(run):
+    folder, _, summary = run
+    assert {p.name for p in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "summary.json",
+        "tensorboard",
+        "policy",
+    }
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert summary["iterations"] == 2
+    assert summary["stopped_by"] == "iterations"
+    assert [m["iteration"] for m in lines(folder, "metrics.jsonl")] == [1, 2]
+
+
+def test_the_summary_is_that_of_the_metrics(run):
+    folder, _, summary = run
+    metrics = lines(folder, "metrics.jsonl")
+    assert summary["reward_first"] == metrics[0]["reward"]
+    assert summary["reward_last"] == pytest.approx((metrics[0]["reward"] + metrics[1]["reward"]) / 2)
+    assert summary["kl_last"] == pytest.approx((metrics[0]["kl"] + metrics[1]["kl"]) / 2)
+
+
+def test_the_policy_folder_loads_with_transformers_alone(run):
+    folder, trainer, _ = run
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    AutoTokenizer.from_pretrained(folder / "policy")
+    for name, parameter in trainer.policy.lm.state_dict().items():
+        assert torch.equal(model.state_dict()[name], parameter), name
+    assert (folder / "policy" / "value_head.safetensors").is_file()
+
+
+def test_training_moves_policy_and_critic_and_not_the_reference(run):
+    _, trainer, _ = run
+    base = PPOTrainer(small("unused")).policy.lm.state_dict()
+    assert all(torch.equal(base[k], v) for k, v in trainer.reference.lm.state_dict().items())
+    assert not all(torch.equal(base[k], v) for k, v in trainer.policy.lm.state_dict().items())
+    assert trainer.policy.value_head.weight.abs().sum() > 0
+
+
+def test_a_sample_adds_up(run):
+    folder, trainer, _ = run
+    samples = lines(folder, "samples.jsonl")
+    assert [s["iteration"] for s in samples] == [1, 1, 1, 2, 2, 2]
+    for sample in samples:
+        columns = ("tokens", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+        assert {len(sample[c]) for c in columns} == {len(sample["token_ids"])}
+        kl = sum(sample["logprobs"]) - sum(sample["ref_logprobs"])
+        assert sum(sample["rewards"]) == pytest.approx(sample["reward"] - trainer.args.kl.coef * kl, abs=1e-4)
+        assert sample["returns"][-1] == pytest.approx(sample["rewards"][-1], abs=1e-5)
+        text = trainer.tokenizer.decode(sample["token_ids"], skip_special_tokens=True)
+        assert text == sample["completion"]
+
+
+def test_the_first_iteration_is_the_reference_itself(run):
+    folder, *_ = run
+    first = lines(folder, "metrics.jsonl")[0]
+    assert first["kl"] == pytest.approx(0, abs=1e-4)
+    assert first["entropy"] == pytest.approx(-first["ref_logprob"], abs=1e-5)
+
+
+def test_tensorboard_has_every_metric(run):
+    folder, *_ = run
+    events = EventAccumulator(str(folder / "tensorboard" / "tokencredit")).Reload()
+    metrics = lines(folder, "metrics.jsonl")
+    for name, value in metrics[-1].items():
+        if name != "iteration":
+            assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    assert [e.step for e in events.Scalars("reward")] == [1, 2]
+
+
+def test_the_same_seed_gives_the_same_run(run, tmp_path):
+    folder, trainer, _ = run
+    again = PPOTrainer(small(tmp_path / "two"))
+    again.train()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert without_times(lines(tmp_path / "two", name)) == without_times(lines(folder, name))
+    assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters(), again.policy.parameters(), strict=True))
+
+
+def test_another_seed_gives_another_run(run, tmp_path):
+    PPOTrainer(small(tmp_path / "other", seed=2)).train()
+    assert lines(tmp_path / "other", "samples.jsonl")[0] != lines(run[0], "samples.jsonl")[0]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_path, request):
+    """Sampling and training agree: temperature, padding, dropout, number format."""
+    AcceleratorState._reset_state()  # a process has one precision, which only Accelerate's own tests change
+    request.addfinalizer(AcceleratorState._reset_state)
+    args = small(
+        tmp_path / "run",
+        model=ModelConfig(name=str(model_folders[model]), dtype=dtype),
+        prompts=PromptsConfig(text=["A", "This movie was really quite"]),
+        rollout=RolloutConfig(batch_size=8, max_new_tokens=8, temperature=0.7),
+        ppo=UpdateConfig(epochs=1, minibatches=1),
+    )
+    metrics, _ = PPOTrainer(args).iteration(1)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["ratio_min"] == pytest.approx(1, abs=1e-4)
+
+
+def test_without_a_price_there_is_no_reference(tmp_path):
+    trainer = PPOTrainer(small(tmp_path / "run", kl=KLConfig(coef=0.0)))
+    summary = trainer.train()
+    assert trainer.reference is None
+    assert summary["kl_last"] is None
+    assert "kl" not in lines(tmp_path / "run", "metrics.jsonl")[0]
+
+
+def test_learning_rates_rise_and_fall(tmp_path):
+    optim = OptimConfig(lr=1e-4, value_lr=1e-3, warmup=1, schedule="linear", final_scale=0.0)
+    args = small(tmp_path / "run", optim=optim, run=RunConfig(dir=str(tmp_path / "run"), iterations=4))
+    PPOTrainer(args).train()
+    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    assert [m["lr"] for m in metrics] == pytest.approx([5e-5, 1e-4, 1e-4 * 2 / 3, 1e-4 / 3])
+    assert [m["value_lr"] for m in metrics] == pytest.approx([10 * m["lr"] for m in metrics])
+
+
+def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
+    """The whole machine on a reward whose best answer is known: say as many e's as possible."""
+    args = small(
+        tmp_path / "run",
+        model=ModelConfig(name=str(model_folders["gpt2"])),
+        rollout=RolloutConfig(batch_size=32, max_new_tokens=8),
+        kl=KLConfig(coef=0.0),
+        optim=OptimConfig(lr=3e-3),
+        run=RunConfig(dir=str(tmp_path / "run"), iterations=12),
+    )
+    trainer = PPOTrainer(args)
+    trainer.terms = [Term("e", 1.0, lambda prompts, completions: [float(c.count("e")) for c in completions])]
+    summary = trainer.train()
+    assert summary["reward_last"] > 1.5 * summary["reward_first"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_stops_the_run_and_keeps_what_was_earned(bad, tmp_path):
+    trainer = PPOTrainer(small(tmp_path / "run"))
+    honest = trainer.terms[0].function
+    calls = []
+
+    def sometimes(prompts, completions):
+        calls.append(1)
+        return honest(prompts, completions) if len(calls) < 2 else [bad] * len(prompts)
+
+    trainer.terms = [Term("odd", 1.0, sometimes)]
+    with pytest.raises(
+        RunStopped, match=r"stopped in iteration 2: reward term 'odd' is (nan|inf) for the text 'This movie"
+    ):
+        trainer.train()
+    assert [m["iteration"] for m in lines(tmp_path / "run", "metrics.jsonl")] == [1]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "a number that is not finite"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+def test_a_loss_that_is_not_finite_names_the_text(tmp_path):
+    trainer = PPOTrainer(small(tmp_path / "run"))
+    with torch.no_grad():
+        trainer.policy.value_head.bias.fill_(1e30)  # its square is infinite in float32
+    with pytest.raises(
+        RunStopped, match=r"stopped in iteration 1: value loss of the text 'This movie was really.*' is not finite"
+    ):
+        trainer.train()
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.trackers has wandb, which is not installed: pip install wandb"):
+        PPOTrainer(small(tmp_path / "run", run=RunConfig(trackers=["wandb"])))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_leaves_no_folder_behind(tmp_path):
+    with pytest.raises(ConfigError):
+        PPOTrainer(small(tmp_path / "run", reward=[RewardTerm(label="BAD")]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_keeps_what_was_earned(tmp_path):
+    command = [sys.executable, "-m", "tokencredit.cli", "train", "--run.dir", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [*command, "--rollout.batch_size", "8", "--run.iterations", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+            break
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("tokencredit: interrupted")
+    assert "stopped by: interrupt" in out
+    done = lines(tmp_path / "run", "metrics.jsonl")
+    assert [m["iteration"] for m in done] == list(range(1, len(done) + 1))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == len(done)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
