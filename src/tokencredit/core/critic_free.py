@@ -4,6 +4,8 @@ The first two are sums of rewards and know episodes; a critic, if there is one, 
 give every token of a row the same credit, from the row's score: the sum of its rewards. A row is then one episode.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -104,8 +106,11 @@ def uniform(
         Advantages, and the scores as returns.
 
     Raises:
-        ValueError: an episode ends before the last acted step of its row; and as `advantages.gae`.
+        ValueError: `baseline` is not finite; an episode ends before the last acted step of its row; and as
+            `advantages.gae`.
     """
+    if not math.isfinite(baseline):
+        raise ValueError(f"baseline is {baseline}; it must be finite")
     scores = _scores(rewards, mask, terminated, truncated)
     return _spread(scores - baseline, mask, rewards), _spread(scores, mask, rewards)
 

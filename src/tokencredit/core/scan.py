@@ -32,9 +32,8 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
     """
     if deltas.dim() == 0:
         raise ValueError("deltas is a scalar; its last axis must be time")
-    if decays.numel() != decays.shape[-1]:
-        require_shape("decays", decays, deltas.shape)
-    require_shape("the last axis of decays", decays.reshape(-1, decays.shape[-1])[0], deltas.shape[-1:])
+    shared = decays.shape[:-1].numel() == 1
+    require_shape("decays", decays, (*decays.shape[:-1], deltas.shape[-1]) if shared else deltas.shape)
     dtype = torch.promote_types(at_least_float32(deltas).dtype, at_least_float32(decays).dtype)
     if deltas.numel() == 0:
         return deltas.to(dtype)

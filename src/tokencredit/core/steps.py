@@ -76,9 +76,7 @@ def prepare_steps(
     rewards = _acted_only("rewards", rewards.to(dtype), mask, acted)
     values = _acted_only("values", values.to(dtype), mask, acted)
     cut_values = _cut_values(mask, terminated, truncated, bootstrap, dtype)
-    flagged = None
-    if terminated is not None or truncated is not None:
-        flagged = terminated if truncated is None else truncated if terminated is None else terminated | truncated
+    flagged = _flagged(mask, terminated, truncated)
 
     order = _closing_order(mask)
     if order is not None:
@@ -93,6 +91,15 @@ def _lengths(mask: Tensor | None, like: Tensor) -> Tensor:
     if mask is None:
         return torch.full((1, 1), like.shape[1], device=like.device)
     return mask.sum(dim=-1, keepdim=True)
+
+
+def _flagged(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
+    """Where an acted step carries a flag; None if there are no flags."""
+    given = [flags for flags in (terminated, truncated) if flags is not None]
+    if not given:
+        return None
+    flagged = given[0] if len(given) == 1 else given[0] | given[1]
+    return flagged if mask is None else flagged & mask
 
 
 def _inside(flagged: Tensor | None, lengths: Tensor, like: Tensor) -> Tensor:
