@@ -86,17 +86,8 @@ def moments(x: Tensor, mask: Tensor, reduce: Reduce | None = None) -> tuple[Tens
     Raises:
         ValueError: no element is true, here or (with `reduce`) on any process.
     """
-    total = reduce or _alone
-    x = zero_outside(x, mask)
-    count, first_sum = total(torch.stack([mask.sum().to(x.dtype), x.sum()]))
-    if count == 0:
-        raise ValueError("mask has no true element; moments need one")
-    shift = first_sum / count
-    rest = (x - shift).masked_fill(~mask, 0.0)
-    rest_sum, square_sum = total(torch.stack([rest.sum(), rest.square().sum()]))
-    correction = rest_sum / count
-    variance = (square_sum / count - correction.square()).clamp(min=0.0)
-    return count, shift + correction, variance
+    count, mean, variance, _ = _moments_and_centred(x, mask, reduce)
+    return count, mean, variance
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
@@ -117,8 +108,8 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce |
     Raises:
         ValueError: no element of the mask is true.
     """
-    _, mean, variance = moments(x, mask, reduce)
-    whitened = (zero_outside(x, mask) - mean) * inverse_deviation(variance.sqrt(), mean)
+    _, mean, variance, centred = _moments_and_centred(x, mask, reduce)
+    whitened = centred * inverse_deviation(variance.sqrt(), mean)
     if not shift_mean:
         whitened = whitened + mean
     return whitened.masked_fill(~mask, 0.0)
@@ -148,6 +139,21 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
     _, _, total = moments(returns, mask, reduce)
     _, _, left = moments(zero_outside(returns, mask) - zero_outside(values, mask), mask, reduce)
     return torch.where(total > 0, 1 - left / total, torch.full_like(total, torch.nan))
+
+
+def _moments_and_centred(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result of `moments`, and x − μ without the rounding that μ itself would bring in."""
+    total = reduce or _alone
+    x = zero_outside(x, mask)
+    count, first_sum = total(torch.stack([mask.sum().to(x.dtype), x.sum()]))
+    if count == 0:
+        raise ValueError("mask has no true element; moments need one")
+    shift = first_sum / count
+    rest = (x - shift).masked_fill(~mask, 0.0)
+    rest_sum, square_sum = total(torch.stack([rest.sum(), rest.square().sum()]))
+    correction = rest_sum / count
+    variance = (square_sum / count - correction.square()).clamp(min=0.0)
+    return count, shift + correction, variance, rest - correction
 
 
 def _alone(x: Tensor) -> Tensor:
