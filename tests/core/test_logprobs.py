@@ -1,14 +1,248 @@
+import math
+
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokencredit.core.logprobs import token_logprobs
+from tokencredit.core.kl import exact_kl
+from tokencredit.core.logprobs import token_kl, token_logprobs, token_stats
+
+VOCABULARY, WIDTH, REF_WIDTH = 11, 6, 4
 
 
-def test_equals_the_full_logits():
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 5, 8, generator=generator)
-    weight = torch.randn(11, 8, generator=generator)
-    targets = torch.randint(0, 11, (2, 5), generator=generator)
-    distribution = torch.distributions.Categorical(logits=hidden @ weight.T / 0.7)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=3, entropy=True)
-    torch.testing.assert_close(logprobs, distribution.log_prob(targets))
-    torch.testing.assert_close(entropy, distribution.entropy())
+def make(seed, shape=(2, 5), dtype=torch.float64):
+    """The policy's hidden states, weight and bias, the reference's, targets and a mask."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*size):
+        return torch.randn(*size, generator=generator, dtype=dtype)
+
+    policy = [randn(*shape, WIDTH), randn(VOCABULARY, WIDTH), randn(VOCABULARY)]
+    ref = (randn(*shape, REF_WIDTH), randn(VOCABULARY, REF_WIDTH), randn(VOCABULARY))
+    targets = torch.randint(VOCABULARY, shape, generator=generator)
+    return policy, ref, targets, torch.rand(shape, generator=generator) < 0.7
+
+
+def full(policy, ref, targets, mask, temperature, softcap):
+    """Log-probability, entropy and KL by way of all logits, and plain autograd."""
+
+    def log_softmax(hidden, weight, bias):
+        logits = hidden @ weight.T + bias
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return (logits / temperature).log_softmax(-1)
+
+    log_p, log_q = log_softmax(*policy), log_softmax(*ref)
+    logprobs = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return [x * mask for x in (logprobs, -(log_p.exp() * log_p).sum(-1), exact_kl(log_p, log_q))]
+
+
+def test_by_hand():
+    # Logits (log 1, log 2, log 5): probabilities ⅛, ¼, ⅝
+    weight = torch.tensor([[1.0], [2.0], [5.0]]).log()
+    logprobs, entropy = token_logprobs(torch.tensor([[1.0], [1.0]]), weight, torch.tensor([1, 2]), entropy=True)
+    torch.testing.assert_close(logprobs, torch.tensor([0.25, 0.625]).log())
+    by_hand = -(0.125 * math.log(0.125) + 0.25 * math.log(0.25) + 0.625 * math.log(0.625))
+    torch.testing.assert_close(entropy, torch.tensor([by_hand, by_hand]))
+    # Temperature ½ squares what is not normalised: 1, 4, 25 of 30
+    logprobs, _ = token_logprobs(torch.tensor([[1.0]]), weight, torch.tensor([1]), temperature=0.5)
+    torch.testing.assert_close(logprobs, torch.tensor([4 / 30]).log())
+    # Against the uniform reference the KL is log 3 − H.
+    kl = token_kl(torch.tensor([[1.0]]), weight, torch.tensor([[0.0]]), weight)
+    torch.testing.assert_close(kl, torch.tensor([math.log(3) - by_hand]))
+
+
+settings_of_the_head = {
+    "seed": st.integers(0, 2**32),
+    "temperature": st.sampled_from([0.5, 1.0, 2.0]),
+    "softcap": st.sampled_from([None, 2.0]),
+    "chunk": st.sampled_from([1, 3, 512]),
+    "dtype": st.sampled_from([torch.float64, torch.float32]),
+}
+
+
+@given(**settings_of_the_head)
+def test_equals_full_logits_with_gradients(seed, temperature, softcap, chunk, dtype):
+    policy, ref, targets, mask = make(seed, dtype=dtype)
+    leaves = [x.clone().requires_grad_() for x in policy]
+    expected = full(leaves, ref, targets, mask, temperature, softcap)
+    factors = torch.randn(3, *targets.shape, dtype=dtype)
+    loss = sum((factor * x).sum() for factor, x in zip(factors, expected, strict=True))
+    expected_gradients = torch.autograd.grad(loss, leaves)
+
+    hidden, weight, bias = leaves
+    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask}
+    results = token_stats(hidden, weight, targets, bias=bias, ref=ref, entropy=True, **options)
+    loss = sum((factor * x).sum() for factor, x in zip(factors, results, strict=True))
+    gradients = torch.autograd.grad(loss, leaves)
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    for result, reference in zip((*results, *gradients), (*expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(result, reference, **close)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_gradcheck(softcap, chunk):
+    (hidden, weight, bias), ref, targets, mask = make(0)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    options = {"temperature": 0.7, "softcap": softcap, "chunk": chunk, "mask": mask}
+
+    def logprobs(hidden, weight, bias):
+        return token_logprobs(hidden, weight, targets, bias=bias, **options)[0]
+
+    def logprobs_and_entropy(hidden, weight, bias):
+        return token_logprobs(hidden, weight, targets, bias=bias, entropy=True, **options)
+
+    def kl(hidden, weight, bias):
+        return token_kl(hidden, weight, ref[0], ref[1], bias=bias, ref_bias=ref[2], **options)
+
+    def everything(hidden, weight, bias):
+        return tuple(token_stats(hidden, weight, targets, bias=bias, ref=ref, entropy=True, **options))
+
+    for function in (logprobs, logprobs_and_entropy, kl, everything):
+        assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_only_what_is_asked_for():
+    (hidden, weight, _), ref, targets, _ = make(0)
+    assert token_logprobs(hidden, weight, targets)[1] is None
+    assert token_stats(hidden, weight, None)._asdict() == {"logprobs": None, "entropy": None, "kl": None}
+    hidden.requires_grad_()
+    (gradient,) = torch.autograd.grad(token_logprobs(hidden, weight, targets)[0].sum(), hidden)
+    assert gradient.shape == hidden.shape
+    ref = [x.requires_grad_() for x in ref]
+    kl = token_kl(hidden, weight, ref[0], ref[1], ref_bias=ref[2])
+    kl.sum().backward()
+    assert [x.grad for x in ref] == [None, None, None]
+    with torch.inference_mode():
+        token_logprobs(hidden, weight, targets, entropy=True)
+
+
+@given(seed=st.integers(0, 2**32), garbage=st.sampled_from([0.0, 1e30, math.inf, math.nan]))
+@settings(max_examples=30)
+def test_masked_tokens_reach_nothing(seed, garbage):
+    policy, ref, targets, mask = make(seed, dtype=torch.float32)
+    results = []
+    for content, target in ((0.0, 0), (garbage, -100)):
+        hidden, ref_hidden = (torch.where(mask[..., None], x, content) for x in (policy[0], ref[0]))
+        hidden, weight = hidden.requires_grad_(), policy[1].clone().requires_grad_()
+        stats = token_stats(
+            hidden,
+            weight,
+            torch.where(mask, targets, target),
+            ref=(ref_hidden, *ref[1:]),
+            mask=mask,
+            entropy=True,
+        )
+        gradients = torch.autograd.grad(sum(x.sum() for x in stats), (hidden, weight))
+        assert all((x[~mask] == 0).all() for x in (*stats, gradients[0]))
+        results.append((*stats, *gradients))
+    for clean, spoilt in zip(*results, strict=True):
+        assert torch.equal(clean, spoilt)
+
+
+def test_a_batch_without_acted_tokens():
+    (hidden, weight, _), _, targets, mask = make(0)
+    hidden.requires_grad_()
+    logprobs, entropy = token_logprobs(hidden, weight, targets, mask=mask & False, entropy=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.abs().max() == hidden.grad.abs().max() == 0
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for x in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return results
+
+
+def test_no_tensor_is_larger_than_a_chunk_of_logits():
+    tokens, vocabulary, chunk = 64, 1000, 8
+    hidden = torch.randn(tokens, 4, requires_grad=True)
+    weight, ref = torch.randn(vocabulary, 4, requires_grad=True), (torch.randn(tokens, 4), torch.randn(vocabulary, 4))
+    with LargestTensor() as largest:
+        stats = token_stats(
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64), ref=(*ref, None), chunk=chunk, entropy=True
+        )
+        sum(x.sum() for x in stats).backward()
+    assert largest.numel == chunk * vocabulary
+
+
+def test_half_precision():
+    (hidden, weight, bias), ref, targets, _ = make(0)
+    exact = token_stats(hidden, weight, targets, bias=bias, ref=ref, entropy=True)
+    halves = [x.bfloat16().requires_grad_() for x in (hidden, weight, bias)]
+    stats = token_stats(
+        halves[0], halves[1], targets, bias=halves[2], ref=tuple(x.bfloat16() for x in ref), entropy=True
+    )
+    sum(x.sum() for x in stats).backward()
+    for x, expected in zip(stats, exact, strict=True):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x.double(), expected, rtol=0.05, atol=0.1)
+    assert all(x.grad.dtype == torch.bfloat16 for x in halves)
+
+
+def test_autocast_is_the_same_forward_and_backward():
+    (hidden, weight, bias), _, targets, _ = make(0, dtype=torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, _ = token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2])
+    logprobs.sum().backward()
+    halves = [x.bfloat16().requires_grad_() for x in (hidden, weight, bias)]
+    expected, _ = token_logprobs(halves[0], halves[1], targets, bias=halves[2])
+    expected.sum().backward()
+    assert torch.equal(logprobs, expected)
+    for leaf, half in zip(leaves, halves, strict=True):
+        assert leaf.grad.dtype == torch.float32
+        torch.testing.assert_close(leaf.grad, half.grad.float())
+
+
+def test_large_logits_are_finite():
+    hidden = torch.tensor([[1e4]])
+    logprobs, entropy = token_logprobs(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([0]), entropy=True)
+    assert logprobs.item() == 0
+    assert entropy.item() == 0
+
+
+HIDDEN, WEIGHT, TARGETS = torch.zeros(2, 3, 4), torch.zeros(7, 4), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        ((HIDDEN, WEIGHT[0], TARGETS), {}, "weight has shape"),
+        ((HIDDEN[..., :3], WEIGHT, TARGETS), {}, "hidden has shape"),
+        ((HIDDEN, WEIGHT, TARGETS[0]), {}, "targets has shape"),
+        ((HIDDEN, WEIGHT, TARGETS.float()), {}, "targets has dtype"),
+        ((HIDDEN, WEIGHT, TARGETS + 7), {}, "targets run from 7 to 7"),
+        ((HIDDEN, WEIGHT, TARGETS - 100), {}, "targets run from -100 to -100"),
+        ((HIDDEN, WEIGHT, TARGETS), {"bias": torch.zeros(6)}, "bias has shape"),
+        ((HIDDEN, WEIGHT, TARGETS), {"mask": torch.ones(2, 2, dtype=torch.bool)}, "mask has shape"),
+        ((HIDDEN, WEIGHT, TARGETS), {"mask": TARGETS}, "mask has dtype"),
+        ((HIDDEN, WEIGHT, TARGETS), {"temperature": 0.0}, "temperature is 0.0"),
+        ((HIDDEN, WEIGHT, TARGETS), {"softcap": -1.0}, "softcap is -1.0"),
+        ((HIDDEN, WEIGHT, TARGETS), {"chunk": 0}, "chunk is 0"),
+    ],
+)
+def test_token_logprobs_refuses(arguments, changes, message):
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(*arguments, **changes)
+
+
+@pytest.mark.parametrize(
+    ("ref_hidden", "ref_weight", "message"),
+    [
+        (HIDDEN[:1], WEIGHT, "ref_hidden without its last axis has shape"),
+        (HIDDEN[..., :2], WEIGHT, "ref_hidden has shape"),
+        (HIDDEN, WEIGHT[:6], "ref_weight without its last axis has shape"),
+    ],
+)
+def test_token_kl_refuses(ref_hidden, ref_weight, message):
+    with pytest.raises(ValueError, match=message):
+        token_kl(HIDDEN, WEIGHT, ref_hidden, ref_weight)

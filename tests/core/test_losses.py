@@ -1,28 +1,244 @@
+import math
+from itertools import pairwise
+
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
+from tokencredit.core.logprobs import token_logprobs
+from tokencredit.core.losses import (
+    MAX_LOG_RATIO,
+    REDUCTIONS,
+    clip_range,
+    clipped_surrogate,
+    ratio_stats,
+    reduction_count,
+    token_weights,
+    total_loss,
+    value_loss,
+    weighted_sum,
+)
+
+T, F = True, False
+NAN = math.nan
+
+# --- worked by hand -------------------------------------------------------------------------------------------------
+
+RATIO = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1, 5.0])
+ADVANTAGES = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, -2.0])
 
 
-def test_surrogate_by_hand():
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
-    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
-    loss = clipped_surrogate(ratio.log(), torch.zeros(5), advantages, clip=0.2)
-    torch.testing.assert_close(loss, torch.tensor([-2.4, 3.0, -1.0, 1.6, -2.2]))
+@pytest.mark.parametrize(
+    ("clip", "dual_clip", "expected"),
+    [
+        (0.2, None, [-2.4, 3.0, -1.0, 1.6, -2.2, 10.0]),
+        ((0.1, 0.6), None, [-3.0, 3.0, -1.0, 1.8, -2.2, 10.0]),
+        (0.2, 3.0, [-2.4, 3.0, -1.0, 1.6, -2.2, 6.0]),
+        (0.0, None, [-2.0, 3.0, -1.0, 2.0, -2.0, 10.0]),
+    ],
+)
+def test_surrogate_by_hand(clip, dual_clip, expected):
+    loss = clipped_surrogate(RATIO.log(), torch.zeros(6), ADVANTAGES, clip=clip, dual_clip=dual_clip)
+    torch.testing.assert_close(loss, torch.tensor(expected))
+
+
+def test_the_surrogate_pulls_only_where_it_should():
+    logprobs = RATIO.log().requires_grad_()
+    clipped_surrogate(logprobs, torch.zeros(6), ADVANTAGES, clip=0.2, dual_clip=3.0).sum().backward()
+    # d(−r A)/d log π = −r A; nothing where going further would not pay, or where the dual clip holds.
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 3.0, -1.0, 0.0, -2.2, 0.0]))
 
 
 def test_value_loss_by_hand():
-    values, old, returns = torch.tensor([3.0, 1.1]), torch.tensor([1.0, 1.0]), torch.tensor([3.0, 2.0])
-    torch.testing.assert_close(value_loss(values, old, returns), torch.tensor([0.0, 0.405]))
-    # the first clipped to 1.2: ½ (1.2 − 3)² = 1.62
-    torch.testing.assert_close(value_loss(values, old, returns, clip=0.2), torch.tensor([1.62, 0.405]))
+    values, old, returns = torch.tensor([3.0, 1.1, NAN]), torch.tensor([1.0, 1.0, NAN]), torch.tensor([3.0, 2.0, NAN])
+    mask = torch.tensor([T, T, F])
+    torch.testing.assert_close(value_loss(values, old, returns, mask), torch.tensor([0.0, 0.405, 0.0]))
+    # The first is clipped to 1.2: ½ (1.2 − 3)² = 1.62. The second moved 0.1, which is allowed.
+    torch.testing.assert_close(value_loss(values, old, returns, mask, clip=0.2), torch.tensor([1.62, 0.405, 0.0]))
+
+
+def test_weights_by_hand():
+    mask = torch.tensor([[T, T, F], [T, F, F], [F, F, F]])
+    torch.testing.assert_close(token_weights(mask, "token"), mask / 3)
+    assert token_weights(mask, "sequence").tolist() == [[0.25, 0.25, 0.0], [0.5, 0.0, 0.0], [0.0] * 3]
+    torch.testing.assert_close(token_weights(mask, "constant"), mask / 9)
+    assert token_weights(mask, "constant", count=4).tolist() == [[0.25, 0.25, 0.0], [0.25, 0.0, 0.0], [0.0] * 3]
+    assert token_weights(mask[:, 0], "sequence").tolist() == [0.5, 0.5, 0.0]
+    assert [int(reduction_count(mask, by)) for by in REDUCTIONS] == [3, 2, 9]
 
 
 def test_total_loss_by_hand():
-    mask = torch.tensor([[True, True, False], [True, False, False]])
+    mask = torch.tensor([[T, T, F], [T, F, F]])
     weights = token_weights(mask, by="sequence")
-    torch.testing.assert_close(weights, torch.tensor([[0.25, 0.25, 0.0], [0.5, 0.0, 0.0]]))
-    nan = torch.nan
-    policy, value = torch.tensor([[1.0, 3.0, nan], [5.0, nan, nan]]), torch.tensor([[2.0, 2.0, nan], [4.0, nan, nan]])
-    entropy = torch.tensor([[1.0, 1.0, nan], [3.0, nan, nan]])
+    policy = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN]])  # rows' means 2 and 5, mean 3.5
+    value = torch.tensor([[2.0, 2.0, NAN], [4.0, NAN, NAN]])  # 3
+    entropy = torch.tensor([[1.0, 1.0, NAN], [3.0, NAN, NAN]])  # 2
     total = total_loss(policy, value, entropy, weights, value_coef=0.5, entropy_coef=0.1)
     torch.testing.assert_close(total, torch.tensor(3.5 + 0.5 * 3 - 0.1 * 2))
+    torch.testing.assert_close(total_loss(policy, None, None, weights), torch.tensor(3.5))
+
+
+def test_ratio_stats_by_hand():
+    mask = torch.tensor([T, T, T, T, F])
+    log_ratio = torch.tensor([2.0, 0.5, 1.1, 1.0, 9.0]).log()
+    metrics = ratio_stats(log_ratio, torch.zeros(5), mask, clip=(0.2, 1.5)).metrics()
+    assert metrics["clip_fraction"] == 0.25  # 0.5 is below 0.8; 2 is not above 2.5
+    assert metrics["ratio_max"] == pytest.approx(2.0)
+    assert metrics["ratio_min"] == pytest.approx(0.5)
+    logs = [math.log(r) for r in (2.0, 0.5, 1.1, 1.0)]
+    assert metrics["approx_kl_k1"] == pytest.approx(-sum(logs) / 4, abs=1e-7)
+    assert metrics["approx_kl_k3"] == pytest.approx((1 - 0.5 + 0.1 + 0 - sum(logs)) / 4, abs=1e-7)
+
+
+# --- properties -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw):
+    """Per-token tensors of one batch, with anything where the mask is false."""
+    rows, time = draw(st.integers(1, 8)), draw(st.integers(1, 10))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    mask = torch.rand(rows, time, generator=generator) < draw(st.sampled_from([0.3, 0.8, 1.0]))
+    mask[0, 0] = True
+    garbage = draw(st.sampled_from([0.0, 1e30, -math.inf, math.nan]))
+    tensors = torch.randn(7, rows, time, generator=generator, dtype=torch.float64)
+    return mask, torch.where(mask, tensors, garbage)
+
+
+def losses(mask, tensors, weights):
+    """The whole PPO loss of some rows, its gradient in what the model gives, and the ratios."""
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    logprobs, values, entropy = leaves
+    old_logprobs, advantages, old_values, returns = tensors[3:]
+    policy = clipped_surrogate(logprobs, old_logprobs, advantages, mask, clip=(0.2, 0.3), dual_clip=3.0)
+    value = value_loss(values, old_values, returns, mask, clip=0.2)
+    loss = total_loss(policy, value, entropy, weights, value_coef=0.7, entropy_coef=0.1)
+    gradients = torch.autograd.grad(loss, leaves)
+    return loss.detach(), torch.stack(gradients), ratio_stats(logprobs, old_logprobs, mask, clip=(0.2, 0.3))
+
+
+@given(batches(), st.sampled_from(REDUCTIONS), st.sets(st.integers(0, 8)))
+def test_splitting_changes_no_loss_and_no_gradient(batch, by, cuts):
+    mask, tensors = batch
+    whole_loss, whole_gradients, whole_stats = losses(mask, tensors, token_weights(mask, by))
+    edges = sorted({0, len(mask), *(cut for cut in cuts if cut <= len(mask))})
+    parts = [slice(start, end) for start, end in pairwise(edges)]
+    count = sum(reduction_count(mask[part], by) for part in parts)
+    results = [losses(mask[p], tensors[:, p], token_weights(mask[p], by, count=count)) for p in parts]
+    torch.testing.assert_close(sum(loss for loss, _, _ in results), whole_loss)
+    torch.testing.assert_close(torch.cat([gradients for _, gradients, _ in results], dim=1), whole_gradients)
+    stats = results[0][2]
+    for _, _, more in results[1:]:
+        stats = stats + more
+    assert stats.metrics() == pytest.approx(whole_stats.metrics())
+
+
+@given(batches(), st.sampled_from(REDUCTIONS))
+def test_padding_of_any_content_changes_nothing(batch, by):
+    mask, tensors = batch
+    clean = losses(mask, torch.where(mask, tensors, 0.0), token_weights(mask, by))
+    results = losses(mask, tensors, token_weights(mask, by))
+    assert torch.equal(results[0], clean[0])
+    assert torch.equal(results[1], clean[1])
+    assert (results[1][:, ~mask] == 0).all()
+    assert results[2].metrics() == clean[2].metrics()
+
+
+@given(batches())
+def test_weights_sum_to_1(batch):
+    mask, _ = batch
+    for by in ("token", "sequence"):
+        assert token_weights(mask, by).sum().item() == pytest.approx(1.0)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.7, 1.0]), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_before_the_first_step_the_ratio_is_exactly_1(seed, temperature, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(3, 5, 8, generator=generator).to(dtype)
+    weight = torch.randn(20, 8, generator=generator).to(dtype).requires_grad_()
+    tokens = torch.randint(20, (3, 5), generator=generator)
+    advantages = torch.randn(3, 5, generator=generator)
+    with torch.no_grad():
+        old_logprobs, _ = token_logprobs(hidden, weight, tokens, temperature=temperature)
+    logprobs, _ = token_logprobs(hidden, weight, tokens, temperature=temperature)
+    assert ratio_stats(logprobs, old_logprobs, clip=0.0).metrics() == {
+        "clip_fraction": 0.0,
+        "approx_kl_k1": 0.0,
+        "approx_kl_k3": 0.0,
+        "ratio_max": 1.0,
+        "ratio_min": 1.0,
+    }
+    # And then the surrogate's gradient is the policy gradient, E[A ∇log π].
+    (gradient,) = torch.autograd.grad(clipped_surrogate(logprobs, old_logprobs, advantages).sum(), logprobs)
+    assert torch.equal(gradient, -advantages)
+
+
+def test_one_row_of_numbers_is_enough():
+    # Control's minibatches are [batch].
+    mask = torch.ones(6, dtype=torch.bool)
+    policy = clipped_surrogate(RATIO.log(), torch.zeros(6), ADVANTAGES)
+    value = value_loss(RATIO, torch.zeros(6), ADVANTAGES)
+    total = total_loss(policy, value, RATIO, token_weights(mask), entropy_coef=0.01)
+    torch.testing.assert_close(total, policy.mean() + 0.5 * value.mean() - 0.01 * RATIO.mean())
+
+
+def test_a_ratio_that_would_overflow_stays_finite():
+    logprobs = torch.tensor([500.0, -500.0, 500.0, -math.inf], requires_grad=True)
+    loss = clipped_surrogate(logprobs, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    assert loss.isfinite().all()
+    loss.sum().backward()
+    assert logprobs.grad.isfinite().all()
+    metrics = ratio_stats(logprobs, torch.zeros(4)).metrics()
+    assert metrics["ratio_max"] == pytest.approx(math.exp(MAX_LOG_RATIO))
+
+
+def test_half_precision_is_computed_in_float32():
+    half = torch.zeros(3, dtype=torch.bfloat16)
+    assert clipped_surrogate(half, half, half).dtype == torch.float32
+    assert value_loss(half, half, half).dtype == torch.float32
+    assert weighted_sum(half, torch.ones(3)).dtype == torch.float32
+
+
+def test_targets_get_no_gradient():
+    tensors = [torch.randn(4, requires_grad=True) for _ in range(6)]
+    clipped_surrogate(tensors[0], tensors[1], tensors[2]).sum().backward()
+    value_loss(tensors[3], tensors[4], tensors[5], clip=0.2).sum().backward()
+    assert [x.grad is not None for x in tensors] == [True, False, False, True, False, False]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+X = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: clipped_surrogate(X, X[:1], X), "old_logprobs has shape"),
+        (lambda: clipped_surrogate(X, X, X[0]), "advantages has shape"),
+        (lambda: clipped_surrogate(X, X, X, X == 0, clip=-0.1), "clip is -0.1"),
+        (lambda: clipped_surrogate(X, X, X, clip=(0.1, math.nan)), "clip is nan"),
+        (lambda: clipped_surrogate(X, X, X, clip=(1.2, 0.1)), r"clip is \(1.2, 0.1\)"),
+        (lambda: clipped_surrogate(X, X, X, dual_clip=1.0), r"dual_clip is 1.0; it must be above 1"),
+        (lambda: clipped_surrogate(X, X, X, X), "mask has dtype"),
+        (lambda: clipped_surrogate(X, X, X, X[0] == 0), "mask has shape"),
+        (lambda: value_loss(X, X[0], X), "old_values has shape"),
+        (lambda: value_loss(X, X, X[0]), "returns has shape"),
+        (lambda: value_loss(X, X, X, clip=-1.0), "value clip is -1.0"),
+        (lambda: token_weights(X == 0, by="row"), "by is 'row'; it may be token, sequence, constant"),
+        (lambda: token_weights(X), "mask has dtype"),
+        (lambda: token_weights(X != 0), "count is 0"),
+        (lambda: token_weights(X == 0, count=0), "count is 0"),
+        (lambda: reduction_count(X == 0, "rows"), "by is 'rows'"),
+        (lambda: weighted_sum(X, X[0]), "mask has shape"),
+        (lambda: ratio_stats(X, X[0]), "old_logprobs has shape"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_clip_of_one_number_is_symmetric():
+    assert clip_range(0.2) == clip_range((0.2, 0.2)) == (0.8, 1.2)

@@ -128,14 +128,14 @@ def reduction_count(mask: Tensor, by: str = "token") -> Tensor:
     it over micro-batches and processes to get the global count (for a constant any fixed number will do instead).
 
     Args:
-        mask: bool [batch, time].
+        mask: bool [batch, time], or [batch] when there is one step a row.
         by: one of `REDUCTIONS`.
 
     Returns:
         A scalar int64 tensor.
     """
     require_choice("by", by, REDUCTIONS)
-    if by == "token":
+    if by == "token" or (by == "sequence" and mask.dim() == 1):
         return mask.sum()
     if by == "sequence":
         return mask.any(dim=-1).sum()

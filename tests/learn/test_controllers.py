@@ -1,0 +1,133 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
+
+
+def test_a_fixed_coefficient_stays():
+    controller = FixedKL(0.1)
+    controller.update(1e6, 1000)
+    assert controller.coef == 0.1
+    other = FixedKL(0.7)
+    other.load_state_dict(controller.state_dict())
+    assert other.coef == 0.1
+
+
+def test_adaptive_by_hand():
+    controller = AdaptiveKL(0.2, target=6.0, horizon=10_000)
+    controller.update(12.0, 1000)  # e = 1, clipped to 0.2; 0.2 · (1 + 0.2 · 0.1)
+    assert controller.coef == pytest.approx(0.204)
+    controller.update(5.4, 1000)  # e = −0.1; 0.204 · (1 − 0.1 · 0.1)
+    assert controller.coef == pytest.approx(0.204 * 0.99)
+    controller.update(6.0, 1000)  # on target
+    assert controller.coef == pytest.approx(0.204 * 0.99)
+
+
+def test_adaptive_options_by_hand():
+    controller = AdaptiveKL(0.2, target=6.0, horizon=100, error_clip=10.0, bounds=(0.1, 0.5))
+    controller.update(9.0, 100)  # e = 0.5, not clipped
+    assert controller.coef == pytest.approx(0.3)
+    controller.update(60.0, 100)  # × 10
+    assert controller.coef == 0.5
+    controller.update(0.0, 1000)  # the factor itself would be negative
+    assert controller.coef == 0.1
+
+
+@given(st.floats(0.5, 50.0), st.floats(0.01, 1.0))
+@settings(derandomize=True, database=None, deadline=None)
+def test_adaptive_finds_the_coefficient_that_holds_the_target(target, start):
+    # A policy whose KL is 1 / coef: the coefficient that holds the target is 1 / target.
+    controller = AdaptiveKL(start, target=target, horizon=1000)
+    for _ in range(2000):
+        controller.update(1 / controller.coef, 100)
+    assert 1 / controller.coef == pytest.approx(target, rel=0.01)
+
+
+def test_adaptive_goes_on_where_it_was():
+    controller = AdaptiveKL(0.2, target=6.0, horizon=1000)
+    controller.update(8.0, 64)
+    other = AdaptiveKL(0.2, target=6.0, horizon=1000)
+    other.load_state_dict(controller.state_dict())
+    for one in (controller, other):
+        one.update(3.0, 64)
+    assert controller.coef == other.coef
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": 0.0}, "kl target is 0.0"),
+        ({"target": math.inf}, "kl target is inf"),
+        ({"horizon": -1}, "kl horizon is -1"),
+        ({"error_clip": 0.0}, "error_clip is 0.0"),
+        ({"bounds": (0.0, 1.0)}, "the lower of bounds is 0.0"),
+        ({"bounds": (0.5, 1.0)}, "kl_coef is 0.2; it must lie within its bounds, 0.5 to 1.0"),
+        ({"coef": math.nan}, "kl_coef is nan"),
+    ],
+)
+def test_adaptive_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveKL(**{"coef": 0.2, "target": 6.0, "horizon": 1000, **changes})
+
+
+def test_what_a_controller_cannot_follow():
+    with pytest.raises(ValueError, match=r"kl is nan; it must be finite"):
+        AdaptiveKL(0.2, target=6.0, horizon=1000).update(math.nan, 64)
+    with pytest.raises(ValueError, match=r"kl_coef is -0.1"):
+        FixedKL(-0.1)
+
+
+def test_running_moments_by_hand():
+    running = RunningMoments()
+    assert (running.count, running.mean, running.deviation) == (0, 0, 0)
+    running.update(torch.tensor([1.0, 2.0]))
+    running.update(torch.tensor([3.0, math.nan, 6.0]), torch.tensor([True, False, True]))
+    assert running.count == 4
+    assert running.mean == pytest.approx(3)
+    assert running.deviation == pytest.approx(3.5**0.5)
+
+
+def test_running_moments_forget():
+    running = RunningMoments(decay=0.5)
+    running.update(torch.tensor([0.0, 0.0]))
+    running.update(torch.tensor([3.0]))  # two zeros at half weight, and a three
+    assert running.count == 2
+    assert running.mean == pytest.approx(1.5)
+    assert running.deviation == pytest.approx(1.5)
+    running = RunningMoments(decay=0.0)
+    running.update(torch.tensor([7.0, 9.0]))
+    running.update(torch.tensor([1.0, 3.0]))
+    assert (running.mean, running.deviation) == pytest.approx((2.0, 1.0))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.sampled_from([0.0, 1e5]), st.integers(0, 2**32))
+@settings(derandomize=True, database=None, deadline=None)
+def test_a_stream_has_the_moments_of_the_whole(sizes, offset, seed):
+    numbers = offset + torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    running = RunningMoments()
+    for batch in numbers.split(sizes):
+        running.update(batch)
+        # as if the run had been resumed here
+        state = running.state_dict()
+        assert all(type(value) is float for value in state.values())
+        running = RunningMoments()
+        running.load_state_dict(state)
+    assert running.count == len(numbers)
+    assert running.mean == pytest.approx(numbers.mean().item())
+    assert running.deviation == pytest.approx(numbers.std(correction=0).item(), abs=1e-9)
+
+
+def test_running_moments_refuse():
+    running = RunningMoments()
+    running.update(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match=r"x holds NaN or an infinity"):
+        running.update(torch.tensor([1.0, math.nan]))
+    with pytest.raises(ValueError, match=r"mask has no true element"):
+        running.update(torch.tensor([1.0]), torch.tensor([False]))
+    assert running.mean == 1  # what was refused left no trace
+    with pytest.raises(ValueError, match=r"decay is 1.5"):
+        RunningMoments(decay=1.5)

@@ -1,0 +1,74 @@
+import math
+
+import pytest
+
+from tokencredit.learn.stopping import EarlyStopping, past_target_kl
+
+
+@pytest.mark.parametrize(
+    ("kl", "target", "slack", "past"),
+    [
+        (0.02, 0.02, 1.0, False),
+        (0.021, 0.02, 1.0, True),
+        (0.03, 0.02, 1.5, False),
+        (0.031, 0.02, 1.5, True),
+        (1e9, None, 1.0, False),
+        (math.nan, 0.02, 1.0, True),
+        (-0.01, 0.02, 1.0, False),
+    ],
+)
+def test_target_kl(kl, target, slack, past):
+    assert past_target_kl(kl, target, slack) is past
+
+
+def test_target_kl_refuses():
+    with pytest.raises(ValueError, match=r"target_kl is 0.0"):
+        past_target_kl(0.1, 0.0)
+    with pytest.raises(ValueError, match=r"slack is -1.0"):
+        past_target_kl(0.1, 0.1, -1.0)
+
+
+def run(stopping, rewards, kls):
+    """What stops the run, and at which check."""
+    for check, (reward, kl) in enumerate(zip(rewards, kls, strict=True)):
+        reason = stopping.update(reward=reward, kl=kl)
+        if reason:
+            return reason, check
+    return None
+
+
+def test_patience_counts_checks_in_a_row():
+    rewards = [0.95, 0.95, 0.5, 0.95, 0.95, 0.95]
+    assert run(EarlyStopping(reward=0.9, patience=3), rewards, [0.0] * 6) == ("reward", 5)
+    assert run(EarlyStopping(reward=0.9), rewards, [0.0] * 6) == ("reward", 0)
+    assert run(EarlyStopping(kl=10.0, patience=2), rewards, [11, 9, 11, 12, 11, 11]) == ("kl", 3)
+
+
+def test_the_threshold_itself_is_not_above():
+    assert run(EarlyStopping(reward=0.9, kl=10.0), [0.9], [10.0]) is None
+
+
+def test_nothing_stops_without_thresholds():
+    assert run(EarlyStopping(), [1e9] * 5, [1e9] * 5) is None
+
+
+def test_kl_comes_first_and_nan_is_above_nothing():
+    assert run(EarlyStopping(reward=0.9, kl=10.0), [1.0], [11.0]) == ("kl", 0)
+    assert run(EarlyStopping(reward=0.9, kl=10.0), [math.nan], [math.nan]) is None
+
+
+def test_it_goes_on_where_it_was():
+    stopping = EarlyStopping(reward=0.9, patience=3)
+    assert run(stopping, [1.0, 1.0], [0.0, 0.0]) is None
+    state = stopping.state_dict()
+    assert state == {"kl": 0, "reward": 2}
+    other = EarlyStopping(reward=0.9, patience=3)
+    other.load_state_dict(state)
+    assert other.update(reward=1.0, kl=0.0) == "reward"
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"patience is 0"):
+        EarlyStopping(patience=0)
+    with pytest.raises(ValueError, match=r"the kl that stops is -1.0"):
+        EarlyStopping(kl=-1.0)
