@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -80,7 +81,8 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 def train(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit train`."""
     config = to_config(parser, options)
-    RunFolder(config.run.dir)  # refuses a folder in use before the seconds that the imports below take
+    if os.environ.get("RANK", "0") == "0":  # of the processes that a launcher starts, only the first writes
+        RunFolder(config.run.dir).refuse_if_used()  # before the seconds that the imports below take
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.text.trainer import PPOTrainer

@@ -33,17 +33,18 @@ def folder(tmp_path):
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"run\.dir .* holds a run or other files already"):
-        RunFolder(str(tmp_path))
+        RunFolder(str(tmp_path)).refuse_if_used()
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir"):
-        RunFolder(str(tmp_path / "run"))
+        RunFolder(str(tmp_path / "run")).refuse_if_used()
 
 
 def test_an_empty_folder_is_used(tmp_path):
+    RunFolder(str(tmp_path)).refuse_if_used()
     RunFolder(str(tmp_path)).create(reserve=0)
 
 

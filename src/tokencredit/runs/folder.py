@@ -19,16 +19,12 @@ class RunFolder:
     """Writes what a run leaves behind; it never overwrites another run."""
 
     def __init__(self, folder: str | None):
-        """Choose the folder; `create` makes it.
-
-        Args:
-            folder: its path; None takes `runs/DATE-TIME`.
-
-        Raises:
-            ConfigError: it holds something already.
-        """
+        """Choose the folder, by its path, or `runs/DATE-TIME` for None; `create` makes it."""
         self.reserve = 0
         self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+
+    def refuse_if_used(self) -> None:
+        """Raise `ConfigError` if the folder holds something already. In a run of several processes the first one asks."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError(
                 f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir or move it away"

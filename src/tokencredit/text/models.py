@@ -32,9 +32,7 @@ class ActorCritic(nn.Module):
         self.value_head = build_value_head(value_head, lm.get_output_embeddings().weight.shape[1])
         self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
 
-    def hidden(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Any = None
-    ) -> Tensor:
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
         """Last normalised hidden states `[batch, time, width]`; `cache`, if given, is read and extended."""
         outputs = self.lm.get_decoder()(
             input_ids=input_ids,
@@ -96,15 +94,14 @@ class ActorCritic(nn.Module):
         return logprobs, self.values(hidden), entropies
 
 
-def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor | None, Tensor]:
+def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor]:
     """Attention mask and position ids of left-padded prompts followed by `response_length` tokens.
 
-    The padding on a response's right needs no mask: causal attention lets no token before it see it. Without padding
-    on the left there is no mask at all, which lets attention take its fastest path.
+    The padding on a response's right is not masked: causal attention lets no token before it see it, and a mask that
+    is true everywhere lets attention take its fastest path.
     """
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(prompt_mask), response_length)], dim=1)
-    position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)
-    return (None if bool(prompt_mask.all()) else mask), position_ids
+    return mask, (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def build_value_head(kind: str, width: int) -> nn.Module:
@@ -180,8 +177,9 @@ def check_projection(name: str, lm: PreTrainedModel) -> None:
     """
     ids = torch.arange(min(4, lm.config.get_text_config().vocab_size)).unsqueeze(0)
     model = ActorCritic(lm)
-    ours = model.logits(model.hidden(ids, None, torch.arange(ids.shape[1]).unsqueeze(0)))
-    theirs = lm(input_ids=ids).logits.float()
+    mask, position_ids = positions(torch.ones_like(ids, dtype=torch.bool), 0)
+    ours = model.logits(model.hidden(ids, mask, position_ids))
+    theirs = lm(input_ids=ids, attention_mask=mask).logits.float()
     if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
         raise ConfigError(f"{name!r} shapes its logits in a way that is not supported: {type(lm).__name__}")
 

@@ -84,7 +84,7 @@ def sample(
     cache = DynamicCache(config=model.lm.config)
     inputs, width = prompt_ids, prompt_ids.shape[1]
     for step in range(limit):
-        seen = None if attention_mask is None else attention_mask[rows, : width + step]
+        seen = attention_mask[rows, : width + step]
         places = position_ids[rows, width + step - inputs.shape[1] : width + step]
         hidden = model.hidden(inputs, seen, places, cache)[:, -1]
         distribution = torch.log_softmax(model.logits(hidden) / temperature, dim=-1)

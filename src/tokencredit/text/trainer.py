@@ -62,13 +62,17 @@ class PPOTrainer:
             log_with=args.run.trackers or None,
             project_config=ProjectConfiguration(logging_dir=str(self.folder.path / "tensorboard")),
         )
+        if self.accelerator.is_main_process:
+            self.folder.refuse_if_used()
         if args.rollout.batch_size % self.accelerator.num_processes:
             raise ConfigError(
                 f"rollout.batch_size is {args.rollout.batch_size}; "
                 f"it must be a multiple of the {self.accelerator.num_processes} processes"
             )
         torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
-        self.generator = torch.Generator().manual_seed(args.seed)
+        # Two streams, so that what is sampled does not depend on how many rows each process shuffles.
+        self.sampling = torch.Generator().manual_seed(2 * args.seed)
+        self.shuffling = torch.Generator().manual_seed(2 * args.seed + 1)
         self.terms = build_terms(args.reward, self.accelerator.device)
         lm, self.tokenizer = load_language_model(args.model.name)
         self.end_ids = end_ids(lm, self.tokenizer)
@@ -157,7 +161,7 @@ class PPOTrainer:
         share = total // self.accelerator.num_processes
         first = share * self.accelerator.process_index
         prompts, prompt_ids, prompt_mask = self.prompts.batch((number - 1) * total + first, share)
-        uniforms = torch.rand(total, args.rollout.max_new_tokens, generator=self.generator)[first : first + share]
+        uniforms = torch.rand(total, args.rollout.max_new_tokens, generator=self.sampling)[first : first + share]
         with self._timed("rollout"), self.accelerator.autocast():
             rollout = sample(
                 self.policy,
@@ -199,7 +203,7 @@ class PPOTrainer:
                     objective,
                     self.optimizer,
                     self.accelerator,
-                    self.generator,
+                    self.shuffling,
                     epochs=args.ppo.epochs,
                     minibatches=args.ppo.minibatches,
                     micro_batch_size=args.ppo.micro_batch_size,

@@ -1,0 +1,35 @@
+"""Several processes do what one does: gloo on the processor, two of them, as a launcher starts them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+OPTIONS = ["--rollout.batch_size", "16", "--rollout.max_new_tokens", "10", "--ppo.minibatches", "1"]
+OPTIONS += ["--ppo.micro_batch_size", "3", "--run.iterations", "3", "--run.show_every", "0"]
+
+
+def train(launcher, folder, **environment):
+    command = [sys.executable, "-m", *launcher, "tokencredit.cli", "train", *OPTIONS, "--run.dir", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout, metrics, load_file(folder / "policy" / "model.safetensors")
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_two_processes_train_as_one_does(tmp_path):
+    _, alone, policy = train([], tmp_path / "one")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    shown, together, policy_together = train(launcher, tmp_path / "two", ACCELERATE_USE_CPU="true")
+    assert shown.count("iteration 3/3") == 1, "one process speaks"
+    assert [m["iteration"] for m in together] == [1, 2, 3], "one process writes"
+    for one, two in zip(alone, together, strict=True):
+        for name in set(one) - {n for n in one if n.startswith(("seconds", "tokens_per_second"))}:
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
+    for name, weights in policy.items():
+        torch.testing.assert_close(policy_together[name], weights, atol=1e-4, rtol=1e-3)
