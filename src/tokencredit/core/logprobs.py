@@ -15,8 +15,14 @@ from torch.autograd.function import once_differentiable
 from tokencredit.core.checks import require_flags, require_positive, require_shape
 from tokencredit.core.masked import at_least_float32
 
-DEFAULT_CHUNK = 512
-"""Tokens a chunk: 512 × 50,257 logits in float32 are 103 MB, and two or three such tensors exist at once."""
+CHUNK_LOGITS = 2**22
+"""Logits that exist at once on a CPU, where chunks that stay near the caches are the fastest: 17 MB in float32."""
+
+CHUNK_LOGITS_ON_ACCELERATORS = 2**27
+"""The same on other devices, which need large products to be busy: 537 MB in float32."""
+
+LEAST_CHUNK = 128
+"""Tokens a chunk at least, however large the vocabulary: each chunk reads the whole projection once more."""
 
 
 class TokenStats(NamedTuple):
@@ -36,15 +42,15 @@ class _Scaling(NamedTuple):
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         z = at_least_float32(torch.nn.functional.linear(hidden, weight, bias))
         if self.softcap is not None:
-            z = z.div(self.softcap).tanh_().mul_(self.softcap)
-        return z if self.temperature == 1.0 else z.div(self.temperature)
+            z = z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return z if self.temperature == 1.0 else z.div_(self.temperature)
 
-    def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient of the logits into that of the projection, in place: dz/dy = (1 − tanh²) / temperature."""
+    def slope(self, z: Tensor) -> Tensor | float | None:
+        """dz/dy = (1 − tanh²(y / cap)) / temperature; None stands for 1."""
         if self.softcap is not None:
-            tanh = logits * (self.temperature / self.softcap)
-            grad.mul_(tanh.square_().neg_().add_(1.0))
-        return grad if self.temperature == 1.0 else grad.div_(self.temperature)
+            tanh = z * (self.temperature / self.softcap)
+            return tanh.square_().neg_().add_(1.0).div_(self.temperature)
+        return None if self.temperature == 1.0 else 1 / self.temperature
 
 
 def token_logprobs(
@@ -56,7 +62,7 @@ def token_logprobs(
     mask: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and the entropy of the distribution it was drawn from if asked for.
@@ -72,7 +78,7 @@ def token_logprobs(
         mask: bool [...]; tokens where it is false cost nothing, give 0, and may hold anything.
         temperature: what the logits are divided by, above 0: the one the tokens were drawn with.
         softcap: the cap of a model that has one.
-        chunk: tokens whose logits exist at once.
+        chunk: tokens whose logits exist at once, two or three tensors of that size. Default: see `CHUNK_LOGITS`.
         entropy: whether the second result is wanted.
 
     Returns:
@@ -107,7 +113,7 @@ def token_kl(
     mask: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Exact KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)) at each token, over the whole vocabulary, in nats.
 
@@ -157,7 +163,7 @@ def token_stats(
     mask: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     entropy: bool = False,
 ) -> TokenStats:
     """Log-probability, entropy and exact KL from one projection, for a loss that needs more than one of them.
@@ -178,7 +184,8 @@ def token_stats(
         ValueError: as `token_logprobs`.
     """
     require_positive("temperature", temperature)
-    require_positive("chunk", chunk)
+    if chunk is not None:
+        require_positive("chunk", chunk)
     if softcap is not None:
         require_positive("softcap", softcap)
     shape = hidden.shape[:-1]
@@ -198,7 +205,8 @@ def token_stats(
         ref = _same_dtype(*ref)
     hidden, weight, bias = _same_dtype(hidden, weight, bias)
     scaling = _Scaling(float(temperature), None if softcap is None else float(softcap))
-    results = _ChunkedStats.apply(hidden, weight, bias, targets, ref, scaling, int(chunk), entropy)  # type: ignore[no-untyped-call]
+    chunk = _default_chunk(weight) if chunk is None else int(chunk)
+    results = _ChunkedStats.apply(hidden, weight, bias, targets, ref, scaling, chunk, entropy)  # type: ignore[no-untyped-call]
     return TokenStats(*(None if x is None else _unrows(x, mask, shape) for x in results))
 
 
@@ -220,15 +228,17 @@ class _ChunkedStats(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        like = at_least_float32(hidden.new_empty(0))
         rows = hidden.shape[0]
-        logprobs = like.new_empty(rows) if targets is not None else None
-        entropy = like.new_empty(rows) if with_entropy else None
-        kl = like.new_empty(rows) if ref is not None else None
+        log_sums = at_least_float32(hidden.new_empty(0)).new_empty(rows)
+        logprobs = torch.empty_like(log_sums) if targets is not None else None
+        entropy = torch.empty_like(log_sums) if with_entropy else None
+        kl = torch.empty_like(log_sums) if ref is not None else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, rows, chunk):
                 part = slice(start, start + chunk)
-                log_p = scaling.logits(hidden[part], weight, bias).log_softmax(dim=-1)
+                z = scaling.logits(hidden[part], weight, bias)
+                log_sums[part] = z.logsumexp(dim=-1)
+                log_p = z.sub_(log_sums[part, None])
                 if logprobs is not None and targets is not None:
                     logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
                 if entropy is not None or kl is not None:
@@ -237,50 +247,67 @@ class _ChunkedStats(torch.autograd.Function):
                     entropy[part] = -torch.linalg.vecdot(p, log_p)
                 if kl is not None and ref is not None:
                     log_q = scaling.logits(ref[0][part], ref[1], ref[2]).log_softmax(dim=-1)
-                    kl[part] = torch.linalg.vecdot(p, log_p - log_q)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, kl, *(ref or (None, None, None)))
+                    kl[part] = torch.linalg.vecdot(p, log_p.sub_(log_q))
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, kl, *(ref or (None, None, None)))
         ctx.scaling, ctx.chunk = scaling, chunk
         return logprobs, entropy, kl
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, kl, *ref = ctx.saved_tensors
-        scaling: _Scaling = ctx.scaling
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *_ = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        # Sums over chunks are kept in float32 so that many small parts do not vanish in half precision.
+        # Sums over chunks are kept in float32, so that many small parts do not vanish in half precision.
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                z = scaling.logits(hidden[part], weight, bias)
-                log_p = z.log_softmax(dim=-1)
-                p = log_p.exp()
-                grad = torch.zeros_like(p)
-                if entropy is not None and grad_entropy is not None:
-                    grad -= (log_p + entropy[part, None]) * grad_entropy[part, None]
-                if kl is not None and grad_kl is not None:
-                    log_q = scaling.logits(ref[0][part], ref[1], ref[2]).log_softmax(dim=-1)
-                    grad += (log_p - log_q - kl[part, None]) * grad_kl[part, None]
-                grad *= p
-                if targets is not None and grad_logprobs is not None:
-                    at_target = grad_logprobs[part, None]
-                    grad -= p * at_target
-                    grad.scatter_add_(-1, targets[part, None], at_target)
-                grad = scaling.backward_(grad, z).to(weight.dtype)
+                grad = _projection_gradient(ctx, part, *grads)
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])
-                if grad_weight is not None:
+                if grad_weight is not None and grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, hidden[part])
+                elif grad_weight is not None:
                     grad_weight += grad.T @ hidden[part]
                 if grad_bias is not None:
                     grad_bias += grad.sum(dim=0, dtype=grad_bias.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _projection_gradient(
+    ctx: Any, part: slice, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None
+) -> Tensor:
+    """The gradient of a chunk's projection W h + b, computed again from the hidden states, [chunk, vocabulary].
+
+    With a, e and k the gradients that arrive at log p(x), H and KL, the three formulas above add up to
+    a 1ₓ + p [(k − e) log p − k log q − (a + e H + k KL)].
+    """
+    hidden, weight, bias, targets, log_sums, entropy, kl, *ref = ctx.saved_tensors
+    z = ctx.scaling.logits(hidden[part], weight, bias)
+    slope = ctx.scaling.slope(z)
+    log_p = z.sub_(log_sums[part, None])
+    constant = torch.zeros_like(log_sums[part, None])
+    if grad_logprobs is not None:
+        constant -= grad_logprobs[part, None]
+    bracket = None
+    if grad_entropy is not None:
+        constant -= grad_entropy[part, None] * entropy[part, None]
+        bracket = log_p * -grad_entropy[part, None]
+    if grad_kl is not None:
+        constant -= grad_kl[part, None] * kl[part, None]
+        log_q = ctx.scaling.logits(ref[0][part], ref[1], ref[2]).log_softmax(dim=-1)
+        towards = (log_p - log_q).mul_(grad_kl[part, None])
+        bracket = towards if bracket is None else bracket.add_(towards)
+    p = log_p.exp_()
+    grad: Tensor = p.mul_(constant) if bracket is None else bracket.add_(constant).mul_(p)
+    if grad_logprobs is not None:
+        grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+    grad = grad if slope is None else grad.mul_(slope)
+    return grad.to(weight.dtype)
 
 
 def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -290,6 +317,11 @@ def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tenso
         raise ValueError(f"{prefix}hidden has shape {tuple(hidden.shape)}; its last axis must be {weight.shape[1]}")
     if bias is not None:
         require_shape(f"{prefix}bias", bias, weight.shape[:1])
+
+
+def _default_chunk(weight: Tensor) -> int:
+    logits = CHUNK_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS_ON_ACCELERATORS
+    return max(logits // max(weight.shape[0], 1), LEAST_CHUNK)
 
 
 def _require_targets(targets: Tensor, vocabulary: int) -> Tensor:
