@@ -1,6 +1,7 @@
 """The update on a small policy whose evaluation costs nothing: a table of logits and values, one row a state."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.update import NonFiniteUpdate, Objective, backward, ppo_update
+from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, backward, ppo_update
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7
 OBJECTIVE = Objective(clip=0.2, value_clip=0.3, value_coef=0.5, entropy_coef=0.01)
@@ -22,7 +23,9 @@ class TablePolicy(nn.Module):
 
     def forward(self, inputs):
         distribution = torch.distributions.Categorical(logits=self.logits[inputs["states"]])
-        return distribution.log_prob(inputs["actions"]), self.value[inputs["states"]], distribution.entropy()
+        return Evaluation(
+            distribution.log_prob(inputs["actions"]), self.value[inputs["states"]], distribution.entropy()
+        )
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def world():
     inputs = {"states": torch.randint(STATES, (ROWS, TIME)), "actions": torch.randint(ACTIONS, (ROWS, TIME))}
     mask = torch.arange(TIME) < torch.randint(2, TIME + 1, (ROWS, 1))
     with torch.no_grad():
-        logprobs, values, _ = policy(inputs)
+        logprobs, values, *_ = policy(inputs)
     advantages = torch.randn(ROWS, TIME)
     experience = Experience(inputs, mask, logprobs, values, advantages, values + advantages)
     accelerator = Accelerator(cpu=True)
@@ -57,7 +60,7 @@ def test_the_ratio_is_exactly_1_before_the_first_step(world):
 
 def test_one_step_is_the_gradient_of_the_papers_objective(world):
     policy, experience, *_ = world
-    logprobs, values, entropy = policy(experience.inputs)
+    logprobs, values, entropy, _ = policy(experience.inputs)
     mask, tokens = experience.mask, experience.mask.sum()
     ratio = (logprobs - experience.logprobs).exp()
     surrogate = torch.minimum(ratio * experience.advantages, ratio.clamp(0.8, 1.2) * experience.advantages)
@@ -84,6 +87,28 @@ def test_micro_batches_change_no_gradient(world, size):
         torch.testing.assert_close(parameter.grad, wanted)
     torch.testing.assert_close(parts.losses, whole.losses)
     assert parts.ratios.metrics() == pytest.approx(whole.ratios.metrics())
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_every_reduction_adds_up(world, reduction):
+    policy, experience, _, accelerator = world
+    objective = replace(OBJECTIVE, reduction=reduction)
+    losses = [backward(experience, policy, objective, accelerator, size).losses["loss"] for size in (None, 3)]
+    torch.testing.assert_close(*losses)
+
+
+def test_kl_in_the_loss_has_its_price(world):
+    policy, experience, _, accelerator = world
+
+    def evaluate(inputs):
+        now = policy(inputs)
+        return now._replace(kl=now.logprobs.square())
+
+    objective = Objective(clip=0.2, value_coef=0.0, kl_coef=0.3)
+    stats = backward(experience, evaluate, objective, accelerator, None)
+    kl = experience.logprobs.square()[experience.mask].mean()
+    torch.testing.assert_close(stats.losses["kl_in_update"], kl)
+    torch.testing.assert_close(stats.losses["loss"], stats.losses["policy_loss"] + 0.3 * kl)
 
 
 def test_padding_changes_nothing(world):
@@ -113,7 +138,7 @@ def test_more_steps_raise_the_chance_of_what_paid(world):
     policy, experience, *_ = world
     update(world, epochs=4, minibatches=2)
     with torch.no_grad():
-        logprobs, _, _ = policy(experience.inputs)
+        logprobs = policy(experience.inputs).logprobs
     gain = (logprobs - experience.logprobs) * experience.advantages
     assert gain[experience.mask].mean() > 0
 
@@ -151,8 +176,8 @@ def test_a_gradient_that_is_not_finite_is_named(world):
     policy, *_ = world
 
     def evaluate(inputs):
-        logprobs, values, entropy = policy(inputs)
-        return logprobs, values + (policy.value.sum() * 0).sqrt(), entropy  # d√x/dx at 0
+        now = policy(inputs)
+        return now._replace(values=now.values + (policy.value.sum() * 0).sqrt())  # d√x/dx at 0
 
     with pytest.raises(NonFiniteUpdate, match="gradient") as caught:
         update(world, evaluate=evaluate)

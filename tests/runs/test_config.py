@@ -1,8 +1,14 @@
+from dataclasses import asdict
+from typing import get_args
+
 import pytest
 import yaml
 
 from tokencredit.cli import read_config
+from tokencredit.core.advantages import ESTIMATORS
 from tokencredit.runs.config import (
+    AdvantageConfig,
+    Estimator,
     KLConfig,
     PPOConfig,
     PromptsConfig,
@@ -36,12 +42,24 @@ def test_the_defaults_are_valid():
         ({"reward": []}, r"reward is empty"),
         ({"prompts": PromptsConfig(text=[])}, r"prompts\.text is empty"),
         ({"rollout": RolloutConfig(batch_size=2), "ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3"),
+        ({"rollout": RolloutConfig(batch_size=8, per_prompt=3)}, r"rollout\.per_prompt is 3; it must divide"),
+        ({"advantage": AdvantageConfig(estimator="leave_one_out")}, r"rollout\.per_prompt is 1 and must be at least 2"),
+        (
+            {"advantage": AdvantageConfig(estimator="best")},
+            r"advantage\.estimator is 'best'; it must be one of gae, td",
+        ),
+        ({"kl": KLConfig(place="loss")}, r"kl\.estimator is k1, whose gradient in the loss is 0 on average"),
+        ({"kl": KLConfig(coef=0.0, target=5.0)}, r"kl\.coef is 0, which no factor can adapt"),
         ({"run": RunConfig(iterations=0)}, r"run\.iterations is 0"),
     ],
 )
 def test_what_cannot_work_is_refused_by_key(wrong, message):
     with pytest.raises(ConfigError, match=message):
         PPOConfig(**wrong)
+
+
+def test_every_estimator_has_the_name_that_a_config_gives_it():
+    assert set(get_args(Estimator)) == set(ESTIMATORS)
 
 
 def test_null_means_none_and_is_not_checked_against_a_range():
@@ -52,7 +70,5 @@ def test_a_run_reads_its_own_configuration_back(tmp_path):
     config = PPOConfig(
         seed=7, prompts=PromptsConfig(text=["a: b", "“c”"]), reward=[RewardTerm(label="POSITIVE", weight=-1.0)]
     )
-    from dataclasses import asdict
-
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     assert read_config(tmp_path / "config.yaml") == config

@@ -35,7 +35,7 @@ def padded_batch():
 def test_log_probabilities_are_those_of_the_plain_model_without_padding(loaded):
     lm, _ = loaded
     batch = padded_batch()
-    logprobs, values, entropy = ActorCritic(lm)(**batch, temperature=0.7, entropy=True)
+    logprobs, values, entropy, _ = ActorCritic(lm)(**batch, temperature=0.7, entropy=True)
     for row in range(2):
         prompt = batch["prompt_ids"][row][batch["prompt_mask"][row]]
         response = batch["response_ids"][row][batch["mask"][row]]
@@ -62,7 +62,7 @@ def test_what_stands_in_the_padding_changes_nothing(loaded):
 def test_gradients_reach_the_trunk_from_both_heads(loaded):
     model = ActorCritic(loaded[0])
     torch.nn.init.normal_(model.value_head.weight)
-    logprobs, values, _ = model(**padded_batch(), temperature=1.0)
+    logprobs, values, *_ = model(**padded_batch(), temperature=1.0)
     trunk = model.lm.get_input_embeddings().weight
     for output in (logprobs, values):
         assert torch.autograd.grad(output.sum(), trunk, retain_graph=True)[0].abs().sum() > 0

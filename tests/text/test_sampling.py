@@ -34,7 +34,7 @@ def test_a_cached_rollout_equals_a_full_pass(model, tokenizer):
     rollout = roll(model, tokenizer, uniforms())
     assert 0 < rollout.truncated.sum() < len(rollout.truncated), "some rows end early and some do not"
     with torch.no_grad():
-        logprobs, values, _ = model(**rollout.inputs(), temperature=0.8)
+        logprobs, values, *_ = model(**rollout.inputs(), temperature=0.8)
     mask = rollout.mask
     torch.testing.assert_close(rollout.logprobs[mask], logprobs[mask], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(rollout.values[mask], values[mask], atol=1e-4, rtol=1e-4)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tokencredit.runs.config import (
+    AdvantageConfig,
+    Estimator,
     KLConfig,
     ModelConfig,
     OptimConfig,
@@ -22,6 +25,7 @@ from tokencredit.runs.config import (
     RewardTerm,
     RolloutConfig,
     RunConfig,
+    StopConfig,
     UpdateConfig,
 )
 from tokencredit.runs.errors import ConfigError, RunStopped
@@ -165,6 +169,77 @@ def test_without_a_price_there_is_no_reference(tmp_path):
     assert trainer.reference is None
     assert summary["kl_last"] is None
     assert "kl" not in lines(tmp_path / "run", "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_every_estimator_by_its_name(estimator, tmp_path):
+    args = small(
+        tmp_path / "run",
+        advantage=AdvantageConfig(estimator=estimator),
+        rollout=RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4),
+    )
+    trainer = PPOTrainer(args)
+    batch, _ = trainer.collect(1)
+    acted = batch.rollout.mask
+    assert batch.advantages[acted].isfinite().all()
+    assert (batch.advantages[~acted] == 0).all()
+    scores = batch.rewards.sum(1)
+    if estimator == "leave_one_out":
+        expected = scores - (scores.view(2, 4).sum(1, keepdim=True).expand(2, 4).flatten() - scores) / 3
+        torch.testing.assert_close(batch.advantages[:, 0], expected)
+    if estimator == "uniform":
+        second, _ = trainer.collect(2)
+        torch.testing.assert_close(second.advantages[:, 0], second.rewards.sum(1) - scores.mean())
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("reward", "full"), ("loss", "k2"), ("loss", "k3"), ("loss", "full")])
+def test_kl_in_reward_or_loss(place, estimator, tmp_path):
+    kl = KLConfig(coef=0.5, place=place, estimator=estimator)
+    trainer = PPOTrainer(small(tmp_path / "run", kl=kl))
+    trainer.iteration(1)
+    batch, experience = trainer.collect(2)
+    rollout = batch.rollout
+    with torch.no_grad():
+        policy = trainer.policy.lm(torch.cat([rollout.prompt_ids, rollout.response_ids], 1)).logits
+        reference = trainer.reference.lm(torch.cat([rollout.prompt_ids, rollout.response_ids], 1)).logits
+        start = rollout.prompt_ids.shape[1] - 1
+        p, q = (x[:, start:-1].log_softmax(-1) for x in (policy, reference))
+        exact = (p.exp() * (p - q)).sum(-1)
+        now = trainer._evaluate(experience.inputs)
+    paid = batch.rewards.clone()
+    paid[range(8), rollout.mask.sum(1) - 1] -= batch.scores
+    if place == "reward":
+        torch.testing.assert_close(paid[rollout.mask], -0.5 * exact[rollout.mask], atol=1e-5, rtol=1e-3)
+        assert now.kl is None
+    else:
+        assert paid.abs().max() < 1e-6
+        log_ratio = batch.ref_logprobs - rollout.logprobs
+        expected = {"full": exact, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
+        torch.testing.assert_close(now.kl[rollout.mask], expected[rollout.mask], atol=1e-5, rtol=1e-3)
+
+
+def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
+    kl = KLConfig(coef=0.1, target=1000.0, horizon=80)
+    trainer = PPOTrainer(small(tmp_path / "run", kl=kl))
+    trainer.train()
+    coefs = [m["kl_coef"] for m in lines(tmp_path / "run", "metrics.jsonl")]
+    assert coefs == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
+
+
+def test_a_run_stops_when_it_is_good_enough(tmp_path):
+    run = RunConfig(dir=str(tmp_path / "run"), iterations=9)
+    summary = PPOTrainer(small(tmp_path / "run", run=run, stop=StopConfig(reward=-1.0, patience=2))).train()
+    assert summary["iterations"] == 2
+    assert summary["stopped_by"] == "stop.reward"
+
+
+def test_muon_trains_the_matrices(tmp_path):
+    trainer = PPOTrainer(small(tmp_path / "run", optim=OptimConfig(name="muon", grad_norm_type="max")))
+    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    metrics, _ = trainer.iteration(1)
+    moved = {name for name, p in trainer.policy.named_parameters() if not torch.equal(p, before[name])}
+    assert {"lm.transformer.h.0.attn.c_attn.weight", "lm.transformer.wte.weight", "value_head.weight"} <= moved
+    assert metrics["lr"] < metrics["value_lr"]
 
 
 def test_learning_rates_rise_and_fall(tmp_path):

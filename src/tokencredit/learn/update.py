@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -21,19 +22,57 @@ from tokencredit.core.losses import (
     weighted_sum,
 )
 from tokencredit.learn.experience import Experience
+from tokencredit.learn.stopping import past_target_kl
 
-Evaluate = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor, Tensor | None]]
-"""From an experience's inputs to log-probabilities, values and entropies (or None), `[batch, time]`, with gradients."""
+
+class Evaluation(NamedTuple):
+    """What policy and critic say of an experience now, `[batch, time]`, with gradients; None for what is not needed."""
+
+    logprobs: Tensor
+    values: Tensor
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+
+
+Evaluate = Callable[[dict[str, Tensor]], Evaluation]
+"""From an experience's inputs to their evaluation."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What an update minimises; see `core.losses` for each part."""
+    """What an update minimises; see `core.losses` for each part. `kl_coef` is the price of `Evaluation.kl`."""
 
     clip: Clip = 0.2
+    dual_clip: float | None = None
     value_clip: float | None = None
     value_coef: float = 0.5
     entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    reduction: str = "token"
+
+    def token_losses(self, part: Experience, now: Evaluation) -> dict[str, Tensor]:
+        """Each part of the loss at each token, by its name in the metrics."""
+        parts = {
+            "policy_loss": clipped_surrogate(
+                now.logprobs, part.logprobs, part.advantages, part.mask, clip=self.clip, dual_clip=self.dual_clip
+            ),
+            "value_loss": value_loss(now.values, part.values, part.returns, part.mask, clip=self.value_clip),
+            "entropy_in_update": now.entropy,
+            "kl_in_update": now.kl,
+        }
+        return {name: losses for name, losses in parts.items() if losses is not None}
+
+    def loss(self, parts: dict[str, Tensor], weights: Tensor) -> Tensor:
+        """What is minimised: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL)."""
+        total = total_loss(
+            parts["policy_loss"],
+            parts["value_loss"],
+            parts.get("entropy_in_update"),
+            weights,
+            value_coef=self.value_coef,
+            entropy_coef=self.entropy_coef,
+        )
+        return total + self.kl_coef * weighted_sum(parts["kl_in_update"], weights) if "kl_in_update" in parts else total
 
 
 class NonFiniteUpdate(ArithmeticError):
@@ -51,15 +90,16 @@ class NonFiniteUpdate(ArithmeticError):
 class UpdateStats:
     """What optimiser steps saw, in a form that adds up over micro-batches, steps and processes.
 
-    `losses` holds the sums over steps of total, policy and value loss and entropy.
+    `losses` holds the sum over steps of the loss and of each of its parts.
     """
 
-    losses: Tensor
+    losses: dict[str, Tensor]
     ratios: RatioStats
 
     def __add__(self, other: UpdateStats) -> UpdateStats:
         """The same for the steps of both."""
-        return UpdateStats(self.losses + other.losses, self.ratios + other.ratios)
+        losses = {name: loss + other.losses[name] for name, loss in self.losses.items()}
+        return UpdateStats(losses, self.ratios + other.ratios)
 
     def over_processes(self, accelerator: Accelerator) -> UpdateStats:
         """The same for all processes together."""
@@ -83,6 +123,7 @@ def ppo_update(
     micro_batch_size: int | None = None,
     target_kl: float | None = None,
     max_grad_norm: float | None = None,
+    grad_norm_type: float = 2.0,
 ) -> dict[str, float]:
     """Take `epochs` × `minibatches` optimiser steps on one rollout.
 
@@ -100,11 +141,12 @@ def ppo_update(
         micro_batch_size: rows in memory at once; None takes a minibatch whole. It changes no gradient.
         target_kl: end the update before a step whose minibatch is further than this from the sampling policy, in nats
             a token by k3; None never does.
-        max_grad_norm: largest L2 norm of the gradient; None for no limit.
+        max_grad_norm: largest norm of the gradient; None for no limit.
+        grad_norm_type: 2 for the L2 norm, inf for the largest element.
 
     Returns:
-        `loss`, `policy_loss`, `value_loss`, `entropy_in_update` and `grad_norm` as means over minibatches, the ratio
-        metrics of all tokens seen, and the number of `steps` taken.
+        `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen, and the
+        number of `steps` taken.
 
     Raises:
         NonFiniteUpdate: a loss or gradient was not finite.
@@ -119,18 +161,19 @@ def ppo_update(
         step = backward(experience.select(rows), evaluate, objective, accelerator, micro_batch_size)
         stats = step if stats is None else stats + step
         seen += 1
-        if target_kl is not None and step.over_processes(accelerator).ratios.metrics()["approx_kl_k3"] > target_kl:
-            break
-        grad_norm = float(accelerator.clip_grad_norm_(parameters, limit))
-        if not torch.isfinite(step.losses[0] + grad_norm):
+        if target_kl is not None:
+            kl = step.over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
+            if past_target_kl(kl, target_kl):
+                break
+        grad_norm = float(accelerator.clip_grad_norm_(parameters, limit, norm_type=grad_norm_type))
+        if not torch.isfinite(step.losses["loss"] + grad_norm):
             raise blame(experience, rows, evaluate, objective)
         optimizer.step()
         grad_norms.append(grad_norm)
     assert stats is not None, "an update has at least one minibatch"
     stats = stats.over_processes(accelerator)
-    names = ("loss", "policy_loss", "value_loss", "entropy_in_update")
     return {
-        **dict(zip(names, (stats.losses / seen).tolist(), strict=True)),
+        **{name: float(loss) / seen for name, loss in stats.losses.items()},
         **stats.ratios.metrics(),
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
         "steps": len(grad_norms),
@@ -149,34 +192,23 @@ def backward(
     Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
     and processes add up to the same gradient however they are cut.
     """
-    count = accelerator.reduce(reduction_count(minibatch.mask), "sum")
+    count = accelerator.reduce(reduction_count(minibatch.mask, objective.reduction), "sum")
     size = micro_batch_size or len(minibatch)
     stats: UpdateStats | None = None
     for start in range(0, len(minibatch), size):
         part = minibatch.select(slice(start, start + size))
-        weights = token_weights(part.mask, count=count)
-        logprobs, policy, value, entropy = token_losses(part, evaluate, objective)
-        loss = total_loss(
-            policy, value, entropy, weights, value_coef=objective.value_coef, entropy_coef=objective.entropy_coef
-        )
+        weights = token_weights(part.mask, by=objective.reduction, count=count)
+        now = evaluate(part.inputs)
+        parts = objective.token_losses(part, now)
+        loss = objective.loss(parts, weights)
         accelerator.backward(loss * accelerator.num_processes)  # it averages over processes, where ours must add up
-        sums = [loss, weighted_sum(policy, weights), weighted_sum(value, weights)]
-        sums.append(torch.zeros_like(loss) if entropy is None else weighted_sum(entropy, weights))
-        ratios = ratio_stats(logprobs.detach(), part.logprobs, part.mask, clip=objective.clip)
-        seen = UpdateStats(torch.stack(sums).detach(), ratios)
+        with torch.no_grad():
+            losses = {"loss": loss.detach()} | {name: weighted_sum(x, weights) for name, x in parts.items()}
+            ratios = ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
+        seen = UpdateStats(losses, ratios)
         stats = seen if stats is None else stats + seen
     assert stats is not None, "a minibatch has at least one row"
     return stats
-
-
-def token_losses(
-    part: Experience, evaluate: Evaluate, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probability, policy loss, value loss and entropy (or None) of each token."""
-    logprobs, values, entropy = evaluate(part.inputs)
-    policy = clipped_surrogate(logprobs, part.logprobs, part.advantages, part.mask, clip=objective.clip)
-    value = value_loss(values, part.values, part.returns, part.mask, clip=objective.value_clip)
-    return logprobs, policy, value, entropy
 
 
 @torch.no_grad()
@@ -184,8 +216,7 @@ def blame(experience: Experience, rows: Tensor, evaluate: Evaluate, objective: O
     """Find which row's which loss is not finite, by looking at the rows of a failed minibatch one by one."""
     for row in rows:
         part = experience.select(row.unsqueeze(0))
-        _, policy, value, entropy = token_losses(part, evaluate, objective)
-        for term, losses in (("policy loss", policy), ("value loss", value), ("entropy", entropy)):
-            if losses is not None and not losses[part.mask].isfinite().all():
-                return NonFiniteUpdate(term, int(row))
+        for name, losses in objective.token_losses(part, evaluate(part.inputs)).items():
+            if not losses[part.mask].isfinite().all():
+                return NonFiniteUpdate(name.removesuffix("_in_update").replace("_", " "), int(row))
     return NonFiniteUpdate("gradient", None)

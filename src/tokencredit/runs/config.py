@@ -12,6 +12,20 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tokencredit.runs.errors import ConfigError
 
+Estimator = Literal[
+    "gae",
+    "td",
+    "one_step",
+    "monte_carlo",
+    "n_step",
+    "decoupled_gae",
+    "length_adaptive_gae",
+    "total_return",
+    "reward_to_go",
+    "uniform",
+    "group_relative",
+    "leave_one_out",
+]
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
 
@@ -64,6 +78,8 @@ class RolloutConfig:
 
     batch_size: int = setting(64, at_least=1)
     """Completions an iteration, over all processes."""
+    per_prompt: int = setting(1, at_least=1)
+    """Completions of each prompt; it divides batch_size."""
     max_new_tokens: int = setting(24, at_least=1)
     """Longest completion, in tokens; one that has not ended by then is cut off."""
     temperature: float = setting(1.0, above=0)
@@ -74,10 +90,20 @@ class RolloutConfig:
 class AdvantageConfig:
     """How rewards become credit."""
 
+    estimator: Estimator = "gae"
+    """How advantages are estimated; docs/algorithms.md says when to use which."""
     gamma: float = setting(1.0, at_least=0, at_most=1)
     """Discount a token."""
     lam: float = setting(0.95, at_least=0, at_most=1)
-    """GAE's λ: 0 trusts the critic, 1 trusts the sampled return."""
+    """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
+    lam_returns: float = setting(1.0, at_least=0, at_most=1)
+    """λ of the critic's targets, in decoupled_gae and length_adaptive_gae."""
+    alpha: float = setting(0.05, above=0)
+    """Of length_adaptive_gae, whose λ is 1 − 1 / (alpha · length)."""
+    n: int = setting(5, at_least=1)
+    """Steps of n_step."""
+    scale: bool = True
+    """Whether group_relative divides by its group's deviation."""
     whiten: bool = True
     """Bring the batch's advantages to mean 0 and deviation 1."""
 
@@ -94,6 +120,12 @@ class UpdateConfig:
     """Completions in memory at once during the update; null takes a whole minibatch."""
     clip: float = setting(0.2, above=0, below=1)
     """The ratio to the sampling policy is clipped to [1 − clip, 1 + clip]."""
+    clip_high: float | None = setting(None, above=0)
+    """The upper side of that range, where it should differ; null for clip."""
+    dual_clip: float | None = setting(None, above=1)
+    """Largest loss of a token with a negative advantage, in multiples of that advantage; null for no limit."""
+    reduction: Literal["token", "sequence", "constant"] = "token"
+    """What weighs the same in the loss: every token, every completion, or every token by a constant."""
     value_clip: float | None = setting(0.2, above=0)
     """Largest change of a value that the value loss rewards in one update; null for no clipping."""
     value_coef: float = setting(0.5, at_least=0)
@@ -110,14 +142,32 @@ class KLConfig:
 
     coef: float = setting(0.05, at_least=0)
     """β, the price of a nat. With 0 there is no reference model."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How a token's KL is estimated from its two log-probabilities; k1 is unbiased."""
+    place: Literal["reward", "loss"] = "reward"
+    """Whether each token's reward pays for it, or the loss."""
+    estimator: Literal["k1", "k2", "k3", "full"] = "k1"
+    """k1 to k3 estimate it from the sampled token; full sums over the vocabulary."""
+    target: float | None = setting(None, above=0)
+    """Nats a sequence that coef is adapted to hold; null leaves coef as it is."""
+    horizon: float = setting(10_000, above=0)
+    """Completions over which an adapted coef follows."""
+
+
+@dataclass
+class ScoreConfig:
+    """What happens to a completion's score before it becomes reward."""
+
+    clip: float | None = setting(None, above=0)
+    """Scores are held within ± this; null leaves them."""
+    missing_eos_penalty: float = setting(0.0, at_least=0)
+    """Taken off where a completion was cut off before it ended."""
 
 
 @dataclass
 class OptimConfig:
-    """AdamW, with a learning rate for the model and one for the value head."""
+    """The optimiser, with a learning rate for the model and one for the value head."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices inside the model with adamw for the rest."""
     lr: float = setting(1e-4, above=0)
     """Learning rate of the model."""
     value_lr: float = setting(1e-3, above=0)
@@ -131,7 +181,21 @@ class OptimConfig:
     final_scale: float = setting(0.1, at_least=0, at_most=1)
     """Learning rates at the end, as a share of the full ones."""
     max_grad_norm: float | None = setting(1.0, above=0)
-    """Gradients with a larger L2 norm are scaled down to it; null for never."""
+    """Gradients with a larger norm are scaled down to it; null for never."""
+    grad_norm_type: Literal["l2", "max"] = "l2"
+    """The norm: over all elements, or the largest element."""
+
+
+@dataclass
+class StopConfig:
+    """When a run ends before its last iteration."""
+
+    reward: float | None = None
+    """Mean reward above which it is enough; null for never."""
+    kl: float | None = setting(None, above=0)
+    """KL to the reference, in nats a sequence, above which it is too much; null for never."""
+    patience: int = setting(1, at_least=1)
+    """Iterations in a row that must be above."""
 
 
 @dataclass
@@ -162,6 +226,8 @@ class PPOConfig:
     """What the policy continues."""
     reward: list[RewardTerm] = field(default_factory=lambda: [RewardTerm()])
     """Terms of the reward; their weighted sum is the score of a completion."""
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    """What happens to a completion's score before it becomes reward."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How completions are sampled."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -171,7 +237,9 @@ class PPOConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     """What holds the policy near its starting point."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """AdamW, with a learning rate for the model and one for the value head."""
+    """The optimiser, with a learning rate for the model and one for the value head."""
+    stop: StopConfig = field(default_factory=StopConfig)
+    """When a run ends before its last iteration."""
     run: RunConfig = field(default_factory=RunConfig)
     """How long it runs, and what it leaves where."""
 
@@ -182,11 +250,24 @@ class PPOConfig:
             raise ConfigError("prompts.text is empty; give at least one prompt")
         if not self.reward:
             raise ConfigError("reward is empty; give at least one term")
-        if self.ppo.minibatches > self.rollout.batch_size:
+        size, per_prompt = self.rollout.batch_size, self.rollout.per_prompt
+        if self.ppo.minibatches > size:
             raise ConfigError(
-                f"ppo.minibatches is {self.ppo.minibatches}; "
-                f"it must be at most rollout.batch_size, which is {self.rollout.batch_size}"
+                f"ppo.minibatches is {self.ppo.minibatches}; it must be at most rollout.batch_size, {size}"
             )
+        if size % per_prompt:
+            raise ConfigError(f"rollout.per_prompt is {per_prompt}; it must divide rollout.batch_size, {size}")
+        if self.advantage.estimator in ("group_relative", "leave_one_out") and per_prompt < 2:
+            raise ConfigError(
+                f"advantage.estimator is {self.advantage.estimator}, which compares the completions of one prompt; "
+                f"rollout.per_prompt is {per_prompt} and must be at least 2"
+            )
+        if self.kl.place == "loss" and self.kl.estimator == "k1" and self.kl.coef > 0:
+            raise ConfigError(
+                "kl.estimator is k1, whose gradient in the loss is 0 on average; with kl.place: loss use k2, k3 or full"
+            )
+        if self.kl.target is not None and self.kl.coef == 0:
+            raise ConfigError("kl.coef is 0, which no factor can adapt to kl.target; give it a first value above 0")
 
 
 def check(config: Any, prefix: str = "") -> None:

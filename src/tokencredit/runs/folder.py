@@ -24,7 +24,7 @@ class RunFolder:
         self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
 
     def refuse_if_used(self) -> None:
-        """Raise `ConfigError` if the folder holds something already. In a run of several processes the first one asks."""
+        """Raise `ConfigError` if the folder holds something already. Of several processes only the first may ask."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError(
                 f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir or move it away"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.core.kl import k1
 from tokencredit.core.masked import Reduce, explained_variance, moments
 from tokencredit.text.sampling import Rollout
 
@@ -29,8 +30,6 @@ class Batch:
     """Each term by itself."""
     ref_logprobs: Tensor | None
     """Of the same tokens under the reference, nats."""
-    kl: Tensor | None
-    """Estimated KL to the reference at each token, nats."""
     rewards: Tensor
     """For each token: the score at the last one, less the price of KL."""
     advantages: Tensor
@@ -60,8 +59,8 @@ class Batch:
             "distinct": distinct / rows,
             "explained_variance": float(explained_variance(rollout.values, self.returns, mask, reduce)),
         }
-        if self.kl is not None and self.ref_logprobs is not None:
-            kl, ref_logprobs = total(self.kl.sum(), self.ref_logprobs.sum())
+        if self.ref_logprobs is not None:
+            kl, ref_logprobs = total(k1(rollout.logprobs, self.ref_logprobs, mask).sum(), self.ref_logprobs.sum())
             metrics |= {"kl": kl / rows, "ref_logprob": ref_logprobs / tokens}
         return metrics
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tokencredit.core.logprobs import token_logprobs
+from tokencredit.core.logprobs import token_stats
+from tokencredit.learn.update import Evaluation
 from tokencredit.runs.errors import ConfigError
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -61,7 +62,9 @@ class ActorCritic(nn.Module):
         mask: Tensor,
         temperature: float,
         entropy: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        reference: ActorCritic | None = None,
+        ref_hidden: Tensor | None = None,
+    ) -> Evaluation:
         """Evaluate given responses: what training needs of each token, with gradients.
 
         Args:
@@ -71,27 +74,52 @@ class ActorCritic(nn.Module):
             mask: `[batch, time]`, true at sampled tokens; the vocabulary projection is computed for no others.
             temperature: divides the logits, as it did in sampling.
             entropy: also compute the entropy of each position's distribution.
+            reference: also compute the exact KL to this model, from its hidden states.
+            ref_hidden: `[batch, time, width]`, what `reference.response_hidden` gave for the same responses.
 
         Returns:
-            log-probabilities (nats), values of the states before each token, and entropies (nats) or None;
+            log-probabilities (nats), values of the states before each token, entropies and exact KL (nats) or None;
             each `[batch, time]` in float32.
         """
+        hidden = self.response_hidden(prompt_ids, prompt_mask, response_ids)
+        return self.evaluate(hidden, response_ids, mask, temperature, entropy, reference, ref_hidden)
+
+    def response_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
+        """Hidden states `[batch, time, width]` of the states before each response token; arguments as in `forward`."""
         start, length = prompt_ids.shape[1], response_ids.shape[1]
         input_ids = torch.cat([prompt_ids, response_ids[:, :-1]], dim=1)
         attention_mask, position_ids = positions(prompt_mask, length - 1)
-        hidden = self.hidden(input_ids, attention_mask, position_ids)[:, start - 1 :]
+        return self.hidden(input_ids, attention_mask, position_ids)[:, start - 1 :]
+
+    def evaluate(
+        self,
+        hidden: Tensor,
+        response_ids: Tensor,
+        mask: Tensor,
+        temperature: float,
+        entropy: bool = False,
+        reference: ActorCritic | None = None,
+        ref_hidden: Tensor | None = None,
+    ) -> Evaluation:
+        """The second half of `forward`, from the hidden states that `response_hidden` gave."""
         projection = self.lm.get_output_embeddings()
-        logprobs, entropies = token_logprobs(
+        ref = None
+        if reference is not None and ref_hidden is not None:
+            ref_projection = reference.lm.get_output_embeddings()
+            ref = (ref_hidden, ref_projection.weight, ref_projection.bias)
+        stats = token_stats(
             hidden,
             projection.weight,
             response_ids,
             bias=projection.bias,
+            ref=ref,
             mask=mask,
             temperature=temperature,
             softcap=self.softcap,
             entropy=entropy,
         )
-        return logprobs, self.values(hidden), entropies
+        assert stats.logprobs is not None
+        return Evaluation(stats.logprobs, self.values(hidden), stats.entropy, stats.kl)
 
 
 def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor]:

@@ -49,13 +49,13 @@ class Prompts:
                     f"has room for {max_length}; shorten the prompt or lower rollout.max_new_tokens"
                 )
 
-    def batch(self, first: int, size: int) -> tuple[list[str], Tensor, Tensor]:
-        """Prompts number `first` to `first + size − 1` of the endless sequence.
+    def batch(self, first: int, size: int, repeat: int = 1) -> tuple[list[str], Tensor, Tensor]:
+        """Rows `first` to `first + size − 1` of the endless sequence in which each prompt stands `repeat` times.
 
         Returns:
             their texts, their token ids `[size, prompt]` padded on the left, and the bool mask of what is no padding.
         """
-        chosen = [(first + i) % len(self.ids) for i in range(size)]
+        chosen = [(first + i) // repeat % len(self.ids) for i in range(size)]
         width = max(len(self.ids[i]) for i in chosen)
         ids = torch.tensor([[self.pad_id] * (width - len(self.ids[i])) + self.ids[i] for i in chosen])
         mask = torch.tensor([[False] * (width - len(self.ids[i])) + [True] * len(self.ids[i]) for i in chosen])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -18,14 +18,16 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 
-from tokencredit.core.advantages import gae
+from tokencredit.core.advantages import estimate
 from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import whiten
 from tokencredit.core.rewards import token_rewards
+from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.optim import build_optimizer, schedule
-from tokencredit.learn.update import NonFiniteUpdate, Objective, ppo_update
-from tokencredit.runs.config import PPOConfig
+from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
+from tokencredit.runs.config import KLConfig, PPOConfig
 from tokencredit.runs.console import Screen
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
@@ -37,6 +39,16 @@ from tokencredit.text.sampling import Rollout, sample
 
 LAST = 5
 """Iterations whose mean counts as where a run ended."""
+
+
+class Reference(NamedTuple):
+    """What the reference says of a rollout; None and nothing without one."""
+
+    logprobs: Tensor | None
+    kl: Tensor | None
+    """What each token's reward pays for, nats; None where the loss pays."""
+    inputs: dict[str, Tensor]
+    """What the update needs to price the KL in the loss."""
 
 
 class PPOTrainer:
@@ -86,12 +98,13 @@ class PPOTrainer:
         if args.kl.coef > 0:
             self.reference = ActorCritic(deepcopy(lm)).requires_grad_(False).to(self.accelerator.device)
         self.policy = ActorCritic(lm, args.model.value_head).to(self.accelerator.device)
-        decay = args.optim.weight_decay
         optimizer = build_optimizer(
             [
-                {"params": self.policy.lm.parameters(), "lr": args.optim.lr, "weight_decay": decay},
-                {"params": self.policy.value_head.parameters(), "lr": args.optim.value_lr, "weight_decay": decay},
-            ]
+                {"params": part.parameters(), "lr": lr, "weight_decay": args.optim.weight_decay}
+                for part, lr in ((lm, args.optim.lr), (self.policy.value_head, args.optim.value_lr))
+            ],
+            args.optim.name,
+            hidden=hidden_matrices(lm, exclude=lm.get_output_embeddings().parameters()),
         )
         factor = schedule(
             args.optim.schedule,
@@ -101,6 +114,9 @@ class PPOTrainer:
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         self.model, self.optimizer = self.accelerator.prepare(self.policy, optimizer)
+        self.kl = build_kl(args.kl)
+        self.scores = RunningMoments()
+        self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.screen = Screen(args.run.iterations, enabled=self.accelerator.is_main_process)
         self.seconds: dict[str, float] = {}
         self.history: list[dict[str, float]] = []
@@ -119,7 +135,11 @@ class PPOTrainer:
         try:
             with self.screen:
                 for number in range(1, self.args.run.iterations + 1):
-                    self._record(*self.iteration(number))
+                    metrics, samples = self.iteration(number)
+                    self._record(metrics, samples)
+                    reason = self.stopping.update(reward=metrics["reward"], kl=metrics.get("kl", 0.0))
+                    if reason is not None:
+                        return self._end(f"stop.{reason}")
         except KeyboardInterrupt:
             self._end("interrupt")
             raise
@@ -136,33 +156,38 @@ class PPOTrainer:
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Sample, score, give credit, update: returns the iteration's metrics and samples."""
         self.seconds = {}
-        batch = self.collect(number)
-        lr, value_lr = self.schedule.get_last_lr()
-        update = self.update(batch)
+        batch, experience = self.collect(number)
+        lr, *_, value_lr = self.schedule.get_last_lr()
+        kl_coef = self.kl.coef
+        update = self.update(batch, experience)
         seconds = sum(self.seconds.values())
         metrics = {
             "iteration": number,
             **batch.metrics(self._all_sum),
             **update,
-            "kl_coef": self.args.kl.coef,
+            "kl_coef": kl_coef,
             "lr": lr,
             "value_lr": value_lr,
             "seconds": seconds,
             **{f"seconds/{stage}": spent for stage, spent in self.seconds.items()},
         }
+        if "kl" in metrics:
+            self.kl.update(metrics["kl"], self.args.rollout.batch_size)
         metrics["tokens_per_second"] = metrics["length"] * self.args.rollout.batch_size / seconds
         samples = batch.samples(self.args.run.samples, self.tokenizer)
         return metrics, [{"iteration": number, **sample} for sample in samples]
 
-    def collect(self, number: int) -> Batch:
+    def collect(self, number: int) -> tuple[Batch, Experience]:
         """Sample a batch from the policy as it is, score it, and give each token its credit."""
         args, device = self.args, self.accelerator.device
         total = args.rollout.batch_size
         share = total // self.accelerator.num_processes
         first = share * self.accelerator.process_index
-        prompts, prompt_ids, prompt_mask = self.prompts.batch((number - 1) * total + first, share)
+        prompts, prompt_ids, prompt_mask = self.prompts.batch(
+            (number - 1) * total + first, share, args.rollout.per_prompt
+        )
         uniforms = torch.rand(total, args.rollout.max_new_tokens, generator=self.sampling)[first : first + share]
-        with self._timed("rollout"), self.accelerator.autocast():
+        with self._timed("rollout"), self._no_grad():
             rollout = sample(
                 self.policy,
                 prompt_ids.to(device),
@@ -173,42 +198,71 @@ class PPOTrainer:
             )
             if args.model.dtype != "float32":
                 # In half precision a cached pass and a full one differ, and the ratio must start at exactly 1.
-                with torch.no_grad():
-                    logprobs, values, _ = self._evaluate(self.policy, rollout.inputs())
-                rollout = replace(rollout, logprobs=logprobs, values=values)
+                now = self.policy(**rollout.inputs(), temperature=args.rollout.temperature)
+                rollout = replace(rollout, logprobs=now.logprobs, values=now.values)
         completions = rollout.texts(self.tokenizer)
         with self._timed("reward"):
             scores, terms = score(self.terms, prompts, completions)
-        with self._timed("reference"), torch.no_grad(), self.accelerator.autocast():
-            ref_logprobs = self._evaluate(self.reference, rollout.inputs())[0] if self.reference else None
-        return give_credit(
-            rollout, prompts, completions, torch.tensor(scores, device=device), terms, ref_logprobs, args
-        )
-
-    def update(self, batch: Batch) -> dict[str, float]:
-        """Train policy and critic on a batch; returns the update's metrics."""
-        args, rollout = self.args, batch.rollout
-        advantages = batch.advantages
+        with self._timed("reference"), self._no_grad():
+            reference = self._refer(rollout)
+        scores = torch.tensor(scores, device=device)
+        rewards, advantages, returns = self.give_credit(rollout, scores, reference)
+        batch = Batch(rollout, prompts, completions, scores, terms, reference.logprobs, rewards, advantages, returns)
         if args.advantage.whiten:
             advantages = whiten(advantages, rollout.mask, reduce=self._all_sum)
-        experience = Experience(
-            rollout.inputs(), rollout.mask, rollout.logprobs, rollout.values, advantages, batch.returns
+        inputs = rollout.inputs() | reference.inputs
+        return batch, Experience(inputs, rollout.mask, rollout.logprobs, rollout.values, advantages, returns)
+
+    def give_credit(self, rollout: Rollout, scores: Tensor, reference: Reference) -> tuple[Tensor, Tensor, Tensor]:
+        """From scores and KL to the reward, advantage and return of each token.
+
+        A completion that was cut off at the length limit is treated as ended there: its score is paid in full, once, so
+        the value of the state after it is 0. To bootstrap from the critic as well would count the score twice, and
+        since the critic learns from that sum, its values would climb without end.
+        """
+        args, mask = self.args, rollout.mask
+        rewards = token_rewards(
+            scores,
+            mask,
+            kl=reference.kl if args.kl.place == "reward" else None,
+            kl_coef=self.kl.coef,
+            eos=~rollout.truncated,
+            missing_eos_penalty=args.score.missing_eos_penalty,
+            clip=args.score.clip,
         )
-        objective = Objective(args.ppo.clip, args.ppo.value_clip, args.ppo.value_coef, args.ppo.entropy_coef)
+        options = {name: value for name, value in vars(args.advantage).items() if name not in ("estimator", "whiten")}
+        options |= {"baseline": self.scores.mean, "group_size": args.rollout.per_prompt}
+        advantages, returns = estimate(args.advantage.estimator, rewards, rollout.values, options=options, mask=mask)
+        self.scores.update(rewards.sum(1), reduce=self._all_sum)
+        return rewards, advantages, returns
+
+    def update(self, batch: Batch, experience: Experience) -> dict[str, float]:
+        """Train policy and critic on a batch; returns the update's metrics."""
+        ppo, optim = self.args.ppo, self.args.optim
+        objective = Objective(
+            clip=(ppo.clip, ppo.clip if ppo.clip_high is None else ppo.clip_high),
+            dual_clip=ppo.dual_clip,
+            value_clip=ppo.value_clip,
+            value_coef=ppo.value_coef,
+            entropy_coef=ppo.entropy_coef,
+            kl_coef=self.kl.coef,
+            reduction=ppo.reduction,
+        )
         try:
             with self._timed("update"):
                 metrics = ppo_update(
                     experience,
-                    lambda inputs: self._evaluate(self.model, inputs, entropy=args.ppo.entropy_coef > 0),
+                    self._evaluate,
                     objective,
                     self.optimizer,
                     self.accelerator,
                     self.shuffling,
-                    epochs=args.ppo.epochs,
-                    minibatches=args.ppo.minibatches,
-                    micro_batch_size=args.ppo.micro_batch_size,
-                    target_kl=args.ppo.target_kl,
-                    max_grad_norm=args.optim.max_grad_norm,
+                    epochs=ppo.epochs,
+                    minibatches=ppo.minibatches,
+                    micro_batch_size=ppo.micro_batch_size,
+                    target_kl=ppo.target_kl,
+                    max_grad_norm=optim.max_grad_norm,
+                    grad_norm_type={"l2": 2.0, "max": math.inf}[optim.grad_norm_type],
                 )
         except NonFiniteUpdate as error:
             if error.row is None:
@@ -218,10 +272,38 @@ class PPOTrainer:
         self.schedule.step()
         return metrics
 
-    def _evaluate(
-        self, model: torch.nn.Module, inputs: dict[str, Tensor], entropy: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return model(**inputs, temperature=self.args.rollout.temperature, entropy=entropy)
+    def _refer(self, rollout: Rollout) -> Reference:
+        """What the reference says of a rollout, as far as the configuration needs it."""
+        if self.reference is None:
+            return Reference(None, None, {})
+        kl, temperature = self.args.kl, self.args.rollout.temperature
+        hidden = self.reference.response_hidden(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids)
+        logprobs = self.reference.evaluate(hidden, rollout.response_ids, rollout.mask, temperature).logprobs
+        if kl.place == "loss":
+            inputs = {"ref_hidden": hidden} if kl.estimator == "full" else {"ref_logprobs": logprobs}
+            return Reference(logprobs, None, inputs)
+        if kl.estimator == "full":
+            now = self.policy(**rollout.inputs(), temperature=temperature, reference=self.reference, ref_hidden=hidden)
+            return Reference(logprobs, now.kl, {})
+        return Reference(logprobs, kl_estimate(kl.estimator, rollout.logprobs, logprobs, rollout.mask), {})
+
+    def _evaluate(self, inputs: dict[str, Tensor]) -> Evaluation:
+        """What the policy says now of an experience's inputs, with gradients."""
+        arguments = {name: tensor for name, tensor in inputs.items() if name != "ref_logprobs"}
+        if "ref_hidden" in inputs:
+            arguments["reference"] = self.reference
+        entropy = self.args.ppo.entropy_coef > 0
+        now = self.model(**arguments, temperature=self.args.rollout.temperature, entropy=entropy)
+        if "ref_logprobs" in inputs:
+            kl = kl_estimate(self.args.kl.estimator, now.logprobs, inputs["ref_logprobs"], inputs["mask"])
+            now = now._replace(kl=kl)
+        return now
+
+    @contextmanager
+    def _no_grad(self) -> Iterator[None]:
+        """Passes that train nothing, in the number format of those that do."""
+        with torch.no_grad(), self.accelerator.autocast():
+            yield
 
     def _all_sum(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor, "sum")
@@ -274,23 +356,8 @@ class PPOTrainer:
         return summary
 
 
-def give_credit(
-    rollout: Rollout,
-    prompts: list[str],
-    completions: list[str],
-    scores: Tensor,
-    terms: dict[str, list[float]],
-    ref_logprobs: Tensor | None,
-    args: PPOConfig,
-) -> Batch:
-    """From scores and log-probabilities to the reward and the advantage of each token.
-
-    A completion that was cut off at the length limit is treated as ended there: its score is paid in full, once, so
-    the value of the state after it is 0. To bootstrap from the critic as well would count the score twice, and since
-    the critic learns from that sum, its values would climb without end.
-    """
-    mask = rollout.mask
-    kl = None if ref_logprobs is None else kl_estimate(args.kl.estimator, rollout.logprobs, ref_logprobs, mask)
-    rewards = token_rewards(scores, mask, kl=kl, kl_coef=args.kl.coef)
-    advantages, returns = gae(rewards, rollout.values, gamma=args.advantage.gamma, lam=args.advantage.lam, mask=mask)
-    return Batch(rollout, prompts, completions, scores, terms, ref_logprobs, kl, rewards, advantages, returns)
+def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:
+    """The controller of the KL coefficient."""
+    if args.target is None:
+        return FixedKL(args.coef)
+    return AdaptiveKL(args.coef, target=args.target, horizon=args.horizon)

@@ -1,0 +1,110 @@
+"""The main job, `tokencredit train` as it comes, over several seeds, against what it must reach.
+
+    python benchmarks/main_job.py [--seeds 1 2 3 4 5]
+
+Each run is a process of its own. Afterwards 100 completions of the trained policy are held against 100 of the model it
+started from, both measured by that model.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tokencredit.runs.config import PPOConfig
+from tokencredit.text.models import ActorCritic, end_ids, load_language_model
+from tokencredit.text.prompts import Prompts
+from tokencredit.text.sampling import sample
+
+COMPLETIONS = 100
+TARGETS = {
+    "reward before": "≤ 0.35",
+    "reward after": "≥ 0.90",
+    "seconds": "≤ 90",
+    "KL, nats": "≤ 10",
+    "distinct of 100": "≥ 90",
+    "fluency lost, nats": "≤ 1.0",
+    "length kept": "≥ 0.75",
+    "peak GB": "≤ 1.5",
+}
+
+
+def train(seed: int, folder: Path) -> float:
+    """Run the command; returns its peak memory in GB."""
+    pid = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "tokencredit.cli", "train", "--seed", str(seed), "--run.dir", str(folder)],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 1, folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT, 0o644)],
+    )
+    _, status, usage = os.wait4(pid, 0)
+    if status:
+        sys.exit(f"seed {seed}: the run failed; see {folder.with_suffix('.log')}")
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+@torch.no_grad()
+def write(model: ActorCritic, base: ActorCritic, tokenizer, seed: int) -> tuple[list[str], float, float]:
+    """Completions of a model, their mean log-probability a token under the base model, and their mean length."""
+    config = PPOConfig()
+    _, prompt_ids, prompt_mask = Prompts(config.prompts.text, tokenizer).batch(0, COMPLETIONS)
+    numbers = torch.rand(
+        COMPLETIONS, config.rollout.max_new_tokens, generator=torch.Generator().manual_seed(1000 + seed)
+    )
+    rollout = sample(model, prompt_ids, prompt_mask, numbers, temperature=1.0, end_ids=end_ids(model.lm, tokenizer))
+    logprobs = base(**rollout.inputs(), temperature=1.0).logprobs
+    return rollout.texts(tokenizer), float(logprobs[rollout.mask].mean()), float(rollout.mask.sum(1).float().mean())
+
+
+def measure(seed: int, folder: Path) -> dict[str, float]:
+    """One row of the table."""
+    peak = train(seed, folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    lm, tokenizer = load_language_model(PPOConfig().model.name)
+    base = ActorCritic(lm)
+    trained = ActorCritic(load_language_model(str(folder / "policy"))[0])
+    texts, logprob, length = write(trained, base, tokenizer, seed)
+    _, base_logprob, base_length = write(base, base, tokenizer, seed)
+    return {
+        "reward before": summary["reward_first"],
+        "reward after": summary["reward_last"],
+        "seconds": summary["seconds"],
+        "KL, nats": summary["kl_last"],
+        "distinct of 100": len(set(texts)),
+        "fluency lost, nats": base_logprob - logprob,
+        "length kept": length / base_length,
+        "peak GB": peak,
+    }
+
+
+def met(name: str, value: float) -> bool:
+    """Whether a figure is within its target."""
+    sign, limit = TARGETS[name].split()
+    return value <= float(limit) if sign == "≤" else value >= float(limit)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    seeds = parser.parse_args().seeds
+    print(f"Python {platform.python_version()}, PyTorch {torch.__version__}, {os.cpu_count()} cores\n")
+    print("| seed | " + " | ".join(TARGETS) + " |")
+    print("|---" * (len(TARGETS) + 1) + "|")
+    print("| target | " + " | ".join(TARGETS.values()) + " |")
+    missed = 0
+    with tempfile.TemporaryDirectory() as runs:
+        for seed in seeds:
+            row = measure(seed, Path(runs) / str(seed))
+            cells = [f"{value:.3g}" + ("" if met(name, value) else " (missed)") for name, value in row.items()]
+            missed += sum(not met(name, value) for name, value in row.items())
+            print(f"| {seed} | " + " | ".join(cells) + " |", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
