@@ -4,6 +4,9 @@ The loop is the one that most PPO code has: one Python step a time step, on a co
 needs in the simplest form, [batch, time] without masks or flags; `gae` is measured on the same, and again with a mask,
 which the loop does without. Each shape is measured in rounds, every contestant once a round, so that whatever else
 the machine does falls on all of them; a row shows medians, and the ratio is the median of the rounds' ratios.
+
+Measured with one thread and with all. On a busy machine only the first means much: PyTorch splits work on large tensors
+over its threads and waits for the slowest, while the loop's columns are too short to be split.
 """
 
 import argparse
@@ -88,12 +91,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.cold:
         warm_up_allocator()
-    print(f"GAE in float32, torch {torch.__version__}, {torch.get_num_threads()} threads, milliseconds")
-    print(f"{'shape':>14} {'loop':>10} {'gae':>9} {'ratio':>8} {'target':>7} {'with a mask':>12} {'ratio':>8}")
-    for shape in [(64, 128), *TARGETS]:
-        compare(shape, arguments.rounds)
-    print("\nHow time grows")
-    linearity(arguments.rounds)
+    for threads in sorted({1, torch.get_num_threads()}):
+        torch.set_num_threads(threads)
+        print(f"GAE in float32, torch {torch.__version__}, threads: {threads}, milliseconds")
+        print(f"{'shape':>14} {'loop':>10} {'gae':>9} {'ratio':>8} {'target':>7} {'with a mask':>12} {'ratio':>8}")
+        for shape in [(64, 128), *TARGETS]:
+            compare(shape, arguments.rounds)
+        print("How time grows")
+        linearity(arguments.rounds)
+        print()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
     """Solve Aₜ = δₜ + cₜ · Aₜ₊₁ backwards in time, with A_T = 0 after the last step.
 
     A loop over T costs T steps that each touch one column. Here time is cut into √T blocks of √T steps. All blocks run
-    their recurrence at once, as if nothing came after them, and keep the product of their decays; then the blocks are
-    chained, last to first; then each step adds what follows its block, times the decay up to there. That is the
+    their recurrence at once, as if nothing came after them, and keep the product of their decays; then, block by block
+    from the last to the first, every step adds what follows its block, times the decay up to there. That is the
     standard scan over blocks (Blelloch 1990, "Prefix sums and their applications", section 1.4), with O(√T)
     sequential steps and O(T) work, in plain PyTorch on any device.
 
@@ -55,12 +55,10 @@ def _scan_blocks(sums: Tensor, products: Tensor) -> None:
         sum_at[step].addcmul_(product_at[step], sum_at[step + 1])
         product_at[step].mul_(product_at[step + 1])
 
-    # What follows block k: the first sum of block k + 1, completed with what follows that one.
-    following = torch.zeros_like(sum_at[0])
-    after, first_sum, first_product = following.unbind(0), sum_at[0].unbind(0), product_at[0].unbind(0)
-    for block in range(len(after) - 2, -1, -1):
-        torch.addcmul(first_sum[block + 1], first_product[block + 1], after[block + 1], out=after[block])
-    sums.addcmul_(products, following.unsqueeze(1))
+    # The last block is complete; its first step is what follows the block before it, and so on to the front.
+    block_sums, block_products, first_sums = sums.unbind(0), products.unbind(0), sum_at[0].unbind(0)
+    for block in range(len(block_sums) - 2, -1, -1):
+        block_sums[block].addcmul_(block_products[block], first_sums[block + 1])
 
 
 def _time_first(x: Tensor, padded: int) -> Tensor:
