@@ -125,7 +125,7 @@ def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Un
     require_fraction("gamma", gamma)
     if n < 1:
         raise ValueError(f"n is {n}; it must be at least 1")
-    steps = prepare_steps(rewards, values, *_unpack(where))
+    steps = prepare_steps(rewards, values, **where)
     # A window maps what follows it, x, to sum + decay · x. At an episode's end the decay is 0 and the sum is complete.
     window_sum = steps.rewards_to_the_end(gamma)
     window_decay = gamma * steps.inside
@@ -169,7 +169,7 @@ def decoupled_gae(
     """
     require_fraction("gamma", gamma)
     require_fraction("lam", lam)
-    steps = prepare_steps(rewards, values, *_unpack(where))
+    steps = prepare_steps(rewards, values, **where)
     return _decoupled(steps, gamma, lam, lam_returns)
 
 
@@ -205,7 +205,7 @@ def length_adaptive_gae(
     """
     require_fraction("gamma", gamma)
     require_positive("alpha", alpha)
-    steps = prepare_steps(rewards, values, *_unpack(where))
+    steps = prepare_steps(rewards, values, **where)
     lam = (1 - 1 / (alpha * steps.lengths.to(steps.rewards.dtype))).clamp(min=0.0)
     return _decoupled(steps, gamma, lam, lam_returns)
 
@@ -271,13 +271,6 @@ def _options(estimator: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         for name, parameter in parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY and name not in Where.__annotations__
     }
-
-
-def _unpack(where: Where) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    unknown = set(where) - set(Where.__annotations__)
-    if unknown:
-        raise TypeError(f"unexpected argument {unknown.pop()!r}")
-    return where.get("mask"), where.get("terminated"), where.get("truncated"), where.get("bootstrap")
 
 
 def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:

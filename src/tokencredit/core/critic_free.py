@@ -189,7 +189,7 @@ def _to_go(steps: Steps, gamma: float) -> Tensor:
 
 def _scores(rewards: Tensor, mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor:
     """The sum of each row's rewards, [batch]."""
-    steps = prepare_steps(rewards, None, mask, terminated, truncated, None)
+    steps = prepare_steps(rewards, None, mask, terminated, truncated)
     ends = (1 - steps.inside).sum(dim=-1)
     if bool((ends > 1).any()):
         row = int((ends > 1).nonzero()[0])

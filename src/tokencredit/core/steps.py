@@ -46,10 +46,10 @@ class Steps:
 def prepare_steps(
     rewards: Tensor,
     values: Tensor | None,
-    mask: Tensor | None,
-    terminated: Tensor | None,
-    truncated: Tensor | None,
-    bootstrap: Tensor | None,
+    mask: Tensor | None = None,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    bootstrap: Tensor | None = None,
 ) -> Steps:
     """Check a rollout and bring it into the form of `Steps`; the conventions are those of `core.advantages`.
 
