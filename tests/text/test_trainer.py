@@ -97,7 +97,7 @@ def test_training_moves_policy_and_critic_and_not_the_reference(run):
     base = PPOTrainer(small("unused")).policy.lm.state_dict()
     assert all(torch.equal(base[k], v) for k, v in trainer.reference.lm.state_dict().items())
     assert not all(torch.equal(base[k], v) for k, v in trainer.policy.lm.state_dict().items())
-    assert trainer.policy.value_head.weight.abs().sum() > 0
+    assert trainer.policy.value_head[-1].weight.abs().sum() > 0
 
 
 def test_a_sample_adds_up(run):
@@ -238,7 +238,7 @@ def test_muon_trains_the_matrices(tmp_path):
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
     metrics, _ = trainer.iteration(1)
     moved = {name for name, p in trainer.policy.named_parameters() if not torch.equal(p, before[name])}
-    assert {"lm.transformer.h.0.attn.c_attn.weight", "lm.transformer.wte.weight", "value_head.weight"} <= moved
+    assert {"lm.transformer.h.0.attn.c_attn.weight", "lm.transformer.wte.weight", "value_head.2.weight"} <= moved
     assert metrics["lr"] < metrics["value_lr"]
 
 
@@ -290,7 +290,7 @@ def test_a_reward_that_is_not_finite_stops_the_run_and_keeps_what_was_earned(bad
 def test_a_loss_that_is_not_finite_names_the_text(tmp_path):
     trainer = PPOTrainer(small(tmp_path / "run"))
     with torch.no_grad():
-        trainer.policy.value_head.bias.fill_(1e30)  # its square is infinite in float32
+        trainer.policy.value_head[-1].bias.fill_(1e30)  # its square is infinite in float32
     with pytest.raises(
         RunStopped, match=r"stopped in iteration 1: value loss of the text 'This movie was really.*' is not finite"
     ):

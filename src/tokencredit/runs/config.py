@@ -42,7 +42,7 @@ class ModelConfig:
     """A Hugging Face hub id, a folder, or `builtin:reviews`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the model passes; weights, statistics and losses stay in float32."""
-    value_head: Literal["linear", "mlp"] = "linear"
+    value_head: Literal["linear", "mlp"] = "mlp"
     """The critic on the model's last hidden state: one layer, or two with a hidden width four times the model's."""
 
 
