@@ -52,11 +52,11 @@ def train(seed: int, folder: Path) -> float:
 def write(model: ActorCritic, base: ActorCritic, tokenizer, seed: int) -> tuple[list[str], float, float]:
     """Completions of a model, their mean log-probability a token under the base model, and their mean length."""
     config = PPOConfig()
-    _, prompt_ids, prompt_mask = Prompts(config.prompts.text, tokenizer).batch(0, COMPLETIONS)
+    prompts = Prompts(config.prompts.text, tokenizer).batch(0, COMPLETIONS)
     numbers = torch.rand(
         COMPLETIONS, config.rollout.max_new_tokens, generator=torch.Generator().manual_seed(1000 + seed)
     )
-    rollout = sample(model, prompt_ids, prompt_mask, numbers, temperature=1.0, end_ids=end_ids(model.lm, tokenizer))
+    rollout = sample(model, prompts.ids, prompts.mask, numbers, temperature=1.0, end_ids=end_ids(model.lm, tokenizer))
     logprobs = base(**rollout.inputs(), temperature=1.0).logprobs
     return rollout.texts(tokenizer), float(logprobs[rollout.mask].mean()), float(rollout.mask.sum(1).float().mean())
 

@@ -51,9 +51,30 @@ class PromptsConfig:
     """What the policy continues."""
 
     text: list[str] | str = field(default_factory=lambda: ["This movie was really"])
-    """One prompt, or a list that batches go through in turn."""
+    """One prompt, or a list that batches go through in turn. Not used with a dataset."""
+    dataset: str | None = None
+    """A .jsonl, .json, .csv or .parquet file, a folder that Dataset.save_to_disk wrote, or a hub id."""
+    split: str = "train"
+    """Its split."""
+    column: str = "prompt"
+    """Its column of prompts: texts or conversations. All other columns go to the reward."""
+    config_name: str | None = None
+    """Its subset, on the hub."""
+    shuffle: bool | None = None
+    """A new order in each pass, from the seed; null shuffles a dataset and takes texts in turn."""
+    max_length: int | None = setting(None, at_least=1)
+    """The most tokens of a prompt; null for what max_new_tokens leaves of the model's context, which always holds."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What happens to a longer one: refused, left out, or cut down to its end."""
     add_bos: bool | None = None
-    """Put a beginning-of-sequence token before each prompt; null leaves that to the tokenizer."""
+    """Put a beginning-of-sequence token before each prompt; null leaves that to the tokenizer or chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Handed to the chat template of conversations, such as `enable_thinking: false`."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` if two sources of prompts are given."""
+        if self.dataset is not None and self.text not in ([], PromptsConfig().text):
+            raise ConfigError("prompts.text and prompts.dataset are both given; leave one of them out")
 
 
 @dataclass

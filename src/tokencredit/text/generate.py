@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from tokencredit.runs.config import PPOConfig
+from tokencredit.runs.config import PPOConfig, PromptsConfig
 from tokencredit.runs.console import visible
 from tokencredit.runs.errors import ConfigError
 from tokencredit.text.models import ActorCritic, end_ids, load_language_model, room_for_prompts
-from tokencredit.text.prompts import Prompts
+from tokencredit.text.prompts import load_prompts
 from tokencredit.text.sampling import sample
 
 
@@ -43,17 +43,15 @@ def generate(
     if not base and not (run / "policy").is_dir():
         raise ConfigError(f"{str(run)!r} has no policy: the run has not ended; --base writes from its starting model")
     lm, tokenizer = load_language_model(config.model.name if base else str(run / "policy"))
-    prompts = Prompts(
-        prompt or config.prompts.text,
-        tokenizer,
-        add_bos=config.prompts.add_bos,
-        max_length=room_for_prompts(lm, max_new_tokens),
-    )
-    texts, prompt_ids, prompt_mask = prompts.batch(0, samples)
+    asked = PromptsConfig(text=prompt, add_bos=config.prompts.add_bos) if prompt else config.prompts
+    room = room_for_prompts(lm, max_new_tokens)
+    prompts = load_prompts(asked, tokenizer, seed=config.seed, room=room).batch(0, samples)
     uniforms = torch.rand(samples, max_new_tokens, generator=torch.Generator().manual_seed(seed))
     model = ActorCritic(lm)
-    rollout = sample(model, prompt_ids, prompt_mask, uniforms, temperature=temperature, end_ids=end_ids(lm, tokenizer))
-    written = [text + completion for text, completion in zip(texts, rollout.texts(tokenizer), strict=True)]
+    rollout = sample(
+        model, prompts.ids, prompts.mask, uniforms, temperature=temperature, end_ids=end_ids(lm, tokenizer)
+    )
+    written = [text + completion for text, completion in zip(prompts.texts, rollout.texts(tokenizer), strict=True)]
     for text in written:
         print(visible(text))
     return written

@@ -33,7 +33,7 @@ from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 from tokencredit.text.batch import Batch
 from tokencredit.text.models import ActorCritic, end_ids, load_language_model, room_for_prompts, save_policy
-from tokencredit.text.prompts import Prompts
+from tokencredit.text.prompts import load_prompts
 from tokencredit.text.rewards import NonFiniteReward, build_terms, score
 from tokencredit.text.sampling import Rollout, sample
 
@@ -88,11 +88,8 @@ class PPOTrainer:
         self.terms = build_terms(args.reward, self.accelerator.device)
         lm, self.tokenizer = load_language_model(args.model.name)
         self.end_ids = end_ids(lm, self.tokenizer)
-        self.prompts = Prompts(
-            args.prompts.text,
-            self.tokenizer,
-            add_bos=args.prompts.add_bos,
-            max_length=room_for_prompts(lm, args.rollout.max_new_tokens),
+        self.prompts = load_prompts(
+            args.prompts, self.tokenizer, seed=args.seed, room=room_for_prompts(lm, args.rollout.max_new_tokens)
         )
         self.reference = None
         if args.kl.coef > 0:
@@ -183,15 +180,13 @@ class PPOTrainer:
         total = args.rollout.batch_size
         share = total // self.accelerator.num_processes
         first = share * self.accelerator.process_index
-        prompts, prompt_ids, prompt_mask = self.prompts.batch(
-            (number - 1) * total + first, share, args.rollout.per_prompt
-        )
+        prompts = self.prompts.batch((number - 1) * total + first, share, args.rollout.per_prompt)
         uniforms = torch.rand(total, args.rollout.max_new_tokens, generator=self.sampling)[first : first + share]
         with self._timed("rollout"), self._no_grad():
             rollout = sample(
                 self.policy,
-                prompt_ids.to(device),
-                prompt_mask.to(device),
+                prompts.ids.to(device),
+                prompts.mask.to(device),
                 uniforms.to(device),
                 temperature=args.rollout.temperature,
                 end_ids=self.end_ids,
@@ -202,12 +197,14 @@ class PPOTrainer:
                 rollout = replace(rollout, logprobs=now.logprobs, values=now.values)
         completions = rollout.texts(self.tokenizer)
         with self._timed("reward"):
-            scores, terms = score(self.terms, prompts, completions)
+            scores, terms = score(self.terms, prompts.texts, completions)
         with self._timed("reference"), self._no_grad():
             reference = self._refer(rollout)
         scores = torch.tensor(scores, device=device)
         rewards, advantages, returns = self.give_credit(rollout, scores, reference)
-        batch = Batch(rollout, prompts, completions, scores, terms, reference.logprobs, rewards, advantages, returns)
+        batch = Batch(
+            rollout, prompts.texts, completions, scores, terms, reference.logprobs, rewards, advantages, returns
+        )
         if args.advantage.whiten:
             advantages = whiten(advantages, rollout.mask, reduce=self._all_sum)
         inputs = rollout.inputs() | reference.inputs

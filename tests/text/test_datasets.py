@@ -1,0 +1,128 @@
+import json
+
+import huggingface_hub.constants
+import pytest
+from datasets import Dataset, DatasetDict
+
+from tokencredit.runs.errors import ConfigError
+from tokencredit.text.datasets import column_names, column_values, read_dataset
+
+ROWS = [{"prompt": "Ünë, two", "answer": 1}, {"prompt": 'line\n"two"\u2028three', "answer": 2}]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, data):
+        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+        return str(tmp_path / name)
+
+    return write
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def test_json_files(write):
+    assert read_dataset(write("rows.jsonl", jsonl(ROWS))) == ROWS
+    assert read_dataset(write("lines.json", "\ufeff" + jsonl(ROWS).replace("\n", "\r\n\r\n"))) == ROWS
+    assert read_dataset(write("array.json", json.dumps(ROWS, indent=2))) == ROWS
+
+
+def test_csv_values_are_texts(write):
+    file = write("rows.csv", 'prompt,answer\r\n"Ünë, two",1\r\n\r\n"line\n""two""",\r\n')
+    assert read_dataset(file) == [{"prompt": "Ünë, two", "answer": "1"}, {"prompt": 'line\n"two"', "answer": ""}]
+
+
+def test_parquet_and_saved_folders(tmp_path):
+    data = Dataset.from_list(ROWS)
+    data.to_parquet(tmp_path / "rows.parquet")
+    data.save_to_disk(tmp_path / "one")
+    DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "two")
+    for name in ("rows.parquet", "one", "two"):
+        assert list(read_dataset(str(tmp_path / name))) == ROWS
+    assert list(read_dataset(str(tmp_path / "two"), split="test")) == ROWS[1:]
+    with pytest.raises(ConfigError, match=r"prompts\.split is 'dev'; the splits of .*two' are train, test"):
+        read_dataset(str(tmp_path / "two"), split="dev")
+    with pytest.raises(ConfigError, match=r"prompts\.split is 'test'; the splits of .*one' are train"):
+        read_dataset(str(tmp_path / "one"), split="test")
+
+
+def test_reading_leaves_nothing_behind(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("one", "rows.parquet"):
+        list(column_values(read_dataset(str(tmp_path / name)), "prompt"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_columns():
+    rows = [{"a": i} | ({"b": i} if i % 2 else {}) for i in range(2500)]
+    table = Dataset.from_dict({name: [row.get(name) for row in rows] for name in "ab"})
+    for data in (rows, table):
+        assert sorted(column_names(data)) == ["a", "b"]
+        values = [value for some in column_values(data, "b") for value in some]
+        assert values == [i if i % 2 else None for i in range(2500)]
+
+
+def test_a_broken_line_of_jsonl_is_named(write):
+    lines = jsonl({"prompt": f"p{i}"} for i in range(400)).splitlines()
+    lines[316] = '{"prompt": "p316"'
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 317, column 18: Expecting ',' delimiter$"):
+        read_dataset(write("rows.jsonl", "\n".join(lines)))
+    lines[316] = '"p316"'
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 317: 'p316' is no object"):
+        read_dataset(write("rows.jsonl", "\n".join(lines)))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("rows.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', r"rows\.jsonl, line 2: not UTF-8 text"),
+        ("rows.csv", b"prompt\na\n\xe9\n", r"rows\.csv, line 3: not UTF-8 text"),
+        ("rows.json", '[{"prompt": "a"},\n{"prompt" "b"}]', r"rows\.json, line 2, column 11: Expecting ':' delimiter"),
+        ("rows.json", '["a"]', r"rows\.json, row 1: 'a' is no object"),
+        ("rows.csv", "prompt,answer\na,1\nb, or c,2\n", r"rows\.csv, line 3: 3 fields under 2 column names"),
+        ("rows.csv", "prompt,answer\na,1\nb\n", r"rows\.csv, line 3: 1 fields under 2 column names"),
+        ("rows.csv", "prompt,prompt\na,1\n", r"rows\.csv, line 1: a column name stands twice"),
+        ("rows.csv", 'prompt\n"a"b\n', r"rows\.csv, line 2: ',' expected after '\"'"),
+        ("rows.csv", 'prompt\na\n"b\n', r"rows\.csv, line 3: unexpected end of data"),
+        ("rows.parquet", b"PAR1 or not", r"rows\.parquet: not a Parquet file that can be read"),
+        ("rows.txt", "a\n", r"rows\.txt'; it must end in one of \.jsonl, \.json, \.csv, \.parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(write, name, data, message):
+    with pytest.raises(ConfigError, match=message):
+        read_dataset(write(name, data))
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "data/missing.csv", "./missing", "/missing/folder"])
+def test_a_file_that_is_not_there_is_named(name):
+    with pytest.raises(ConfigError, match=r"missing"):
+        read_dataset(name)
+
+
+def test_what_a_file_does_not_have_is_refused(write):
+    file = write("rows.jsonl", jsonl(ROWS))
+    with pytest.raises(ConfigError, match=r"prompts\.split is 'test', but .*rows\.jsonl' is one file"):
+        read_dataset(file, split="test")
+    with pytest.raises(ConfigError, match=r"prompts\.config_name is 'main', but .*rows\.jsonl' is local"):
+        read_dataset(file, config_name="main")
+
+
+def test_a_folder_without_a_saved_data_set_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"which Dataset\.save_to_disk did not write; name one of its files"):
+        read_dataset(str(tmp_path))
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    next((tmp_path / "one").glob("*.arrow")).unlink()
+    with pytest.raises(ConfigError, match=r"one: a saved data set that cannot be read"):
+        read_dataset(str(tmp_path / "one"))
+
+
+def test_a_hub_that_cannot_be_reached_is_said_with_what_is_possible_without_it(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        ConfigError, match=r"'org/data', which is no file or folder here, .*a file \(\.jsonl, .*OFFLINE"
+    ):
+        read_dataset("org/data")
