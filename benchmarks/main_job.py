@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from tokencredit.runs.config import PPOConfig
-from tokencredit.text.models import ActorCritic, end_ids, load_language_model
+from tokencredit.runs.config import ModelConfig, PPOConfig
+from tokencredit.text.loading import end_ids, load_language_model
+from tokencredit.text.models import ActorCritic
 from tokencredit.text.prompts import Prompts
 from tokencredit.text.sampling import sample
 
@@ -56,7 +57,8 @@ def write(model: ActorCritic, base: ActorCritic, tokenizer, seed: int) -> tuple[
     numbers = torch.rand(
         COMPLETIONS, config.rollout.max_new_tokens, generator=torch.Generator().manual_seed(1000 + seed)
     )
-    rollout = sample(model, prompts.ids, prompts.mask, numbers, temperature=1.0, end_ids=end_ids(model.lm, tokenizer))
+    ends = end_ids(model.lm, tokenizer)
+    rollout = sample(model, prompts.ids, prompts.mask, numbers, config.rollout, tokenizer, ends)
     logprobs = base(**rollout.inputs(), temperature=1.0).logprobs
     return rollout.texts(tokenizer), float(logprobs[rollout.mask].mean()), float(rollout.mask.sum(1).float().mean())
 
@@ -65,9 +67,9 @@ def measure(seed: int, folder: Path) -> dict[str, float]:
     """One row of the table."""
     peak = train(seed, folder)
     summary = json.loads((folder / "summary.json").read_text())
-    lm, tokenizer = load_language_model(PPOConfig().model.name)
+    lm, tokenizer = load_language_model(ModelConfig())
     base = ActorCritic(lm)
-    trained = ActorCritic(load_language_model(str(folder / "policy"))[0])
+    trained = ActorCritic(load_language_model(ModelConfig(name=str(folder / "policy")))[0])
     texts, logprob, length = write(trained, base, tokenizer, seed)
     _, base_logprob, base_length = write(base, base, tokenizer, seed)
     return {

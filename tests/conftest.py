@@ -1,4 +1,4 @@
-"""Small real models, made once: a random GPT-2 and a random Llama with the built-in tokenizer."""
+"""Small real models, made once: random weights, one of each architecture, with the built-in tokenizer."""
 
 import os
 
@@ -9,9 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tokencredit.text.models import resolve
+from tokencredit.text.loading import resolve
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+GATED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
+ARCHITECTURES = {
+    "gpt2": SHAPE,  # learned positions, tied embeddings
+    "llama": GATED | {"tie_word_embeddings": False},  # rotary positions, grouped queries
+    "qwen3": GATED | {"head_dim": 8, "tie_word_embeddings": True},
+    "gemma": GATED | {"head_dim": 16},  # scaled embeddings
+    "gpt_neox": SHAPE | {"intermediate_size": 48},  # rotary positions on a part, parallel residual
+}
+
+
+def pytest_generate_tests(metafunc):
+    """A test that takes `architecture` runs on each of them."""
+    if "architecture" in metafunc.fixturenames:
+        metafunc.parametrize("architecture", ARCHITECTURES)
 
 
 @pytest.fixture(scope="session")
@@ -21,30 +37,13 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
-    """Folders as people have them on disk."""
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-    }
-    models = {
-        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, **shape)),
-        "llama": LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=64,
-                tie_word_embeddings=False,
-                **shape,
-            )
-        ),
-    }
+    """Folders as people have them on disk, by architecture."""
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": None}
     folders = {}
-    for name, model in models.items():
+    for name, shape in ARCHITECTURES.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, vocab_size=len(tokenizer), **shape, **ids)
+        model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():  # the usual small initialisation makes all texts alike
             if parameter.dim() > 1:
                 parameter.data.normal_(std=0.3)

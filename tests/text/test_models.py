@@ -1,26 +1,15 @@
-import json
-import shutil
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import nn
 
-from tokencredit.runs.errors import ConfigError
-from tokencredit.text.models import (
-    ActorCritic,
-    build_value_head,
-    end_ids,
-    load_language_model,
-    load_value_head,
-    resolve,
-    room_for_prompts,
-    save_policy,
-)
+from tokencredit.runs.config import ModelConfig
+from tokencredit.text.loading import build_actor_critic, load_language_model
+from tokencredit.text.models import ActorCritic, build_value_head
 
 
-@pytest.fixture(params=["gpt2", "llama"])
-def loaded(request, model_folders):
-    return load_language_model(str(model_folders[request.param]))
+@pytest.fixture
+def loaded(architecture, model_folders):
+    return load_language_model(ModelConfig(name=str(model_folders[architecture])))
 
 
 def padded_batch():
@@ -48,7 +37,7 @@ def test_log_probabilities_are_those_of_the_plain_model_without_padding(loaded):
 
 
 def test_what_stands_in_the_padding_changes_nothing(loaded):
-    model = ActorCritic(loaded[0], "mlp")
+    model = ActorCritic(loaded[0], build_value_head("mlp", 32))
     torch.nn.init.normal_(model.value_head[-1].weight)
     batch = padded_batch()
     before = model(**batch, temperature=1.0)
@@ -74,88 +63,63 @@ def test_a_value_head_of_two_layers_is_four_times_as_wide():
     assert (head(torch.randn(3, 8)) == 0).all()
 
 
-def test_a_saved_policy_is_an_ordinary_folder_with_its_value_head(loaded, tmp_path):
+def noisy(model):
+    """The model with a critic that says something."""
+    for parameter in model.value_head.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def test_a_detached_critic_moves_only_its_head(loaded):
+    model = noisy(ActorCritic(loaded[0], detach=True))
+    values = model(**padded_batch(), temperature=1.0).values
+    values.sum().backward()
+    assert all(p.grad is None for p in model.lm.parameters())
+    assert model.value_head.weight.grad.abs().sum() > 0
+
+
+def test_a_separate_critic_has_a_trunk_of_its_own(loaded):
     lm, tokenizer = loaded
-    model = ActorCritic(lm)
-    torch.nn.init.normal_(model.value_head.weight)
-    save_policy(tmp_path, model, tokenizer)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)("This movie")["input_ids"] == tokenizer("This movie")["input_ids"]
-    for name, parameter in lm.state_dict().items():
-        assert torch.equal(plain.state_dict()[name], parameter), name
-    again = ActorCritic(load_language_model(str(tmp_path))[0])
-    load_value_head(tmp_path, again)
-    assert torch.equal(again.value_head.weight, model.value_head.weight)
+    model = noisy(build_actor_critic(lm, tokenizer, ModelConfig(critic="separate", value_head="linear")))
+    shared = ActorCritic(lm, model.value_head)
+    batch = padded_batch()
+    values = model(**batch, temperature=1.0).values
+    torch.testing.assert_close(values, shared(**batch, temperature=1.0).values)  # a copy says the same at first
+    values.sum().backward()
+    assert all(p.grad is None for p in lm.parameters())
+    assert {id(p) for p in model.critic_parts().parameters()}.isdisjoint({id(p) for p in lm.parameters()})
+    model.zero_grad()
+    model(**batch, temperature=1.0).logprobs.sum().backward()
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.critic_parts().parameters())
 
 
-def test_every_token_that_ends_a_text_is_known(loaded):
-    lm, tokenizer = loaded
-    lm.generation_config.eos_token_id = [tokenizer.eos_token_id, 5]
-    assert end_ids(lm, tokenizer) == sorted({tokenizer.eos_token_id, 5})
+def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders):
+    gradients = []
+    for checkpointing in (False, True):
+        args = ModelConfig(name=str(model_folders[architecture]), gradient_checkpointing=checkpointing)
+        model = build_actor_critic(*load_language_model(args), args)
+        model.train(checkpointing)
+        model(**padded_batch(), temperature=1.0).logprobs.sum().backward()
+        gradients.append([p.grad for p in model.lm.parameters()])
+        assert model.lm.is_activation_checkpointing == checkpointing
+    for without, with_checkpoints in zip(*gradients, strict=True):
+        torch.testing.assert_close(without, with_checkpoints)
 
 
-def test_room_for_prompts(loaded):
-    assert room_for_prompts(loaded[0], 24) == 40
+def test_dropout_is_off_even_in_training_mode(loaded):
+    model = ActorCritic(loaded[0]).train()
+    first, second = (model(**padded_batch(), temperature=1.0).logprobs for _ in range(2))
+    assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("builtin:news", "not a built-in world; there is one, builtin:reviews"),
-        ("./nowhere", "'./nowhere' is not a model folder: it has no config.json"),
-    ],
-)
-def test_names_that_lead_nowhere(name, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve(name, "policy")
+def test_dropout_is_on_when_asked_for(model_folders):
+    args = ModelConfig(name=str(model_folders["gpt2"]), dropout=True)
+    model = build_actor_critic(*load_language_model(args), args).train()
+    first, second = (model(**padded_batch(), temperature=1.0).logprobs for _ in range(2))
+    assert not torch.equal(first, second)
 
 
-def test_a_folder_without_a_model(tmp_path):
-    with pytest.raises(ConfigError, match=r"is not a model folder: it has no config\.json"):
-        load_language_model(str(tmp_path))
-
-
-def test_a_folder_with_damaged_weights(tmp_path, model_folders):
-    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(ConfigError, match=r"cannot load a language model from .*model"):
-        load_language_model(str(tmp_path / "model"))
-
-
-def test_a_model_of_another_kind():
-    with pytest.raises(ConfigError, match="cannot load a language model"):
-        load_language_model(resolve("builtin:reviews", "sentiment"))
-
-
-def test_a_model_that_cannot_end_a_text(tmp_path, model_folders):
-    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
-    for file in ("tokenizer_config.json", "config.json", "generation_config.json"):
-        path = tmp_path / "model" / file
-        settings = {k: v for k, v in json.loads(path.read_text()).items() if "eos" not in k}
-        if "tokenizer_class" in settings:
-            settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # GPT2Tokenizer has one by default
-        path.write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"no end-of-sequence token.*set eos_token in its tokenizer_config\.json"):
-        load_language_model(str(tmp_path / "model"))
-
-
-def test_a_model_that_shapes_its_logits_in_an_unknown_way(tmp_path, tokenizer):
-    from transformers import CohereConfig, CohereForCausalLM
-
-    torch.manual_seed(0)
-    config = CohereConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        logit_scale=5.0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=0,
-        bos_token_id=0,
-    )
-    CohereForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="shapes its logits in a way that is not supported: CohereForCausalLM"):
-        load_language_model(str(tmp_path))
+def test_an_orthogonal_head_has_the_gain_it_was_given():
+    head = build_value_head("mlp", 8, "orthogonal", 0.01)
+    assert float(head[-1].weight.detach().norm()) == pytest.approx(0.01, rel=1e-4)
+    torch.testing.assert_close(head[0].weight.T @ head[0].weight, 2 * torch.eye(8), atol=1e-5, rtol=1e-5)

@@ -1,29 +1,31 @@
 import pytest
 import torch
 
-from tokencredit.text.models import ActorCritic, load_language_model
+from tokencredit.runs.config import ModelConfig, SamplingConfig
+from tokencredit.text.loading import build_actor_critic, load_language_model
+from tokencredit.text.models import ActorCritic
 from tokencredit.text.prompts import Prompts
 from tokencredit.text.sampling import draw, sample
 
 
-@pytest.fixture(params=["gpt2", "llama"])
-def model(request, model_folders):
-    lm, _ = load_language_model(str(model_folders[request.param]))
+@pytest.fixture
+def model(architecture, model_folders):
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders[architecture])))
     model = ActorCritic(lm)
     torch.nn.init.normal_(model.value_head.weight)
     return model
 
 
 def prompts(tokenizer, size=12):
-    return Prompts(["This movie was really", "A film", "I did not think that the second act"], tokenizer).batch(
-        0, size
-    )[1:]
+    texts = ["This movie was really", "A film", "I did not think that the second act"]
+    batch = Prompts(texts, tokenizer).batch(0, size)
+    return batch.ids, batch.mask
 
 
-def roll(model, tokenizer, uniforms, ends=None, temperature=0.8):
+def roll(model, tokenizer, uniforms, ends=None, **settings):
     ids, mask = prompts(tokenizer, len(uniforms))
-    ends = range(0, 300) if ends is None else ends  # a random model would hardly ever say the one real end
-    return sample(model, ids, mask, uniforms, temperature=temperature, end_ids=ends)
+    ends = range(0, 120) if ends is None else ends  # a random model would hardly ever say the one real end
+    return sample(model, ids, mask, uniforms, SamplingConfig(**{"temperature": 0.8} | settings), tokenizer, ends)
 
 
 def uniforms(rows=12, time=10, seed=0):
@@ -40,13 +42,23 @@ def test_a_cached_rollout_equals_a_full_pass(model, tokenizer):
     torch.testing.assert_close(rollout.values[mask], values[mask], atol=1e-4, rtol=1e-4)
 
 
+def test_a_separate_critic_says_the_same_in_sampling_as_in_training(model, tokenizer):
+    args = ModelConfig(critic="separate", value_head="linear")
+    separate = build_actor_critic(model.lm, tokenizer, args)
+    torch.nn.init.normal_(separate.value_head.weight)
+    rollout = roll(separate, tokenizer, uniforms())
+    with torch.no_grad():
+        values = separate(**rollout.inputs(), temperature=0.8).values
+    torch.testing.assert_close(rollout.values[rollout.mask], values[rollout.mask], atol=1e-4, rtol=1e-4)
+
+
 def test_the_mask_ends_with_the_end(model, tokenizer):
     rollout = roll(model, tokenizer, uniforms())
     for ids, mask, truncated in zip(rollout.response_ids, rollout.mask, rollout.truncated, strict=True):
         said = ids[mask].tolist()
         assert mask.tolist() == [True] * len(said) + [False] * (len(mask) - len(said)), "no gaps"
-        assert all(token >= 300 for token in said[:-1]), "nothing after an end"
-        assert truncated == (said[-1] >= 300)
+        assert all(token >= 120 for token in said[:-1]), "nothing after an end"
+        assert truncated == (said[-1] >= 120)
     assert (rollout.logprobs[~rollout.mask] == 0).all()
 
 
@@ -54,7 +66,8 @@ def test_a_row_depends_on_its_own_numbers_alone(model, tokenizer):
     whole = roll(model, tokenizer, uniforms())
     ids, mask = prompts(tokenizer)
     for part in (slice(0, 5), slice(5, 12)):
-        alone = sample(model, ids[part], mask[part], uniforms()[part], temperature=0.8, end_ids=range(300))
+        settings = SamplingConfig(temperature=0.8)
+        alone = sample(model, ids[part], mask[part], uniforms()[part], settings, tokenizer, range(120))
         width = alone.mask.shape[1]
         assert torch.equal(alone.mask, whole.mask[part, :width])
         assert torch.equal(alone.response_ids[alone.mask], whole.response_ids[part, :width][alone.mask])
@@ -88,5 +101,46 @@ def test_draws_at_the_edges():
 
 
 def test_temperature_sharpens(model, tokenizer):
-    cold = roll(model, tokenizer, uniforms(), temperature=0.01)
+    cold = roll(model, tokenizer, uniforms(), temperature=0.001)
     assert cold.logprobs[cold.mask].mean() > -0.1
+
+
+def test_filters_leave_only_what_they_allow(model, tokenizer):
+    filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.3}
+    for name, value in filters.items():
+        rollout = roll(model, tokenizer, uniforms(rows=6, time=6), ends=[1], **{name: value})
+        with torch.no_grad():
+            hidden = model.response_hidden(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids)
+            p = (model.logits(hidden) / 0.8).softmax(-1)[rollout.mask]
+        said = p.gather(-1, rollout.response_ids[rollout.mask].unsqueeze(-1))
+        better = (p > said + 1e-6).sum(-1)
+        if name == "top_k":
+            assert (better < 3).all()
+        elif name == "top_p":
+            assert (torch.where(p > said + 1e-6, p, 0).sum(-1) < 0.5).all()
+        else:
+            assert (said.squeeze(-1) >= 0.3 * p.amax(-1) - 1e-6).all()
+        whole = said.squeeze(-1).log()
+        torch.testing.assert_close(rollout.logprobs[rollout.mask], whole, atol=1e-4, rtol=1e-4)
+
+
+def test_no_completion_ends_before_its_least_length(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(), min_new_tokens=4)
+    assert rollout.mask.sum(1).min() >= 5
+    assert (rollout.response_ids[:, :4] >= 120).all()
+
+
+def test_without_an_end_of_sequence_all_are_full_length(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(), stop_at_eos=False)
+    assert rollout.mask.all()
+    assert rollout.truncated.all()
+    assert (rollout.response_ids < 120).any()
+
+
+def test_a_text_can_end_a_completion(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(rows=24, time=12), ends=[1], stop=["e", "o"])
+    texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
+    for text, mask, ids, cut in zip(texts, rollout.mask, rollout.response_ids, rollout.truncated, strict=True):
+        before = tokenizer.decode(ids[: int(mask.sum()) - 1])
+        assert not any(stop in before for stop in "eo")
+        assert any(stop in text for stop in "eo") != bool(cut)

@@ -18,6 +18,7 @@ from tokencredit.runs.config import (
     AdvantageConfig,
     Estimator,
     KLConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     PPOConfig,
@@ -242,6 +243,45 @@ def test_muon_trains_the_matrices(tmp_path):
     assert metrics["lr"] < metrics["value_lr"]
 
 
+def test_the_critic_warms_up_alone(tmp_path):
+    ppo = UpdateConfig(epochs=1, minibatches=2, critic_warmup=1)
+    trainer = PPOTrainer(small(tmp_path / "run", ppo=ppo))
+    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+
+    def moved():
+        return {n.split(".")[0] for n, p in trainer.policy.named_parameters() if not torch.equal(p, before[n])}
+
+    trainer.iteration(1)
+    assert moved() == {"value_head"}
+    trainer.iteration(2)
+    assert moved() == {"value_head", "lm"}
+
+
+def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
+    pytest.importorskip("peft")
+    args = small(tmp_path / "run", model=ModelConfig(lora=LoraConfig(rank=4)), optim=OptimConfig(lr=1e-2))
+    trainer = PPOTrainer(args)
+    assert trainer.reference is trainer.policy, "no second copy in memory"
+    base = PPOTrainer(small(tmp_path / "other")).policy
+    trainer.train()
+    batch, _ = trainer.collect(3)
+    with torch.no_grad():
+        expected = base(**batch.rollout.inputs(), temperature=1.0).logprobs
+    acted = batch.rollout.mask
+    torch.testing.assert_close(batch.ref_logprobs[acted], expected[acted], atol=1e-4, rtol=1e-4)
+    assert (batch.rollout.logprobs - batch.ref_logprobs)[acted].abs().max() > 1e-2
+    assert (tmp_path / "run" / "policy" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "model", [ModelConfig(critic="separate"), ModelConfig(gradient_checkpointing=True), ModelConfig(dropout=True)]
+)
+def test_other_forms_of_the_model_train(model, tmp_path):
+    summary = PPOTrainer(small(tmp_path / "run", model=model)).train()
+    assert summary["iterations"] == 2
+    assert (tmp_path / "run" / "policy" / "critic").exists() == (model.critic == "separate")
+
+
 def test_learning_rates_rise_and_fall(tmp_path):
     optim = OptimConfig(lr=1e-4, value_lr=1e-3, warmup=1, schedule="linear", final_scale=0.0)
     args = small(tmp_path / "run", optim=optim, run=RunConfig(dir=str(tmp_path / "run"), iterations=4))
@@ -259,7 +299,7 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
         rollout=RolloutConfig(batch_size=32, max_new_tokens=8),
         kl=KLConfig(coef=0.0),
         optim=OptimConfig(lr=3e-3),
-        run=RunConfig(dir=str(tmp_path / "run"), iterations=12),
+        run=RunConfig(dir=str(tmp_path / "run"), iterations=20),
     )
     trainer = PPOTrainer(args)
     trainer.terms = [Term("e", 1.0, lambda prompts, completions: [float(c.count("e")) for c in completions])]
@@ -305,7 +345,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
 
 def test_a_mistake_leaves_no_folder_behind(tmp_path):
     with pytest.raises(ConfigError):
-        PPOTrainer(small(tmp_path / "run", reward=[RewardTerm(label="BAD")]))
+        PPOTrainer(small(tmp_path / "run", reward=[RewardTerm(classifier="builtin:reviews", label="BAD")]))
     assert not (tmp_path / "run").exists()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,6 +124,7 @@ def ppo_update(
     target_kl: float | None = None,
     max_grad_norm: float | None = None,
     grad_norm_type: float = 2.0,
+    frozen: Iterable[Tensor] = (),
 ) -> dict[str, float]:
     """Take `epochs` × `minibatches` optimiser steps on one rollout.
 
@@ -143,6 +144,7 @@ def ppo_update(
             a token by k3; None never does.
         max_grad_norm: largest norm of the gradient; None for no limit.
         grad_norm_type: 2 for the L2 norm, inf for the largest element.
+        frozen: parameters of the optimizer that this update leaves alone.
 
     Returns:
         `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen, and the
@@ -151,6 +153,7 @@ def ppo_update(
     Raises:
         NonFiniteUpdate: a loss or gradient was not finite.
     """
+    frozen = list(frozen)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     limit = float("inf") if max_grad_norm is None else max_grad_norm
     stats: UpdateStats | None = None
@@ -161,6 +164,8 @@ def ppo_update(
         step = backward(experience.select(rows), evaluate, objective, accelerator, micro_batch_size)
         stats = step if stats is None else stats + step
         seen += 1
+        for parameter in frozen:
+            parameter.grad = None
         if target_kl is not None:
             kl = step.over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
             if past_target_kl(kl, target_kl):

@@ -35,15 +35,47 @@ def setting(default: Any, **limits: float) -> Any:
 
 
 @dataclass
+class LoraConfig:
+    """A low-rank adapter, trained instead of the model's own weights; needs PEFT."""
+
+    rank: int = setting(0, at_least=0)
+    """Rank of the adapter; 0 trains the whole model."""
+    alpha: float = setting(16.0, above=0)
+    """Its output is scaled by alpha / rank."""
+    dropout: float = setting(0.0, at_least=0, below=1)
+    """Dropout on its input, in updates."""
+    target_modules: list[str] | None = None
+    """Names of the layers that get one; null for every linear layer but the output projection."""
+
+
+@dataclass
 class ModelConfig:
     """The policy, its critic and its reference."""
 
     name: str = "builtin:reviews"
     """A Hugging Face hub id, a folder, or `builtin:reviews`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the model passes; weights, statistics and losses stay in float32."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Number format of the model passes; auto is bfloat16 on a GPU that has it. All else stays in float32."""
+    critic: Literal["shared", "separate"] = "shared"
+    """Whether the critic is a head on the policy's own trunk, or a model of its own."""
+    critic_name: str | None = None
+    """The model that a separate critic starts from, such as a reward model; null for a copy of the policy."""
     value_head: Literal["linear", "mlp"] = "mlp"
-    """The critic on the model's last hidden state: one layer, or two with a hidden width four times the model's."""
+    """The critic on the trunk's last hidden state: one layer, or two with a hidden width four times the trunk's."""
+    value_head_init: Literal["zeros", "orthogonal"] = "zeros"
+    """How the head's last layer starts."""
+    value_head_gain: float = setting(1.0, above=0)
+    """Norm of its row when it starts orthogonal."""
+    detach_critic: bool = False
+    """Whether the value loss stops at the head and leaves the trunk alone."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """A low-rank adapter, trained instead of the model's own weights; needs PEFT."""
+    dropout: bool = False
+    """Whether updates use the model's own dropout; the ratio then no longer starts at 1."""
+    gradient_checkpointing: bool = False
+    """Whether updates compute activations twice to hold fewer of them."""
+    trust_remote_code: bool = False
+    """Whether code from the model's repository may run."""
 
 
 @dataclass
@@ -79,32 +111,85 @@ class PromptsConfig:
 
 @dataclass
 class RewardTerm:
-    """One term of the reward, computed on prompt and completion together."""
+    """One term of the reward: exactly one of function, classifier and reward_model, and what belongs to it."""
 
-    classifier: str = "builtin:reviews"
+    function: str | None = None
+    """A Python function: `pkg.module:name`, `path/file.py:name`, or a ready-made one (docs/rewards.md): length, count,
+    regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings that the function is given by name."""
+    classifier: str | None = None
     """A sequence classifier: hub id, folder, or `builtin:reviews`."""
-    label: str = "NEGATIVE"
-    """The label that is rewarded."""
+    label: str | None = None
+    """The classifier's label that is rewarded; null is NEGATIVE for `builtin:reviews`, and refused for any other."""
     output: Literal["probability", "logit", "log_odds"] = "probability"
     """What of that label is the reward."""
+    reward_model: str | None = None
+    """A model with one output, as TRL's RewardTrainer saves it: hub id or folder."""
+    text: Literal["both", "completion"] = "both"
+    """What a classifier or reward model reads: prompt and completion, or the completion alone."""
+    batch_size: int = setting(64, at_least=1)
+    """Texts that it reads at once."""
     weight: float = 1.0
     """Factor of this term in the sum."""
     name: str | None = None
-    """Its name in metrics and messages; by default the label."""
+    """Its name in metrics and messages; by default that of the function, the label, or the reward model's folder."""
+
+    def __post_init__(self) -> None:
+        """Fill in the label of the built-in classifier."""
+        if self.classifier == "builtin:reviews" and self.label is None:
+            self.label = "NEGATIVE"
+
+    def source(self) -> tuple[str, str]:
+        """Where the term comes from: `function`, `classifier` or `reward_model`, and its value.
+
+        Raises:
+            ConfigError: none of them is given, or more than one, or kwargs for something that is no function.
+        """
+        sources = {"function": self.function, "classifier": self.classifier, "reward_model": self.reward_model}
+        given = [(kind, value) for kind, value in sources.items() if value is not None]
+        if len(given) != 1:
+            has = " and ".join(kind for kind, _ in given) or "none"
+            raise ConfigError(f"needs exactly one of {', '.join(sources)}; it has {has}")
+        if self.kwargs and self.function is None:
+            raise ConfigError(f"has kwargs, which only a function takes; it has {given[0][0]}")
+        return given[0]
 
 
 @dataclass
-class RolloutConfig:
-    """How completions are sampled."""
+class SamplingConfig:
+    """How a completion is drawn.
+
+    top_k, top_p, min_p and min_new_tokens keep tokens from being drawn; log-probabilities, KL and ratio remain those
+    of the whole distribution, in sampling and in training alike.
+    """
+
+    max_new_tokens: int = setting(24, at_least=1)
+    """Longest completion, in tokens; one that has not ended by then is cut off."""
+    min_new_tokens: int = setting(0, at_least=0)
+    """Tokens before which no completion ends."""
+    temperature: float = setting(1.0, above=0)
+    """Divides the logits, in sampling and in training alike."""
+    top_k: int | None = setting(None, at_least=1)
+    """Draw from the k likeliest tokens; null for all."""
+    top_p: float | None = setting(None, above=0, at_most=1)
+    """Draw from the likeliest tokens that together have this probability; null for all."""
+    min_p: float | None = setting(None, above=0, at_most=1)
+    """Draw from tokens at least this likely, relative to the likeliest; null for all."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, which keeps them."""
+    stop_at_eos: bool = True
+    """Whether an end-of-sequence token ends a completion; if not, only stop and max_new_tokens do."""
+
+
+@dataclass
+class RolloutConfig(SamplingConfig):
+    """How many completions are sampled, and how."""
 
     batch_size: int = setting(64, at_least=1)
     """Completions an iteration, over all processes."""
     per_prompt: int = setting(1, at_least=1)
     """Completions of each prompt; it divides batch_size."""
-    max_new_tokens: int = setting(24, at_least=1)
-    """Longest completion, in tokens; one that has not ended by then is cut off."""
-    temperature: float = setting(1.0, above=0)
-    """Divides the logits, in sampling and in training alike."""
 
 
 @dataclass
@@ -153,6 +238,8 @@ class UpdateConfig:
     """Weight of the value loss."""
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
+    critic_warmup: int = setting(0, at_least=0)
+    """First iterations in which only the critic learns."""
     target_kl: float | None = setting(None, above=0)
     """End an update once its policy is this far, in nats a token, from the one that sampled; null for never."""
 
@@ -177,6 +264,10 @@ class KLConfig:
 class ScoreConfig:
     """What happens to a completion's score before it becomes reward."""
 
+    normalize: Literal["none", "batch", "running"] = "none"
+    """Divide scores by their deviation: this batch's, or that of all scores so far."""
+    shift_mean: bool = True
+    """Whether normalising also takes off their mean, so that about half of the scores become negative."""
     clip: float | None = setting(None, above=0)
     """Scores are held within ± this; null leaves them."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
@@ -245,12 +336,12 @@ class PPOConfig:
     """The policy, its critic and its reference."""
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     """What the policy continues."""
-    reward: list[RewardTerm] = field(default_factory=lambda: [RewardTerm()])
+    reward: list[RewardTerm] = field(default_factory=lambda: [RewardTerm(classifier="builtin:reviews")])
     """Terms of the reward; their weighted sum is the score of a completion."""
     score: ScoreConfig = field(default_factory=ScoreConfig)
     """What happens to a completion's score before it becomes reward."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How completions are sampled."""
+    """How many completions are sampled, and how."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """How rewards become credit."""
     ppo: UpdateConfig = field(default_factory=UpdateConfig)
@@ -271,10 +362,22 @@ class PPOConfig:
             raise ConfigError("prompts.text is empty; give at least one prompt")
         if not self.reward:
             raise ConfigError("reward is empty; give at least one term")
+        for number, term in enumerate(self.reward):
+            try:
+                term.source()
+            except ConfigError as error:
+                raise ConfigError(f"reward[{number}] {error}") from error
+        if self.model.critic_name is not None and self.model.critic == "shared":
+            raise ConfigError(f"model.critic_name is {self.model.critic_name!r}; it needs model.critic: separate")
         size, per_prompt = self.rollout.batch_size, self.rollout.per_prompt
         if self.ppo.minibatches > size:
             raise ConfigError(
                 f"ppo.minibatches is {self.ppo.minibatches}; it must be at most rollout.batch_size, {size}"
+            )
+        if self.rollout.min_new_tokens > self.rollout.max_new_tokens:
+            raise ConfigError(
+                f"rollout.min_new_tokens is {self.rollout.min_new_tokens}; "
+                f"it must be at most rollout.max_new_tokens, {self.rollout.max_new_tokens}"
             )
         if size % per_prompt:
             raise ConfigError(f"rollout.per_prompt is {per_prompt}; it must divide rollout.batch_size, {size}")

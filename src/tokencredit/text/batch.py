@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
 from tokencredit.core.masked import Reduce, explained_variance, moments
+from tokencredit.text.rewards import term_metrics
 from tokencredit.text.sampling import Rollout
 
 DECIMALS = 6
@@ -26,8 +27,8 @@ class Batch:
     completions: list[str]
     scores: Tensor
     """`[batch]`: the weighted sum of the reward's terms."""
-    terms: dict[str, list[float]]
-    """Each term by itself."""
+    terms: dict[str, list[float | None]]
+    """Each term by itself; None where it does not apply."""
     ref_logprobs: Tensor | None
     """Of the same tokens under the reference, nats."""
     rewards: Tensor
@@ -48,11 +49,10 @@ class Batch:
         rows, tokens, logprobs, cut, distinct = total(
             len(mask), mask.sum(), rollout.logprobs.sum(), rollout.truncated.sum(), texts
         )
-        terms = total(*(sum(term) for term in self.terms.values()))
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
-            **{f"reward/{name}": value / rows for name, value in zip(self.terms, terms, strict=True)},
+            **term_metrics(self.terms, reduce, mask.device),
             "entropy": -logprobs / tokens,
             "length": tokens / rows,
             "truncated": cut / rows,
@@ -79,7 +79,7 @@ class Batch:
             "prompt": self.prompts[row],
             "completion": self.completions[row],
             "reward": round(float(self.scores[row]), DECIMALS),
-            "terms": {name: round(values[row], DECIMALS) for name, values in self.terms.items()},
+            "terms": {name: _rounded(values[row]) for name, values in self.terms.items()},
             "truncated": bool(self.rollout.truncated[row]),
             "token_ids": ids,
             "tokens": [tokenizer.decode([i]) for i in ids],
@@ -92,3 +92,7 @@ class Batch:
         if self.ref_logprobs is not None:
             sample["ref_logprobs"] = numbers(self.ref_logprobs)
         return sample
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, DECIMALS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from tokencredit.runs.config import PPOConfig, PromptsConfig
 from tokencredit.runs.console import visible
 from tokencredit.runs.errors import ConfigError
-from tokencredit.text.models import ActorCritic, end_ids, load_language_model, room_for_prompts
+from tokencredit.text.loading import end_ids, load_language_model, room_for_prompts
+from tokencredit.text.models import ActorCritic
 from tokencredit.text.prompts import load_prompts
 from tokencredit.text.sampling import sample
 
@@ -42,15 +44,14 @@ def generate(
     """
     if not base and not (run / "policy").is_dir():
         raise ConfigError(f"{str(run)!r} has no policy: the run has not ended; --base writes from its starting model")
-    lm, tokenizer = load_language_model(config.model.name if base else str(run / "policy"))
+    lm, tokenizer = load_language_model(replace(config.model, name=config.model.name if base else str(run / "policy")))
     asked = PromptsConfig(text=prompt, add_bos=config.prompts.add_bos) if prompt else config.prompts
     room = room_for_prompts(lm, max_new_tokens)
     prompts = load_prompts(asked, tokenizer, seed=config.seed, room=room).batch(0, samples)
     uniforms = torch.rand(samples, max_new_tokens, generator=torch.Generator().manual_seed(seed))
     model = ActorCritic(lm)
-    rollout = sample(
-        model, prompts.ids, prompts.mask, uniforms, temperature=temperature, end_ids=end_ids(lm, tokenizer)
-    )
+    settings = replace(config.rollout, max_new_tokens=max_new_tokens, temperature=temperature)
+    rollout = sample(model, prompts.ids, prompts.mask, uniforms, settings, tokenizer, end_ids(lm, tokenizer))
     written = [text + completion for text, completion in zip(prompts.texts, rollout.texts(tokenizer), strict=True)]
     for text in written:
         print(visible(text))

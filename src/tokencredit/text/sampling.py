@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedTokenizerBase,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from tokencredit.runs.config import SamplingConfig
 from tokencredit.text.models import ActorCritic, positions
 
 
@@ -22,11 +30,11 @@ class Rollout:
     mask: Tensor
     """True at sampled tokens, the end-of-sequence token included."""
     logprobs: Tensor
-    """Of each token under the distribution it was drawn from, nats."""
+    """Of each token under the policy at its temperature, nats; filters such as top_p do not enter."""
     values: Tensor
     """Of the state before each token."""
     truncated: Tensor
-    """`[batch]`, true where the length limit came before an end-of-sequence token."""
+    """`[batch]`, true where the length limit came before an end."""
 
     def inputs(self) -> dict[str, Tensor]:
         """What `ActorCritic` needs to evaluate these responses again."""
@@ -51,8 +59,8 @@ def sample(
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     uniforms: Tensor,
-    *,
-    temperature: float,
+    settings: SamplingConfig,
+    tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
 ) -> Rollout:
     """Sample a completion for each prompt, by inverse transform of one uniform number a token.
@@ -64,8 +72,9 @@ def sample(
         model: the policy and its critic.
         prompt_ids: `[batch, prompt]`, padded on the left.
         prompt_mask: `[batch, prompt]`, true at the prompt's own tokens.
-        uniforms: `[batch, max_new_tokens]`, in [0, 1).
-        temperature: divides the logits.
+        uniforms: `[batch, settings.max_new_tokens]`, in [0, 1).
+        settings: how to draw and when to stop.
+        tokenizer: reads what was written so far, where a text may end it.
         end_ids: tokens that end a completion.
 
     Returns:
@@ -79,6 +88,8 @@ def sample(
     mask = torch.zeros(batch, limit, dtype=torch.bool, device=device)
     logprobs = torch.zeros(batch, limit, device=device)
     values = torch.zeros(batch, limit, device=device)
+    truncated = torch.ones(batch, dtype=torch.bool, device=device)
+    warpers = logits_warpers(settings)
 
     rows = torch.arange(batch, device=device)  # those still going; the others have left the batch and its cache
     cache = DynamicCache(config=model.lm.config)
@@ -87,23 +98,33 @@ def sample(
         seen = attention_mask[rows, : width + step]
         places = position_ids[rows, width + step - inputs.shape[1] : width + step]
         hidden = model.hidden(inputs, seen, places, cache)[:, -1]
-        distribution = torch.log_softmax(model.logits(hidden) / temperature, dim=-1)
-        tokens = draw(distribution, uniforms[rows, step])
+        distribution = torch.log_softmax(model.logits(hidden) / settings.temperature, dim=-1)
+        allowed = distribution
+        if step < settings.min_new_tokens:
+            allowed = allowed.index_fill(-1, ends, -torch.inf)
+        for warper in warpers:
+            allowed = warper(inputs, allowed)
+        tokens = draw(allowed, uniforms[rows, step])
         response_ids[rows, step] = tokens
         mask[rows, step] = True
         logprobs[rows, step] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        values[rows, step] = model.values(hidden)
+        if model.critic is None:
+            values[rows, step] = model.values(hidden)
 
-        going = ~torch.isin(tokens, ends)
-        if not going.all():
-            rows, tokens = rows[going], tokens[going]
+        ended = torch.isin(tokens, ends) if settings.stop_at_eos else torch.zeros_like(tokens, dtype=torch.bool)
+        if settings.stop and step + 1 >= settings.min_new_tokens:
+            ended |= says_any(settings.stop, response_ids[rows, : step + 1], tokenizer)
+        if ended.any():
+            truncated[rows[ended]] = False
+            rows, tokens = rows[~ended], tokens[~ended]
             if len(rows) == 0:
                 break
-            cache.batch_select_indices(going.nonzero().squeeze(-1))
+            cache.batch_select_indices((~ended).nonzero().squeeze(-1))
         inputs = tokens.unsqueeze(-1)
 
     length = int(mask.sum(1).max())
-    ended = (torch.isin(response_ids, ends) & mask).any(1)
+    if model.critic is not None:  # its states need no cache: one pass over the whole text gives them all
+        values = model.values(model.critic_hidden(prompt_ids, prompt_mask, response_ids[:, :length]))
     return Rollout(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
@@ -111,12 +132,30 @@ def sample(
         mask=mask[:, :length],
         logprobs=logprobs[:, :length],
         values=values[:, :length],
-        truncated=~ended,
+        truncated=truncated,
     )
 
 
+def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:
+    """Transformers' own filters for the settings that are on."""
+    warpers: list[LogitsProcessor] = []
+    if settings.top_k is not None:
+        warpers.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p is not None:
+        warpers.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p is not None:
+        warpers.append(MinPLogitsWarper(settings.min_p))
+    return warpers
+
+
+def says_any(stops: Sequence[str], ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Which rows of token ids contain one of the texts."""
+    texts = tokenizer.batch_decode(ids)
+    return torch.tensor([any(stop in text for stop in stops) for text in texts], device=ids.device)
+
+
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens from log-distributions `[batch, vocabulary]`: the first whose cumulated probability exceeds the number."""
+    """Tokens from unnormalised log-distributions `[batch, vocabulary]`: the first whose cumulated share is larger."""
     cumulated = distribution.exp().cumsum(-1)
     tokens = torch.searchsorted(cumulated, (uniforms.unsqueeze(-1) * cumulated[:, -1:]), right=True)
     return tokens.squeeze(-1).clamp(max=distribution.shape[-1] - 1)

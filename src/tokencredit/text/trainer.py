@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -32,9 +32,10 @@ from tokencredit.runs.console import Screen
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 from tokencredit.text.batch import Batch
-from tokencredit.text.models import ActorCritic, end_ids, load_language_model, room_for_prompts, save_policy
+from tokencredit.text.loading import build_actor_critic, end_ids, load_language_model, room_for_prompts, save_policy
+from tokencredit.text.models import ActorCritic
 from tokencredit.text.prompts import load_prompts
-from tokencredit.text.rewards import NonFiniteReward, build_terms, score
+from tokencredit.text.rewards import NonFiniteReward, RewardError, build_terms, score
 from tokencredit.text.sampling import Rollout, sample
 
 LAST = 5
@@ -70,7 +71,7 @@ class PPOTrainer:
             if tracker not in installed:
                 raise ConfigError(f"run.trackers has {tracker}, which is not installed: pip install {tracker}")
         self.accelerator = Accelerator(
-            mixed_precision="bf16" if args.model.dtype == "bfloat16" else "no",
+            mixed_precision=mixed_precision(args.model.dtype),
             log_with=args.run.trackers or None,
             project_config=ProjectConfiguration(logging_dir=str(self.folder.path / "tensorboard")),
         )
@@ -86,20 +87,21 @@ class PPOTrainer:
         self.sampling = torch.Generator().manual_seed(2 * args.seed)
         self.shuffling = torch.Generator().manual_seed(2 * args.seed + 1)
         self.terms = build_terms(args.reward, self.accelerator.device)
-        lm, self.tokenizer = load_language_model(args.model.name)
+        lm, self.tokenizer = load_language_model(args.model)
         self.end_ids = end_ids(lm, self.tokenizer)
         self.prompts = load_prompts(
             args.prompts, self.tokenizer, seed=args.seed, room=room_for_prompts(lm, args.rollout.max_new_tokens)
         )
+        base = ActorCritic(deepcopy(lm)) if args.kl.coef > 0 and not args.model.lora.rank else None
+        self.policy = build_actor_critic(lm, self.tokenizer, args.model).to(self.accelerator.device)
         self.reference = None
-        if args.kl.coef > 0:
-            self.reference = ActorCritic(deepcopy(lm)).requires_grad_(False).to(self.accelerator.device)
-        self.policy = ActorCritic(lm, args.model.value_head).to(self.accelerator.device)
+        if base is not None:
+            self.reference = base.requires_grad_(False).to(self.accelerator.device)
+        elif args.kl.coef > 0:
+            self.reference = self.policy  # without its adapter
+        parts = ((self.policy.lm, args.optim.lr), (self.policy.critic_parts(), args.optim.value_lr))
         optimizer = build_optimizer(
-            [
-                {"params": part.parameters(), "lr": lr, "weight_decay": args.optim.weight_decay}
-                for part, lr in ((lm, args.optim.lr), (self.policy.value_head, args.optim.value_lr))
-            ],
+            [{"params": trainable(p), "lr": lr, "weight_decay": args.optim.weight_decay} for p, lr in parts],
             args.optim.name,
             hidden=hidden_matrices(lm, exclude=lm.get_output_embeddings().parameters()),
         )
@@ -143,6 +145,9 @@ class PPOTrainer:
         except (NonFiniteReward, NonFiniteUpdate) as error:
             self._end("a number that is not finite")
             raise RunStopped(f"stopped in iteration {len(self.history) + 1}: {error}") from error
+        except RewardError as error:
+            self._end("a reward that could not be computed")
+            raise RunStopped(f"stopped in iteration {len(self.history) + 1}: {error}") from error
         except OSError as error:
             self._end("a file that could not be written")
             raise RunStopped(
@@ -156,7 +161,7 @@ class PPOTrainer:
         batch, experience = self.collect(number)
         lr, *_, value_lr = self.schedule.get_last_lr()
         kl_coef = self.kl.coef
-        update = self.update(batch, experience)
+        update = self.update(number, batch, experience)
         seconds = sum(self.seconds.values())
         metrics = {
             "iteration": number,
@@ -188,22 +193,27 @@ class PPOTrainer:
                 prompts.ids.to(device),
                 prompts.mask.to(device),
                 uniforms.to(device),
-                temperature=args.rollout.temperature,
-                end_ids=self.end_ids,
+                args.rollout,
+                self.tokenizer,
+                self.end_ids,
             )
-            if args.model.dtype != "float32":
+            if self.accelerator.mixed_precision != "no":
                 # In half precision a cached pass and a full one differ, and the ratio must start at exactly 1.
                 now = self.policy(**rollout.inputs(), temperature=args.rollout.temperature)
                 rollout = replace(rollout, logprobs=now.logprobs, values=now.values)
         completions = rollout.texts(self.tokenizer)
         with self._timed("reward"):
-            scores, terms = score(self.terms, prompts.texts, completions)
+            ids = [ids[acted].tolist() for ids, acted in zip(rollout.response_ids, rollout.mask, strict=True)]
+            columns = {"completion_ids": ids}
+            rated = score(self.terms, prompts.texts, completions, columns, [len(row) for row in ids])
+        if rated.dense is not None:
+            raise RewardError("a reward term gave one number a token, which this trainer cannot pay out yet")
         with self._timed("reference"), self._no_grad():
             reference = self._refer(rollout)
-        scores = torch.tensor(scores, device=device)
+        scores = torch.tensor(rated.totals, device=device)
         rewards, advantages, returns = self.give_credit(rollout, scores, reference)
         batch = Batch(
-            rollout, prompts.texts, completions, scores, terms, reference.logprobs, rewards, advantages, returns
+            rollout, prompts.texts, completions, scores, rated.terms, reference.logprobs, rewards, advantages, returns
         )
         if args.advantage.whiten:
             advantages = whiten(advantages, rollout.mask, reduce=self._all_sum)
@@ -233,8 +243,8 @@ class PPOTrainer:
         self.scores.update(rewards.sum(1), reduce=self._all_sum)
         return rewards, advantages, returns
 
-    def update(self, batch: Batch, experience: Experience) -> dict[str, float]:
-        """Train policy and critic on a batch; returns the update's metrics."""
+    def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
+        """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
         ppo, optim = self.args.ppo, self.args.optim
         objective = Objective(
             clip=(ppo.clip, ppo.clip if ppo.clip_high is None else ppo.clip_high),
@@ -246,7 +256,7 @@ class PPOTrainer:
             reduction=ppo.reduction,
         )
         try:
-            with self._timed("update"):
+            with self._timed("update"), self._training():
                 metrics = ppo_update(
                     experience,
                     self._evaluate,
@@ -260,6 +270,7 @@ class PPOTrainer:
                     target_kl=ppo.target_kl,
                     max_grad_norm=optim.max_grad_norm,
                     grad_norm_type={"l2": 2.0, "max": math.inf}[optim.grad_norm_type],
+                    frozen=trainable(self.policy.lm) if number <= ppo.critic_warmup else (),
                 )
         except NonFiniteUpdate as error:
             if error.row is None:
@@ -274,8 +285,9 @@ class PPOTrainer:
         if self.reference is None:
             return Reference(None, None, {})
         kl, temperature = self.args.kl, self.args.rollout.temperature
-        hidden = self.reference.response_hidden(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids)
-        logprobs = self.reference.evaluate(hidden, rollout.response_ids, rollout.mask, temperature).logprobs
+        with nullcontext() if self.policy.adapter is None else self.policy.adapter.disable_adapter():
+            hidden = self.reference.response_hidden(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids)
+            logprobs = self.reference.token_stats(hidden, rollout.response_ids, rollout.mask, temperature).logprobs
         if kl.place == "loss":
             inputs = {"ref_hidden": hidden} if kl.estimator == "full" else {"ref_logprobs": logprobs}
             return Reference(logprobs, None, inputs)
@@ -295,6 +307,14 @@ class PPOTrainer:
             kl = kl_estimate(self.args.kl.estimator, now.logprobs, inputs["ref_logprobs"], inputs["mask"])
             now = now._replace(kl=kl)
         return now
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Training mode, for the things that ask the model for it; all else trains in evaluation mode."""
+        args = self.args.model
+        self.model.train(args.dropout or args.gradient_checkpointing or args.lora.dropout > 0)
+        yield
+        self.model.eval()
 
     @contextmanager
     def _no_grad(self) -> Iterator[None]:
@@ -351,6 +371,17 @@ class PPOTrainer:
             self.screen.finish(summary, str(self.folder.path), self.first_samples, self.last_samples)
         self.accelerator.end_training()
         return summary
+
+
+def trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of a module that training may change."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def mixed_precision(dtype: str) -> str:
+    """Accelerate's word for a number format; `auto` is bfloat16 where a GPU has it."""
+    half = dtype == "bfloat16" or (dtype == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported())
+    return "bf16" if half else "no"
 
 
 def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:

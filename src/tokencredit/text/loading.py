@@ -1,0 +1,203 @@
+"""From names to models and back: loading, adapters, saving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tokencredit.runs.config import LoraConfig, ModelConfig
+from tokencredit.runs.errors import ConfigError
+from tokencredit.text.models import ActorCritic, build_value_head, positions, width
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+CRITIC_FOLDER = "critic"
+
+
+def resolve(name: str, part: str) -> str:
+    """The folder behind `builtin:reviews` (`part` is policy or sentiment); any other name as it is.
+
+    Raises:
+        ConfigError: an unknown built-in world, or a folder that holds no model.
+    """
+    if name == "builtin:reviews":
+        return str(files("tokencredit") / "demo" / "reviews" / part)
+    if name.startswith("builtin:"):
+        raise ConfigError(f"{name!r} is not a built-in world; there is one, builtin:reviews")
+    folder = Path(name)
+    looks_like_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if folder.exists() or looks_like_path:
+        folder = folder.expanduser()
+        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
+        return str(folder)
+    return name
+
+
+def load_language_model(args: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model, with float32 weights, and its tokenizer.
+
+    Raises:
+        ConfigError: the name leads to no causal language model, to no tokenizer, or to one that cannot end a text.
+    """
+    folder = resolve(args.name, "policy")
+    lm = _load(AutoModelForCausalLM, args.name, folder, args)
+    with _naming(f"a tokenizer from {args.name!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    if not end_ids(lm, tokenizer):
+        raise ConfigError(
+            f"the tokenizer of {args.name!r} has no end-of-sequence token, so no completion could ever end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    _check_vocabulary(args.name, lm, tokenizer)
+    check_projection(args.name, lm)
+    return lm, tokenizer
+
+
+def build_actor_critic(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: ModelConfig) -> ActorCritic:
+    """The model that is trained: `lm` with its adapter and its critic, as the configuration wants them.
+
+    Raises:
+        ConfigError: a critic that cannot be loaded or has another vocabulary, or an adapter that fits no layer.
+    """
+    critic = None
+    if args.critic == "separate":
+        if args.critic_name is None:
+            critic = deepcopy(lm.get_decoder())
+        else:
+            critic = _load(AutoModel, args.critic_name, resolve(args.critic_name, "policy"), args)
+            _check_vocabulary(args.critic_name, critic, tokenizer)
+    adapter = add_lora(lm, args.lora) if args.lora.rank else None
+    head = build_value_head(args.value_head, width(critic or lm), args.value_head_init, args.value_head_gain)
+    if args.gradient_checkpointing:
+        for model in filter(None, (lm, critic)):
+            # Newer versions of Transformers warn about the older name.
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
+    return ActorCritic(lm, head, critic, detach=args.detach_critic, adapter=adapter)
+
+
+def add_lora(lm: PreTrainedModel, args: LoraConfig) -> Any:
+    """Put a low-rank adapter on a model's layers, in place; returns the PEFT model around it.
+
+    Raises:
+        ConfigError: PEFT is not installed, or no layer has one of the target names.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("model.lora needs PEFT, which is not installed: pip install tokencredit[peft]") from error
+    config = peft.LoraConfig(
+        r=args.rank,
+        lora_alpha=args.alpha,
+        lora_dropout=args.dropout,
+        target_modules=args.target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return add_adapter(lm, config)
+
+
+def add_adapter(lm: PreTrainedModel, config: Any) -> Any:
+    """`add_lora` for any of PEFT's configurations."""
+    import peft
+
+    try:
+        adapter = peft.get_peft_model(lm, config)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules: {error}") from error
+    if any(p.requires_grad for p in lm.get_output_embeddings().parameters()):
+        raise ConfigError(
+            "model.lora.target_modules names the output projection, whose adapter would be ignored; leave it out"
+        )
+    return adapter
+
+
+def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token id that ends a text: the tokenizer's, and those the model's generation settings add.
+
+    Ids outside the vocabulary, which some architectures have by default, can never be sampled and do not count.
+    """
+    listed = lm.generation_config.eos_token_id if lm.generation_config else None
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    return sorted(i for i in ids if 0 <= i < lm.config.get_text_config().vocab_size)
+
+
+def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int) -> int | None:
+    """The longest prompt that leaves room for a completion in the model's context; None if that has no known end."""
+    context = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    return None if context is None else context - max_new_tokens
+
+
+@torch.no_grad()
+def check_projection(name: str, lm: PreTrainedModel) -> None:
+    """Make sure that hidden states and output projection give the very logits that the model itself gives.
+
+    Raises:
+        ConfigError: they do not, because the model scales or shapes its logits in a way of its own.
+    """
+    ids = torch.arange(min(4, lm.config.get_text_config().vocab_size)).unsqueeze(0)
+    model = ActorCritic(lm)
+    mask, position_ids = positions(torch.ones_like(ids, dtype=torch.bool), 0)
+    ours = model.logits(model.hidden(ids, mask, position_ids))
+    theirs = lm(input_ids=ids, attention_mask=mask).logits.float()
+    if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
+        raise ConfigError(f"{name!r} shapes its logits in a way that is not supported: {type(lm).__name__}")
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout rate to 0, those of layers and those that attention reads from a number."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def save_policy(folder: Path, model: ActorCritic, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write an ordinary Hugging Face folder (of an adapter, if there is one), with the critic beside it."""
+    (model.adapter or model.lm).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if model.critic is not None:
+        model.critic.save_pretrained(folder / CRITIC_FOLDER)
+    head = {key: value.contiguous() for key, value in model.value_head.state_dict().items()}
+    save_file(head, folder / VALUE_HEAD_FILE)
+
+
+def load_value_head(folder: Path, model: ActorCritic) -> None:
+    """Read back the value head that `save_policy` wrote."""
+    model.value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
+
+
+def _load(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedModel:
+    with _naming(f"a language model from {name!r}"):
+        model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
+    if not args.dropout:
+        disable_dropout(model)
+    return model
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn what loading raises into one message."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"cannot load {what}: {error}") from error
+
+
+def _check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, but {name!r} knows {rows}; they do not belong together"
+        )
