@@ -1,6 +1,10 @@
 import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
-import huggingface_hub.constants
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -120,9 +124,97 @@ def test_a_folder_without_a_saved_data_set_is_refused(tmp_path):
         read_dataset(str(tmp_path / "one"))
 
 
-def test_a_hub_that_cannot_be_reached_is_said_with_what_is_possible_without_it(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        ConfigError, match=r"'org/data', which is no file or folder here, .*a file \(\.jsonl, .*OFFLINE"
-    ):
-        read_dataset("org/data")
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's interface as it takes to load the one data set that this one has, org/data."""
+
+    files = {"train.jsonl": jsonl(ROWS).encode(), "test.jsonl": jsonl(ROWS[1:]).encode()}  # noqa: RUF012
+    commit = "a" * 40
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        name = path.split("/")[-1]
+        if not path.removeprefix("/api").startswith("/datasets/org/data"):
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif path.startswith("/api/"):
+            self.answer(200, json.dumps(self.tree() if "/tree/" in path else {"id": "org/data", "sha": self.commit}))
+        elif name in self.files:
+            self.answer(200, self.files[name], {"ETag": name, "X-Repo-Commit": self.commit})
+        else:
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.commit})
+
+    do_HEAD = do_GET
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, json.dumps(self.tree()))
+
+    def tree(self):
+        return [{"type": "file", "path": name, "size": len(data), "oid": name} for name, data in self.files.items()]
+
+    def answer(self, code, data, headers=None):
+        data = data.encode() if isinstance(data, str) else data
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def ask_hub(tmp_path_factory):
+    """Read data sets in a process of its own, since the libraries learn the hub's address when they are imported."""
+    program = """
+import json, sys
+from tokencredit.runs.errors import ConfigError
+from tokencredit.text.datasets import read_dataset
+for options in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps(list(read_dataset(**options))))
+    except ConfigError as error:
+        print(json.dumps(str(error)))
+"""
+    home = str(tmp_path_factory.mktemp("hub"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+
+    def ask(*options, **variables):
+        address = f"http://127.0.0.1:{server.server_port}"
+        settings = {"HF_HOME": home, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        environment = os.environ | settings | variables
+        arguments = [sys.executable, "-c", program, json.dumps(options)]
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    yield ask
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_hub(ask_hub):
+    data = {"name": "org/data"}
+    train, test, split, subset, missing = ask_hub(
+        data, data | {"split": "test"}, data | {"split": "dev"}, data | {"config_name": "main"}, {"name": "org/other"}
+    )
+    assert train == ROWS
+    assert test == ROWS[1:]
+    assert "'org/data' with prompts.split 'dev' and prompts.config_name None cannot be loaded" in split
+    assert "['train', 'test']" in split
+    assert "'main' not found" in subset
+    assert "'org/other', which is no file or folder here, and the hub does not give it" in missing
+
+
+def test_without_a_hub_there_is_its_cache_and_what_is_local(ask_hub):
+    ask_hub({"name": "org/data"})
+    nowhere = "http://127.0.0.1:9"
+    [message] = ask_hub({"name": "org/data"}, HF_ENDPOINT=nowhere)
+    assert "'org/data', which is no file or folder here, and the hub does not give it (ConnectError" in message
+    assert "a file (.jsonl, .json, .csv, .parquet) or a folder that Dataset.save_to_disk wrote can stand" in message
+    assert message.endswith("and HF_HUB_OFFLINE=1 takes a copy from the cache")
+
+    cached, message = ask_hub({"name": "org/data"}, {"name": "org/other"}, HF_ENDPOINT=nowhere, HF_HUB_OFFLINE="1")
+    assert cached == ROWS
+    assert message.endswith("a folder that Dataset.save_to_disk wrote can stand in prompts.dataset instead")

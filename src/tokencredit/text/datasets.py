@@ -214,8 +214,8 @@ def read_hub(name: str, split: str, config_name: str | None) -> Rows:
         return load_dataset(name, config_name, split=split)
     except Exception as error:  # whatever is wrong with somebody's files: the library's words say it best
         raise ConfigError(
-            f"prompts.dataset {name!r} (split {split!r}, subset {config_name!r}) cannot be loaded: "
-            f"{_first_line(error)}; {instead}"
+            f"prompts.dataset {name!r} with prompts.split {split!r} and prompts.config_name {config_name!r} cannot be "
+            f"loaded: {_first_line(error)}" + (f"; {instead}" if isinstance(error, ConnectionError) else "")
         ) from error
 
 
