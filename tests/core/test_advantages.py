@@ -95,9 +95,12 @@ def test_decoupled_and_length_adaptive_by_hand():
     advantages, _ = length_adaptive_gae(rewards, values, gamma=0.99, alpha=0.5, mask=mask)
     torch.testing.assert_close(advantages[:1], gae(REWARDS, VALUES, gamma=0.99, lam=1 / 3)[0])
     torch.testing.assert_close(advantages[1:], td(rewards[1:], values[1:], gamma=0.99, mask=mask[1:])[0])
-    # Shorter than 1/α: λ is 0, not negative.
-    advantages, _ = length_adaptive_gae(REWARDS, VALUES, gamma=0.99, alpha=0.05)
+    # By default α = 0.05. Shorter than 1/α: λ is 0, not negative. With 40 steps it is 1 − 1/2.
+    advantages, _ = length_adaptive_gae(REWARDS, VALUES, gamma=0.99)
     assert torch.equal(advantages, td(REWARDS, VALUES, gamma=0.99)[0])
+    rewards, values = torch.randn(2, 1, 40, generator=torch.Generator().manual_seed(0))
+    advantages, _ = length_adaptive_gae(rewards, values, gamma=1.0)
+    torch.testing.assert_close(advantages, gae(rewards, values, gamma=1.0, lam=0.5)[0])
 
 
 # --- against the definitions, in float64 ----------------------------------------------------------------------------
