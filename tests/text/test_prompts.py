@@ -227,6 +227,17 @@ def test_data_sets_from_python(tokenizer):
             load_prompts(config, tokenizer, seed=1, room=None, dataset=wrong)
 
 
+def test_formats_change_nothing_and_transforms_apply(tokenizer):
+    data = Dataset.from_list(numbered(3))
+    for kind in ("torch", "pandas"):
+        prompts = load_prompts(PromptsConfig(), tokenizer, seed=1, room=None, dataset=data.with_format(kind))
+        assert sorted(order(prompts, 0, 3)) == [0, 1, 2]
+    marked = data.with_transform(
+        lambda rows: rows | {"prompt": [f"{p}: {n}" for p, n in zip(rows["prompt"], rows["number"], strict=True)]}
+    )
+    assert Prompts(marked, tokenizer).batch(0, 1).texts == ["This movie 0: 0"]
+
+
 def test_two_sources_of_prompts_are_refused():
     with pytest.raises(ConfigError, match=r"prompts\.text and prompts\.dataset are both given"):
         PromptsConfig(text="Mine", dataset="mine.jsonl")

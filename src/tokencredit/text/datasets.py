@@ -55,12 +55,19 @@ def from_python(dataset: Any) -> Rows:
     """A data set that a program hands over, if it is of a kind that can be read row by row."""
     from datasets import Dataset
 
-    if isinstance(dataset, Dataset) or (isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset)):
+    if isinstance(dataset, Dataset):
+        return plain(dataset)
+    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return dataset
     raise ConfigError(
         f"train_dataset is of type {type(dataset).__name__}; it must be a datasets.Dataset (one split of a "
         "DatasetDict, no iterable one) or a list of dicts"
     )
+
+
+def plain(dataset: Dataset) -> Dataset:
+    """Rows as Python values, whatever format was set; a transform of the user's own stays."""
+    return dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -70,11 +77,11 @@ def column_names(rows: Rows) -> list[str]:
 
 def column_values(rows: Rows, column: str) -> Iterator[list[Any]]:
     """A column from its first row to its last, some rows at a time; None where a row lacks it."""
+    if not isinstance(rows, list) and rows.format["type"] != "custom":
+        rows = rows.select_columns([column])  # a transform may need the others
     for start in range(0, len(rows), CHUNK):
-        if isinstance(rows, list):
-            yield [row.get(column) for row in rows[start : start + CHUNK]]
-        else:
-            yield list(rows.select_columns([column])[start : start + CHUNK][column])
+        some = rows[start : start + CHUNK]
+        yield [row.get(column) for row in some] if isinstance(some, list) else list(some[column])
 
 
 def read_file(path: Path, split: str) -> Rows:
@@ -189,7 +196,7 @@ def read_folder(path: Path, split: str) -> Rows:
         raise ConfigError(f"{path}: a saved data set that cannot be read: {error}") from error
     splits = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
     if split in splits:
-        return splits[split]
+        return plain(splits[split])
     raise ConfigError(f"prompts.split is {split!r}; the splits of {str(path)!r} are {', '.join(splits)}")
 
 
