@@ -181,7 +181,7 @@ def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size
     except ImportError as error:
         raise ConfigError("similarity needs Sentence Transformers: pip install tokencredit[similarity]") from error
     try:
-        encoder = SentenceTransformer(model, model_kwargs={"use_safetensors": True})
+        encoder = SentenceTransformer(model, model_kwargs={"use_safetensors": True, "dtype": "float32"})
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a sentence embedding model from {model!r}: {error}") from error
 
