@@ -21,6 +21,14 @@ def test_moments_by_hand():
     assert masked_mean(X, MASK, count=24) == 0.5
 
 
+def test_moments_of_numbers_whose_mean_float32_does_not_have():
+    # The mean of 2²³ and 2²³ + 1 lies between two float32 numbers; about it, both are 0.5 away.
+    x = torch.tensor([2.0**23, 2.0**23 + 1])
+    _, mean, variance = moments(x, torch.ones(2, dtype=torch.bool))
+    assert mean == 2.0**23
+    assert variance == 0.25
+
+
 def test_whiten_by_hand():
     deviation = 3.5**0.5
     expected = torch.tensor([[-2, -1, 0], [0, 0, 3]]) / deviation

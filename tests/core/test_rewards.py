@@ -19,6 +19,9 @@ def test_the_score_stands_on_the_last_acted_token():
 def test_every_token_pays_for_its_kl():
     rewards = token_rewards(torch.tensor([5.0, 7.0]), MASK, kl=KL, kl_coef=0.5)
     assert rewards.tolist() == [[-0.5, 4.0, 0.0], [-1.5, 0.0, 9.0]]
+    assert torch.equal(
+        token_rewards(torch.tensor([5.0, 7.0]), MASK, kl=KL), token_rewards(torch.tensor([5.0, 7.0]), MASK)
+    )
     # so that the row's sum is the score less β times the KL of the sequence
     assert rewards.sum(1).tolist() == [5 - 0.5 * 3, 7 + 0.5 * 1]
 
