@@ -89,7 +89,7 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
 
     disable_progress_bar()  # one bar on the screen: ours
 
-    PPOTrainer(config).train()
+    PPOTrainer(args=config).train()
 
 
 def generate(parser: ArgumentParser, options: Namespace) -> None:

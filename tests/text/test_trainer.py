@@ -56,7 +56,7 @@ def without_times(records):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "one"
-    trainer = PPOTrainer(small(folder))
+    trainer = PPOTrainer(args=small(folder))
     return folder, trainer, trainer.train()
 
 
@@ -95,7 +95,7 @@ def test_the_policy_folder_loads_with_transformers_alone(run):
 
 def test_training_moves_policy_and_critic_and_not_the_reference(run):
     _, trainer, _ = run
-    base = PPOTrainer(small("unused")).policy.lm.state_dict()
+    base = PPOTrainer(args=small("unused")).policy.lm.state_dict()
     assert all(torch.equal(base[k], v) for k, v in trainer.reference.lm.state_dict().items())
     assert not all(torch.equal(base[k], v) for k, v in trainer.policy.lm.state_dict().items())
     assert trainer.policy.value_head[-1].weight.abs().sum() > 0
@@ -134,7 +134,7 @@ def test_tensorboard_has_every_metric(run):
 
 def test_the_same_seed_gives_the_same_run(run, tmp_path):
     folder, trainer, _ = run
-    again = PPOTrainer(small(tmp_path / "two"))
+    again = PPOTrainer(args=small(tmp_path / "two"))
     again.train()
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert without_times(lines(tmp_path / "two", name)) == without_times(lines(folder, name))
@@ -142,7 +142,7 @@ def test_the_same_seed_gives_the_same_run(run, tmp_path):
 
 
 def test_another_seed_gives_another_run(run, tmp_path):
-    PPOTrainer(small(tmp_path / "other", seed=2)).train()
+    PPOTrainer(args=small(tmp_path / "other", seed=2)).train()
     assert lines(tmp_path / "other", "samples.jsonl")[0] != lines(run[0], "samples.jsonl")[0]
 
 
@@ -159,13 +159,13 @@ def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8, temperature=0.7),
         ppo=UpdateConfig(epochs=1, minibatches=1),
     )
-    metrics, _ = PPOTrainer(args).iteration(1)
+    metrics, _ = PPOTrainer(args=args).iteration(1)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["ratio_min"] == pytest.approx(1, abs=1e-4)
 
 
 def test_without_a_price_there_is_no_reference(tmp_path):
-    trainer = PPOTrainer(small(tmp_path / "run", kl=KLConfig(coef=0.0)))
+    trainer = PPOTrainer(args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
     summary = trainer.train()
     assert trainer.reference is None
     assert summary["kl_last"] is None
@@ -179,7 +179,7 @@ def test_every_estimator_by_its_name(estimator, tmp_path):
         advantage=AdvantageConfig(estimator=estimator),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4),
     )
-    trainer = PPOTrainer(args)
+    trainer = PPOTrainer(args=args)
     batch, _ = trainer.collect(1)
     acted = batch.rollout.mask
     assert batch.advantages[acted].isfinite().all()
@@ -196,7 +196,7 @@ def test_every_estimator_by_its_name(estimator, tmp_path):
 @pytest.mark.parametrize(("place", "estimator"), [("reward", "full"), ("loss", "k2"), ("loss", "k3"), ("loss", "full")])
 def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     kl = KLConfig(coef=0.5, place=place, estimator=estimator)
-    trainer = PPOTrainer(small(tmp_path / "run", kl=kl))
+    trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
     trainer.iteration(1)
     batch, experience = trainer.collect(2)
     rollout = batch.rollout
@@ -221,7 +221,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
 
 def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     kl = KLConfig(coef=0.1, target=1000.0, horizon=80)
-    trainer = PPOTrainer(small(tmp_path / "run", kl=kl))
+    trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
     trainer.train()
     coefs = [m["kl_coef"] for m in lines(tmp_path / "run", "metrics.jsonl")]
     assert coefs == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
@@ -229,13 +229,13 @@ def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
 
 def test_a_run_stops_when_it_is_good_enough(tmp_path):
     run = RunConfig(dir=str(tmp_path / "run"), iterations=9)
-    summary = PPOTrainer(small(tmp_path / "run", run=run, stop=StopConfig(reward=-1.0, patience=2))).train()
+    summary = PPOTrainer(args=small(tmp_path / "run", run=run, stop=StopConfig(reward=-1.0, patience=2))).train()
     assert summary["iterations"] == 2
     assert summary["stopped_by"] == "stop.reward"
 
 
 def test_muon_trains_the_matrices(tmp_path):
-    trainer = PPOTrainer(small(tmp_path / "run", optim=OptimConfig(name="muon", grad_norm_type="max")))
+    trainer = PPOTrainer(args=small(tmp_path / "run", optim=OptimConfig(name="muon", grad_norm_type="max")))
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
     metrics, _ = trainer.iteration(1)
     moved = {name for name, p in trainer.policy.named_parameters() if not torch.equal(p, before[name])}
@@ -245,7 +245,7 @@ def test_muon_trains_the_matrices(tmp_path):
 
 def test_the_critic_warms_up_alone(tmp_path):
     ppo = UpdateConfig(epochs=1, minibatches=2, critic_warmup=1)
-    trainer = PPOTrainer(small(tmp_path / "run", ppo=ppo))
+    trainer = PPOTrainer(args=small(tmp_path / "run", ppo=ppo))
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
 
     def moved():
@@ -260,9 +260,9 @@ def test_the_critic_warms_up_alone(tmp_path):
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     pytest.importorskip("peft")
     args = small(tmp_path / "run", model=ModelConfig(lora=LoraConfig(rank=4)), optim=OptimConfig(lr=1e-2))
-    trainer = PPOTrainer(args)
+    trainer = PPOTrainer(args=args)
     assert trainer.reference is trainer.policy, "no second copy in memory"
-    base = PPOTrainer(small(tmp_path / "other")).policy
+    base = PPOTrainer(args=small(tmp_path / "other")).policy
     trainer.train()
     batch, _ = trainer.collect(3)
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     "model", [ModelConfig(critic="separate"), ModelConfig(gradient_checkpointing=True), ModelConfig(dropout=True)]
 )
 def test_other_forms_of_the_model_train(model, tmp_path):
-    summary = PPOTrainer(small(tmp_path / "run", model=model)).train()
+    summary = PPOTrainer(args=small(tmp_path / "run", model=model)).train()
     assert summary["iterations"] == 2
     assert (tmp_path / "run" / "policy" / "critic").exists() == (model.critic == "separate")
 
@@ -285,7 +285,7 @@ def test_other_forms_of_the_model_train(model, tmp_path):
 def test_learning_rates_rise_and_fall(tmp_path):
     optim = OptimConfig(lr=1e-4, value_lr=1e-3, warmup=1, schedule="linear", final_scale=0.0)
     args = small(tmp_path / "run", optim=optim, run=RunConfig(dir=str(tmp_path / "run"), iterations=4))
-    PPOTrainer(args).train()
+    PPOTrainer(args=args).train()
     metrics = lines(tmp_path / "run", "metrics.jsonl")
     assert [m["lr"] for m in metrics] == pytest.approx([5e-5, 1e-4, 1e-4 * 2 / 3, 1e-4 / 3])
     assert [m["value_lr"] for m in metrics] == pytest.approx([10 * m["lr"] for m in metrics])
@@ -301,7 +301,7 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
         optim=OptimConfig(lr=3e-3),
         run=RunConfig(dir=str(tmp_path / "run"), iterations=20),
     )
-    trainer = PPOTrainer(args)
+    trainer = PPOTrainer(args=args)
     trainer.terms = [Term("e", 1.0, lambda prompts, completions: [float(c.count("e")) for c in completions])]
     summary = trainer.train()
     assert summary["reward_last"] > 1.5 * summary["reward_first"]
@@ -309,7 +309,7 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_stops_the_run_and_keeps_what_was_earned(bad, tmp_path):
-    trainer = PPOTrainer(small(tmp_path / "run"))
+    trainer = PPOTrainer(args=small(tmp_path / "run"))
     honest = trainer.terms[0].function
     calls = []
 
@@ -328,7 +328,7 @@ def test_a_reward_that_is_not_finite_stops_the_run_and_keeps_what_was_earned(bad
 
 
 def test_a_loss_that_is_not_finite_names_the_text(tmp_path):
-    trainer = PPOTrainer(small(tmp_path / "run"))
+    trainer = PPOTrainer(args=small(tmp_path / "run"))
     with torch.no_grad():
         trainer.policy.value_head[-1].bias.fill_(1e30)  # its square is infinite in float32
     with pytest.raises(
@@ -339,13 +339,13 @@ def test_a_loss_that_is_not_finite_names_the_text(tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.trackers has wandb, which is not installed: pip install wandb"):
-        PPOTrainer(small(tmp_path / "run", run=RunConfig(trackers=["wandb"])))
+        PPOTrainer(args=small(tmp_path / "run", run=RunConfig(trackers=["wandb"])))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_mistake_leaves_no_folder_behind(tmp_path):
     with pytest.raises(ConfigError):
-        PPOTrainer(small(tmp_path / "run", reward=[RewardTerm(classifier="builtin:reviews", label="BAD")]))
+        PPOTrainer(args=small(tmp_path / "run", reward=[RewardTerm(classifier="builtin:reviews", label="BAD")]))
     assert not (tmp_path / "run").exists()
 
 

@@ -311,6 +311,20 @@ class StopConfig:
 
 
 @dataclass
+class EvalConfig(SamplingConfig):
+    """Evaluation on held-out prompts, with sampling of its own; the best policy is kept in `best/`."""
+
+    every: int = setting(0, at_least=0)
+    """Iterations between two evaluations; 0 for none."""
+    samples: int = setting(64, at_least=1)
+    """Prompts an evaluation, over all processes."""
+    best_of: int = setting(1, at_least=1)
+    """Completions a prompt; eval/best is the mean over prompts of the best of them."""
+    prompts: PromptsConfig | None = None
+    """The held-out prompts; null for the training prompts."""
+
+
+@dataclass
 class RunConfig:
     """How long it runs, and what it leaves where."""
 
@@ -324,6 +338,8 @@ class RunConfig:
     """Iterations between two tables of samples on the screen; 0 for none."""
     trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])
     """Where metrics go beside metrics.jsonl; any of Accelerate's trackers that is installed."""
+    push_to_hub: str | None = None
+    """Repository on the Hugging Face hub that the policy is uploaded to at the end; null for none."""
 
 
 @dataclass
@@ -352,13 +368,15 @@ class PPOConfig:
     """The optimiser, with a learning rate for the model and one for the value head."""
     stop: StopConfig = field(default_factory=StopConfig)
     """When a run ends before its last iteration."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation on held-out prompts, with sampling of its own; the best policy is kept in `best/`."""
     run: RunConfig = field(default_factory=RunConfig)
     """How long it runs, and what it leaves where."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot work."""
         check(self)
-        if not self.prompts.text:
+        if not self.prompts.text and self.prompts.dataset is None:
             raise ConfigError("prompts.text is empty; give at least one prompt")
         if not self.reward:
             raise ConfigError("reward is empty; give at least one term")

@@ -54,6 +54,7 @@ class Batch:
             "reward_std": float(variance.sqrt()),
             **term_metrics(self.terms, reduce, mask.device),
             "entropy": -logprobs / tokens,
+            "tokens": tokens,
             "length": tokens / rows,
             "truncated": cut / rows,
             "distinct": distinct / rows,

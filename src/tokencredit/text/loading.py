@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.runs.config import LoraConfig, ModelConfig
-from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.text.models import ActorCritic, build_value_head, positions, width
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -43,16 +43,33 @@ def resolve(name: str, part: str) -> str:
     return name
 
 
-def load_language_model(args: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model, with float32 weights, and its tokenizer.
+def load_language_model(
+    args: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model, with float32 weights, and its tokenizer, unless that is given.
 
     Raises:
         ConfigError: the name leads to no causal language model, to no tokenizer, or to one that cannot end a text.
     """
-    folder = resolve(args.name, "policy")
-    lm = _load(AutoModelForCausalLM, args.name, folder, args)
+    lm = _load(AutoModelForCausalLM, args.name, resolve(args.name, "policy"), args)
+    tokenizer = tokenizer or load_tokenizer(args)
+    return check_language_model(args, lm, tokenizer), tokenizer
+
+
+def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, by the model's name."""
     with _naming(f"a tokenizer from {args.name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+        return AutoTokenizer.from_pretrained(resolve(args.name, "policy"), trust_remote_code=args.trust_remote_code)
+
+
+def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Switch a model's dropout off unless asked not to, make sure that it can be trained here, and return it.
+
+    Raises:
+        ConfigError: it cannot end a text, its tokenizer is another model's, or its logits take an unknown form.
+    """
+    if not args.dropout:
+        disable_dropout(lm)
     if not end_ids(lm, tokenizer):
         raise ConfigError(
             f"the tokenizer of {args.name!r} has no end-of-sequence token, so no completion could ever end; "
@@ -60,11 +77,15 @@ def load_language_model(args: ModelConfig) -> tuple[PreTrainedModel, PreTrainedT
         )
     _check_vocabulary(args.name, lm, tokenizer)
     check_projection(args.name, lm)
-    return lm, tokenizer
+    return lm
 
 
-def build_actor_critic(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: ModelConfig) -> ActorCritic:
+def build_actor_critic(
+    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: ModelConfig, peft_config: Any = None
+) -> ActorCritic:
     """The model that is trained: `lm` with its adapter and its critic, as the configuration wants them.
+
+    `peft_config`, if given, takes the place of `args.lora`.
 
     Raises:
         ConfigError: a critic that cannot be loaded or has another vocabulary, or an adapter that fits no layer.
@@ -76,7 +97,9 @@ def build_actor_critic(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         else:
             critic = _load(AutoModel, args.critic_name, resolve(args.critic_name, "policy"), args)
             _check_vocabulary(args.critic_name, critic, tokenizer)
-    adapter = add_lora(lm, args.lora) if args.lora.rank else None
+    adapter = None
+    if args.lora.rank or peft_config is not None:
+        adapter = add_adapter(lm, peft_config or lora_config(args.lora))
     head = build_value_head(args.value_head, width(critic or lm), args.value_head_init, args.value_head_gain)
     if args.gradient_checkpointing:
         for model in filter(None, (lm, critic)):
@@ -86,28 +109,31 @@ def build_actor_critic(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return ActorCritic(lm, head, critic, detach=args.detach_critic, adapter=adapter)
 
 
-def add_lora(lm: PreTrainedModel, args: LoraConfig) -> Any:
-    """Put a low-rank adapter on a model's layers, in place; returns the PEFT model around it.
+def lora_config(args: LoraConfig) -> Any:
+    """PEFT's configuration of a low-rank adapter.
 
     Raises:
-        ConfigError: PEFT is not installed, or no layer has one of the target names.
+        ConfigError: PEFT is not installed.
     """
     try:
         import peft
     except ImportError as error:
         raise ConfigError("model.lora needs PEFT, which is not installed: pip install tokencredit[peft]") from error
-    config = peft.LoraConfig(
+    return peft.LoraConfig(
         r=args.rank,
         lora_alpha=args.alpha,
         lora_dropout=args.dropout,
         target_modules=args.target_modules or "all-linear",
         task_type="CAUSAL_LM",
     )
-    return add_adapter(lm, config)
 
 
 def add_adapter(lm: PreTrainedModel, config: Any) -> Any:
-    """`add_lora` for any of PEFT's configurations."""
+    """Put an adapter on a model's layers, in place; returns the PEFT model around it.
+
+    Raises:
+        ConfigError: no layer has one of the target names, or the output projection does.
+    """
     import peft
 
     try:
@@ -176,6 +202,24 @@ def save_policy(folder: Path, model: ActorCritic, tokenizer: PreTrainedTokenizer
 def load_value_head(folder: Path, model: ActorCritic) -> None:
     """Read back the value head that `save_policy` wrote."""
     model.value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
+
+
+def upload(folder: Path, repository: str) -> None:
+    """Put a policy's folder on the Hugging Face hub.
+
+    Raises:
+        RunStopped: the hub refused or could not be reached; the folder is still there.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().create_repo(repository, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise RunStopped(
+            f"could not upload to run.push_to_hub {repository!r}: {error}; the policy is in {folder}"
+        ) from error
 
 
 def _load(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedModel:

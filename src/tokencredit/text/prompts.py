@@ -43,6 +43,13 @@ class PromptBatch:
     columns: dict[str, list[Any]]
     """The data set's other columns."""
 
+    def answers(self, completions: Sequence[str]) -> list[Prompt]:
+        """Completions in the format of their prompts: texts, or a message of the assistant's."""
+        return [
+            completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
+            for prompt, completion in zip(self.prompts, completions, strict=True)
+        ]
+
 
 class Prompts:
     """An endless sequence of prompts; which stands where depends on nothing but the data and the seed."""

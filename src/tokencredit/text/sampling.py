@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ class Rollout:
             "response_ids": self.response_ids,
             "mask": self.mask,
         }
+
+    def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
+        """What reward functions may ask for beside the texts: the tokens, and what the reference thinks of them."""
+        rows = list(self.mask)
+        columns = {"completion_ids": [ids[acted].tolist() for ids, acted in zip(self.response_ids, rows, strict=True)]}
+        if ref_logprobs is not None:
+            columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs, rows, strict=True)]
+        return columns
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The completions without special tokens."""

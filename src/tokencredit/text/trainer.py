@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import yaml
-from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import ProjectConfiguration
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.core.advantages import estimate
 from tokencredit.core.kl import kl_estimate
@@ -28,18 +25,28 @@ from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
 from tokencredit.runs.config import KLConfig, PPOConfig
-from tokencredit.runs.console import Screen
 from tokencredit.runs.errors import ConfigError, RunStopped
-from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.record import RunRecord
 from tokencredit.text.batch import Batch
-from tokencredit.text.loading import build_actor_critic, end_ids, load_language_model, room_for_prompts, save_policy
+from tokencredit.text.card import model_card
+from tokencredit.text.evaluation import evaluate
+from tokencredit.text.loading import (
+    build_actor_critic,
+    check_language_model,
+    end_ids,
+    load_language_model,
+    load_tokenizer,
+    room_for_prompts,
+    save_policy,
+    upload,
+)
 from tokencredit.text.models import ActorCritic
-from tokencredit.text.prompts import load_prompts
-from tokencredit.text.rewards import NonFiniteReward, RewardError, build_terms, score
+from tokencredit.text.prompts import PromptBatch, load_prompts
+from tokencredit.text.rewards import NonFiniteReward, RewardError, as_terms, build_terms, score
 from tokencredit.text.sampling import Rollout, sample
 
-LAST = 5
-"""Iterations whose mean counts as where a run ended."""
+if TYPE_CHECKING:
+    from tokencredit.text.datasets import Rows
 
 
 class Reference(NamedTuple):
@@ -55,87 +62,98 @@ class Reference(NamedTuple):
 class PPOTrainer:
     """Trains a causal language model with PPO from a reward on its texts.
 
-    `PPOTrainer(PPOConfig(...)).train()` is what `tokencredit train` does.
+    `PPOTrainer().train()` is what `tokencredit train` does. The arguments have the names and types of TRL's
+    GRPOTrainer; what is not given comes from `args`.
     """
 
-    def __init__(self, args: PPOConfig | None = None):
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        reward_funcs: Any = None,
+        args: PPOConfig | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] = (),
+    ):
         """Load everything that a run needs; its folder is made by `train`.
 
+        Args:
+            model: a hub id, a folder, or a loaded model, which is trained in place.
+            reward_funcs: a function `f(prompts, completions, **columns) -> list[float]`, a reward model (hub id,
+                folder or loaded), or a list of them, each with weight 1; see `rewards.as_terms`.
+            args: the configuration.
+            train_dataset: rows with prompts, as a `datasets.Dataset` or a list of dicts.
+            eval_dataset: the same, for evaluation.
+            processing_class: the policy's tokenizer.
+            peft_config: a configuration of PEFT's; only its adapter is then trained.
+            callbacks: objects with any of the methods `before_STAGE(trainer)` and `after_STAGE(trainer, **results)`,
+                where STAGE is iteration, rollout, reference, reward, update or evaluation.
+
         Raises:
-            ConfigError: a setting, model, classifier or folder that cannot be used; the message names its key.
+            ConfigError: a setting, model, reward or folder that cannot be used; the message names its key.
         """
-        self.args = args = args or PPOConfig()
-        self.folder = RunFolder(args.run.dir)
-        installed = [str(tracker) for tracker in get_available_trackers()]
-        for tracker in args.run.trackers:  # Accelerate would leave out in silence what is missing
-            if tracker not in installed:
-                raise ConfigError(f"run.trackers has {tracker}, which is not installed: pip install {tracker}")
-        self.accelerator = Accelerator(
-            mixed_precision=mixed_precision(args.model.dtype),
-            log_with=args.run.trackers or None,
-            project_config=ProjectConfiguration(logging_dir=str(self.folder.path / "tensorboard")),
-        )
-        if self.accelerator.is_main_process:
-            self.folder.refuse_if_used()
-        if args.rollout.batch_size % self.accelerator.num_processes:
-            raise ConfigError(
-                f"rollout.batch_size is {args.rollout.batch_size}; "
-                f"it must be a multiple of the {self.accelerator.num_processes} processes"
-            )
+        args = args or PPOConfig()
+        if model is not None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = replace(args, model=replace(args.model, name=name))
+        self.args = args
+        self.callbacks = list(callbacks)
+        self.record = RunRecord(args.run, mixed_precision(args.model.dtype))
+        self.accelerator = self.record.accelerator
+        self._check_batch_size()
         torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
         # Two streams, so that what is sampled does not depend on how many rows each process shuffles.
         self.sampling = torch.Generator().manual_seed(2 * args.seed)
         self.shuffling = torch.Generator().manual_seed(2 * args.seed + 1)
-        self.terms = build_terms(args.reward, self.accelerator.device)
-        lm, self.tokenizer = load_language_model(args.model)
+        device = self.accelerator.device
+        self.terms = build_terms(args.reward, device) if reward_funcs is None else as_terms(reward_funcs, device)
+        if isinstance(model, PreTrainedModel):
+            self.tokenizer = processing_class or load_tokenizer(args.model)
+            lm = check_language_model(args.model, model.float(), self.tokenizer)
+        else:
+            lm, self.tokenizer = load_language_model(args.model, processing_class)
         self.end_ids = end_ids(lm, self.tokenizer)
         self.prompts = load_prompts(
-            args.prompts, self.tokenizer, seed=args.seed, room=room_for_prompts(lm, args.rollout.max_new_tokens)
+            args.prompts,
+            self.tokenizer,
+            seed=args.seed,
+            room=room_for_prompts(lm, args.rollout.max_new_tokens),
+            dataset=train_dataset,
         )
-        base = ActorCritic(deepcopy(lm)) if args.kl.coef > 0 and not args.model.lora.rank else None
-        self.policy = build_actor_critic(lm, self.tokenizer, args.model).to(self.accelerator.device)
-        self.reference = None
-        if base is not None:
-            self.reference = base.requires_grad_(False).to(self.accelerator.device)
-        elif args.kl.coef > 0:
-            self.reference = self.policy  # without its adapter
-        parts = ((self.policy.lm, args.optim.lr), (self.policy.critic_parts(), args.optim.value_lr))
-        optimizer = build_optimizer(
-            [{"params": trainable(p), "lr": lr, "weight_decay": args.optim.weight_decay} for p, lr in parts],
-            args.optim.name,
-            hidden=hidden_matrices(lm, exclude=lm.get_output_embeddings().parameters()),
-        )
-        factor = schedule(
-            args.optim.schedule,
-            warmup=args.optim.warmup,
-            total=max(args.run.iterations, args.optim.warmup + 1),
-            final_scale=args.optim.final_scale,
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        self.model, self.optimizer = self.accelerator.prepare(self.policy, optimizer)
+        self.eval_prompts = self.prompts
+        if args.eval.prompts is not None or eval_dataset is not None:
+            self.eval_prompts = load_prompts(
+                args.eval.prompts or args.prompts,
+                self.tokenizer,
+                seed=args.seed,
+                room=room_for_prompts(lm, args.eval.max_new_tokens),
+                dataset=eval_dataset,
+            )
+        self._build(lm, peft_config)
         self.kl = build_kl(args.kl)
-        self.scores = RunningMoments()
+        self.baseline, self.scores = RunningMoments(), RunningMoments()
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
-        self.screen = Screen(args.run.iterations, enabled=self.accelerator.is_main_process)
+        self.best = -math.inf
         self.seconds: dict[str, float] = {}
-        self.history: list[dict[str, float]] = []
-        self.first_samples: list[dict[str, Any]] = []
-        self.last_samples: list[dict[str, Any]] = []
 
     def train(self) -> dict[str, Any]:
         """Run all iterations, leave the run's folder behind, and return its summary.
 
         Raises:
-            RunStopped: a reward, loss or gradient was not finite, or a file could not be written. What was trained
-                until then is kept.
+            RunStopped: a reward, loss or gradient was not finite, a reward could not be computed, or a file not be
+                written. What was trained until then is kept.
             KeyboardInterrupt: likewise kept, then passed on.
         """
-        self._begin()
+        weights = sum(p.numel() * p.element_size() for p in self.policy.parameters())
+        self.record.begin(self.args, reserve=weights * (2 if self.args.eval.every else 1) + 2**20)
+        number = 0
         try:
-            with self.screen:
+            with self.record.screen:
                 for number in range(1, self.args.run.iterations + 1):
                     metrics, samples = self.iteration(number)
-                    self._record(metrics, samples)
+                    self.record.iteration(metrics, samples)
                     reason = self.stopping.update(reward=metrics["reward"], kl=metrics.get("kl", 0.0))
                     if reason is not None:
                         return self._end(f"stop.{reason}")
@@ -144,74 +162,65 @@ class PPOTrainer:
             raise
         except (NonFiniteReward, NonFiniteUpdate) as error:
             self._end("a number that is not finite")
-            raise RunStopped(f"stopped in iteration {len(self.history) + 1}: {error}") from error
+            raise RunStopped(f"stopped in iteration {number}: {error}") from error
         except RewardError as error:
             self._end("a reward that could not be computed")
-            raise RunStopped(f"stopped in iteration {len(self.history) + 1}: {error}") from error
+            raise RunStopped(f"stopped in iteration {number}: {error}") from error
         except OSError as error:
             self._end("a file that could not be written")
-            raise RunStopped(
-                f"stopped in iteration {len(self.history)}: {error.strerror} ({error.filename})"
-            ) from error
+            raise RunStopped(f"stopped in iteration {number}: {error.strerror} ({error.filename})") from error
         return self._end("iterations")
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Sample, score, give credit, update: returns the iteration's metrics and samples."""
         self.seconds = {}
-        batch, experience = self.collect(number)
-        lr, *_, value_lr = self.schedule.get_last_lr()
-        kl_coef = self.kl.coef
-        update = self.update(number, batch, experience)
-        seconds = sum(self.seconds.values())
-        metrics = {
-            "iteration": number,
-            **batch.metrics(self._all_sum),
-            **update,
-            "kl_coef": kl_coef,
-            "lr": lr,
-            "value_lr": value_lr,
-            "seconds": seconds,
-            **{f"seconds/{stage}": spent for stage, spent in self.seconds.items()},
-        }
-        if "kl" in metrics:
-            self.kl.update(metrics["kl"], self.args.rollout.batch_size)
-        metrics["tokens_per_second"] = metrics["length"] * self.args.rollout.batch_size / seconds
-        samples = batch.samples(self.args.run.samples, self.tokenizer)
-        return metrics, [{"iteration": number, **sample} for sample in samples]
+        with self._stage("iteration") as results:
+            batch, experience = self.collect(number)
+            lr, *_, value_lr = self.schedule.get_last_lr()
+            kl_coef = self.kl.coef
+            update = self.update(number, batch, experience)
+            metrics = {
+                "iteration": number,
+                **batch.metrics(self._all_sum),
+                **update,
+                "kl_coef": kl_coef,
+                "lr": lr,
+                "value_lr": value_lr,
+            }
+            if "kl" in metrics:
+                self.kl.update(metrics["kl"], self.args.rollout.batch_size)
+            if self.args.eval.every and number % self.args.eval.every == 0:
+                metrics |= self.evaluate()
+            samples = [{"iteration": number, **s} for s in batch.samples(self.args.run.samples, self.tokenizer)]
+            results |= {"metrics": metrics, "samples": samples}
+        seconds = self.seconds.pop("iteration")
+        metrics |= {"seconds": seconds, **{f"seconds/{stage}": spent for stage, spent in self.seconds.items()}}
+        metrics["tokens_per_second"] = metrics["tokens"] / seconds
+        return metrics, samples
 
     def collect(self, number: int) -> tuple[Batch, Experience]:
         """Sample a batch from the policy as it is, score it, and give each token its credit."""
-        args, device = self.args, self.accelerator.device
+        args = self.args
         total = args.rollout.batch_size
         share = total // self.accelerator.num_processes
         first = share * self.accelerator.process_index
         prompts = self.prompts.batch((number - 1) * total + first, share, args.rollout.per_prompt)
         uniforms = torch.rand(total, args.rollout.max_new_tokens, generator=self.sampling)[first : first + share]
-        with self._timed("rollout"), self._no_grad():
-            rollout = sample(
-                self.policy,
-                prompts.ids.to(device),
-                prompts.mask.to(device),
-                uniforms.to(device),
-                args.rollout,
-                self.tokenizer,
-                self.end_ids,
-            )
-            if self.accelerator.mixed_precision != "no":
-                # In half precision a cached pass and a full one differ, and the ratio must start at exactly 1.
-                now = self.policy(**rollout.inputs(), temperature=args.rollout.temperature)
-                rollout = replace(rollout, logprobs=now.logprobs, values=now.values)
+        with self._stage("rollout") as results:
+            rollout = results["rollout"] = self.roll(prompts, uniforms)
+        with self._stage("reference") as results:
+            reference = results["reference"] = self._refer(rollout)
         completions = rollout.texts(self.tokenizer)
-        with self._timed("reward"):
-            ids = [ids[acted].tolist() for ids, acted in zip(rollout.response_ids, rollout.mask, strict=True)]
-            columns = {"completion_ids": ids}
-            rated = score(self.terms, prompts.texts, completions, columns, [len(row) for row in ids])
-        if rated.dense is not None:
-            raise RewardError("a reward term gave one number a token, which this trainer cannot pay out yet")
-        with self._timed("reference"), self._no_grad():
-            reference = self._refer(rollout)
-        scores = torch.tensor(rated.totals, device=device)
-        rewards, advantages, returns = self.give_credit(rollout, scores, reference)
+        with self._stage("reward") as results:
+            rated = results["scores"] = score(
+                self.terms,
+                prompts.prompts,
+                prompts.answers(completions),
+                prompts.columns | rollout.columns(reference.logprobs),
+                rollout.mask.sum(1).tolist(),
+            )
+        scores = torch.tensor(rated.totals, device=self.accelerator.device)
+        rewards, advantages, returns = self.give_credit(rollout, scores, rated.dense, reference)
         batch = Batch(
             rollout, prompts.texts, completions, scores, rated.terms, reference.logprobs, rewards, advantages, returns
         )
@@ -220,7 +229,28 @@ class PPOTrainer:
         inputs = rollout.inputs() | reference.inputs
         return batch, Experience(inputs, rollout.mask, rollout.logprobs, rollout.values, advantages, returns)
 
-    def give_credit(self, rollout: Rollout, scores: Tensor, reference: Reference) -> tuple[Tensor, Tensor, Tensor]:
+    def roll(self, prompts: PromptBatch, uniforms: Tensor) -> Rollout:
+        """Continue prompts with the policy as it is."""
+        device, settings = self.accelerator.device, self.args.rollout
+        with self._no_grad():
+            rollout = sample(
+                self.policy,
+                prompts.ids.to(device),
+                prompts.mask.to(device),
+                uniforms.to(device),
+                settings,
+                self.tokenizer,
+                self.end_ids,
+            )
+            if self.accelerator.mixed_precision == "no":
+                return rollout
+            # In half precision a cached pass and a full one differ, and the ratio must start at exactly 1.
+            now = self.policy(**rollout.inputs(), temperature=settings.temperature)
+            return replace(rollout, logprobs=now.logprobs, values=now.values)
+
+    def give_credit(
+        self, rollout: Rollout, scores: Tensor, dense: list[list[float]] | None, reference: Reference
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """From scores and KL to the reward, advantage and return of each token.
 
         A completion that was cut off at the length limit is treated as ended there: its score is paid in full, once, so
@@ -229,7 +259,7 @@ class PPOTrainer:
         """
         args, mask = self.args, rollout.mask
         rewards = token_rewards(
-            scores,
+            self.normalize(scores),
             mask,
             kl=reference.kl if args.kl.place == "reward" else None,
             kl_coef=self.kl.coef,
@@ -237,11 +267,25 @@ class PPOTrainer:
             missing_eos_penalty=args.score.missing_eos_penalty,
             clip=args.score.clip,
         )
+        if dense is not None:
+            rewards[mask] += torch.tensor([x for row in dense for x in row], device=mask.device)
         options = {name: value for name, value in vars(args.advantage).items() if name not in ("estimator", "whiten")}
-        options |= {"baseline": self.scores.mean, "group_size": args.rollout.per_prompt}
+        options |= {"baseline": self.baseline.mean, "group_size": args.rollout.per_prompt}
         advantages, returns = estimate(args.advantage.estimator, rewards, rollout.values, options=options, mask=mask)
-        self.scores.update(rewards.sum(1), reduce=self._all_sum)
+        self.baseline.update(rewards.sum(1), reduce=self._all_sum)
         return rewards, advantages, returns
+
+    def normalize(self, scores: Tensor) -> Tensor:
+        """Scores as `score.normalize` wants them; by the running deviation they are divided from the first batch on."""
+        args = self.args.score
+        if args.normalize == "none":
+            return scores
+        if args.normalize == "batch":
+            everyone = torch.ones_like(scores, dtype=torch.bool)
+            return whiten(scores, everyone, shift_mean=args.shift_mean, reduce=self._all_sum)
+        self.scores.update(scores, reduce=self._all_sum)
+        shifted = scores - self.scores.mean if args.shift_mean else scores
+        return shifted / self.scores.deviation if self.scores.deviation else shifted
 
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
         """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
@@ -256,8 +300,8 @@ class PPOTrainer:
             reduction=ppo.reduction,
         )
         try:
-            with self._timed("update"), self._training():
-                metrics = ppo_update(
+            with self._stage("update") as results, self._training():
+                metrics = results["metrics"] = ppo_update(
                     experience,
                     self._evaluate,
                     objective,
@@ -280,20 +324,44 @@ class PPOTrainer:
         self.schedule.step()
         return metrics
 
+    def evaluate(self) -> dict[str, float]:
+        """Measure the policy on the evaluation prompts, and keep it in `best/` if it never did as well."""
+        with self._stage("evaluation") as results, self._no_grad():
+            metrics = results["metrics"] = evaluate(
+                self.policy,
+                self.tokenizer,
+                self.end_ids,
+                self.terms,
+                self.eval_prompts,
+                self.args.eval,
+                seed=self.args.seed,
+                ref_logprobs=lambda rollout: self._refer(rollout).logprobs,
+                accelerator=self.accelerator,
+            )
+        if metrics["eval/reward"] > self.best:
+            self.best = metrics["eval/reward"]
+            if self.record.main and self.record.folder.path.is_dir():
+                with self.record.folder.replacing("best") as folder:
+                    save_policy(folder, self.policy, self.tokenizer)
+        return metrics
+
     def _refer(self, rollout: Rollout) -> Reference:
         """What the reference says of a rollout, as far as the configuration needs it."""
         if self.reference is None:
             return Reference(None, None, {})
         kl, temperature = self.args.kl, self.args.rollout.temperature
-        with nullcontext() if self.policy.adapter is None else self.policy.adapter.disable_adapter():
-            hidden = self.reference.response_hidden(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids)
-            logprobs = self.reference.token_stats(hidden, rollout.response_ids, rollout.mask, temperature).logprobs
-        if kl.place == "loss":
-            inputs = {"ref_hidden": hidden} if kl.estimator == "full" else {"ref_logprobs": logprobs}
-            return Reference(logprobs, None, inputs)
-        if kl.estimator == "full":
-            now = self.policy(**rollout.inputs(), temperature=temperature, reference=self.reference, ref_hidden=hidden)
-            return Reference(logprobs, now.kl, {})
+        with self._no_grad():
+            with nullcontext() if self.policy.adapter is None else self.policy.adapter.disable_adapter():
+                hidden = self.reference.response_hidden(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids)
+                logprobs = self.reference.token_stats(hidden, rollout.response_ids, rollout.mask, temperature).logprobs
+            if kl.place == "loss":
+                inputs = {"ref_hidden": hidden} if kl.estimator == "full" else {"ref_logprobs": logprobs}
+                return Reference(logprobs, None, inputs)
+            if kl.estimator == "full":
+                now = self.policy(
+                    **rollout.inputs(), temperature=temperature, reference=self.reference, ref_hidden=hidden
+                )
+                return Reference(logprobs, now.kl, {})
         return Reference(logprobs, kl_estimate(kl.estimator, rollout.logprobs, logprobs, rollout.mask), {})
 
     def _evaluate(self, inputs: dict[str, Tensor]) -> Evaluation:
@@ -307,6 +375,66 @@ class PPOTrainer:
             kl = kl_estimate(self.args.kl.estimator, now.logprobs, inputs["ref_logprobs"], inputs["mask"])
             now = now._replace(kl=kl)
         return now
+
+    def _check_batch_size(self) -> None:
+        processes, rollout = self.accelerator.num_processes, self.args.rollout
+        if rollout.batch_size % (processes * rollout.per_prompt):
+            raise ConfigError(
+                f"rollout.batch_size is {rollout.batch_size}; it must be a multiple of {processes} processes times "
+                f"rollout.per_prompt, {rollout.per_prompt}"
+            )
+
+    def _build(self, lm: PreTrainedModel, peft_config: Any) -> None:
+        """Policy, reference, optimizer and learning-rate schedule."""
+        args = self.args
+        adapted = bool(args.model.lora.rank) or peft_config is not None
+        base = ActorCritic(deepcopy(lm)) if args.kl.coef > 0 and not adapted else None
+        self.policy = build_actor_critic(lm, self.tokenizer, args.model, peft_config).to(self.accelerator.device)
+        self.reference = None
+        if base is not None:
+            self.reference = base.requires_grad_(False).to(self.accelerator.device)
+        elif args.kl.coef > 0:
+            self.reference = self.policy  # without its adapter
+        parts = ((self.policy.lm, args.optim.lr), (self.policy.critic_parts(), args.optim.value_lr))
+        optimizer = build_optimizer(
+            [{"params": trainable(p), "lr": lr, "weight_decay": args.optim.weight_decay} for p, lr in parts],
+            args.optim.name,
+            hidden=hidden_matrices(lm, exclude=lm.get_output_embeddings().parameters()),
+        )
+        factor = schedule(
+            args.optim.schedule,
+            warmup=args.optim.warmup,
+            total=max(args.run.iterations, args.optim.warmup + 1),
+            final_scale=args.optim.final_scale,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        self.model, self.optimizer = self.accelerator.prepare(self.policy, optimizer)
+
+    def _end(self, stopped_by: str) -> dict[str, Any]:
+        summary = self.record.end(stopped_by, self._save)
+        if self.args.run.push_to_hub and self.record.main:
+            upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
+        return summary
+
+    def _save(self, folder: Path, summary: dict[str, Any]) -> None:
+        save_policy(folder, self.policy, self.tokenizer)
+        (folder / "README.md").write_text(model_card(self.args, [t.name for t in self.terms], summary))
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[dict[str, Any]]:
+        """Time a stage, and tell the callbacks of its beginning and, with its results, of its end."""
+        self._tell(f"before_{name}")
+        results: dict[str, Any] = {}
+        started = time.perf_counter()
+        yield results
+        self.seconds[name] = time.perf_counter() - started
+        self._tell(f"after_{name}", **results)
+
+    def _tell(self, event: str, **results: Any) -> None:
+        for callback in self.callbacks:
+            method: Callable[..., Any] | None = getattr(callback, event, None)
+            if method is not None:
+                method(self, **results)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -324,53 +452,6 @@ class PPOTrainer:
 
     def _all_sum(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor, "sum")
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - started
-
-    def _begin(self) -> None:
-        if self.accelerator.is_main_process:
-            self.folder.create(reserve=sum(p.numel() * p.element_size() for p in self.policy.parameters()) + 2**20)
-            self.folder.write("config.yaml", yaml.safe_dump(asdict(self.args), sort_keys=False, allow_unicode=True))
-        if self.args.run.trackers:
-            self.accelerator.init_trackers("tokencredit")
-        self.started = time.perf_counter()
-
-    def _record(self, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        self.history.append(metrics)
-        self.first_samples, self.last_samples = self.first_samples or samples, samples
-        self.accelerator.log({k: v for k, v in metrics.items() if k != "iteration"}, step=int(metrics["iteration"]))
-        if not self.accelerator.is_main_process:
-            return
-        self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
-        self.folder.append("samples.jsonl", *samples)
-        self.screen.iteration(metrics)
-        if self.args.run.show_every and metrics["iteration"] % self.args.run.show_every == 0:
-            self.screen.samples(int(metrics["iteration"]), samples)
-
-    def _end(self, stopped_by: str) -> dict[str, Any]:
-        seconds = time.perf_counter() - self.started
-        last = self.history[-LAST:]
-        tokens = sum(m["length"] for m in self.history) * self.args.rollout.batch_size
-        summary = {
-            "reward_first": self.history[0]["reward"] if self.history else None,
-            "reward_last": sum(m["reward"] for m in last) / len(last) if last else None,
-            "kl_last": sum(m["kl"] for m in last) / len(last) if last and self.reference else None,
-            "iterations": len(self.history),
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "stopped_by": stopped_by,
-        }
-        if self.accelerator.is_main_process:
-            with self.folder.replacing("policy") as folder:
-                save_policy(folder, self.policy, self.tokenizer)
-            self.folder.write("summary.json", json.dumps(summary, indent=2) + "\n")
-            self.screen.finish(summary, str(self.folder.path), self.first_samples, self.last_samples)
-        self.accelerator.end_training()
-        return summary
 
 
 def trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -1,0 +1,33 @@
+"""The model card that goes with a trained policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from tokencredit.runs.config import PPOConfig
+from tokencredit.runs.console import visible
+
+
+def model_card(args: PPOConfig, terms: Sequence[str], summary: dict[str, Any]) -> str:
+    """What was trained, on what, with which reward and what came out, as the README of a model repository."""
+    header: dict[str, Any] = {"library_name": "transformers", "tags": ["tokencredit", "ppo", "reinforcement-learning"]}
+    if not args.model.name.startswith("builtin:"):
+        header["base_model"] = args.model.name
+    prompts = args.prompts.dataset or args.prompts.text
+    figures = {name: value for name, value in summary.items() if isinstance(value, float)}
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items())
+    return (
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
+        f"# {visible(args.model.name)}, trained with PPO\n\n"
+        f"Trained by Tokencredit for {summary['iterations']} iterations of {args.rollout.batch_size} completions.\n\n"
+        f"- prompts: {visible(str(prompts))}\n"
+        f"- reward: {', '.join(visible(term) for term in terms)}\n"
+        f"- KL coefficient: {args.kl.coef:g}, in the {args.kl.place}\n"
+        f"- ended by: {summary['stopped_by']}\n\n"
+        f"| result | |\n|---|---|\n{rows}\n\n"
+        "`reward_first` is the mean reward of the starting model, `reward_last` that of the last iterations; "
+        "`kl_last` is the divergence from the starting model in nats a completion.\n"
+    )

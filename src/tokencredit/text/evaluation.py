@@ -1,0 +1,86 @@
+"""Evaluation: what a policy writes on held-out prompts, measured with settings of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.core.kl import k1
+from tokencredit.runs.config import EvalConfig
+from tokencredit.text.models import ActorCritic
+from tokencredit.text.prompts import Prompts
+from tokencredit.text.rewards import Term, score, term_metrics
+from tokencredit.text.sampling import sample
+
+SEED_OFFSET = 1_000_003
+"""Keeps evaluation's random numbers apart from training's; they are the same in every evaluation of a run."""
+
+
+def evaluate(
+    policy: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    terms: Sequence[Term],
+    prompts: Prompts,
+    settings: EvalConfig,
+    *,
+    seed: int,
+    ref_logprobs: Callable[..., Tensor | None],
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Sample `best_of` completions of each of the first `samples` prompts and measure them.
+
+    Returns:
+        `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
+        (nats a sequence, if there is a reference), `eval/length`, `eval/distinct` (share of different completions) and
+        `eval/distinct_2` (share of different pairs of neighbouring tokens).
+    """
+    share = -(-settings.samples // accelerator.num_processes) * settings.best_of
+    first = share * accelerator.process_index
+    generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
+    uniforms = torch.rand(share * accelerator.num_processes, settings.max_new_tokens, generator=generator)
+    batch = prompts.batch(first, share, settings.best_of)
+    device = accelerator.device
+    rollout = sample(
+        policy,
+        batch.ids.to(device),
+        batch.mask.to(device),
+        uniforms[first : first + share].to(device),
+        settings,
+        tokenizer,
+        end_ids,
+    )
+    reference = ref_logprobs(rollout)
+    completions = rollout.texts(tokenizer)
+    columns = batch.columns | rollout.columns(reference)
+    rated = score(terms, batch.prompts, batch.answers(completions), columns, rollout.mask.sum(1).tolist())
+    totals = torch.tensor(rated.totals)
+    if rated.dense is not None:
+        totals += torch.tensor([sum(row) for row in rated.dense])
+
+    def reduce(tensor: Tensor) -> Tensor:
+        return accelerator.reduce(tensor, "sum")
+
+    pairs = [tuple(pair) for ids in columns["completion_ids"] for pair in pairwise(ids)]
+    sums = [len(totals), totals.sum(), totals.view(-1, settings.best_of).amax(1).sum(), rollout.mask.sum()]
+    sums += [len(set(zip(batch.texts, completions, strict=True))), len(set(pairs)), len(pairs)]
+    sums += [0 if reference is None else k1(rollout.logprobs, reference, rollout.mask).sum()]
+    rows, reward, best, tokens, distinct, different, all_pairs, kl = reduce(
+        torch.tensor([float(x) for x in sums], device=device)
+    ).tolist()
+    metrics = {
+        "reward": reward / rows,
+        "best": best / (rows / settings.best_of),
+        **term_metrics(rated.terms, reduce, device),
+        "length": tokens / rows,
+        "distinct": distinct / rows,
+        "distinct_2": different / max(all_pairs, 1),
+    }
+    if reference is not None:
+        metrics["kl"] = kl / rows
+    return {f"eval/{name}": value for name, value in metrics.items()}
