@@ -39,9 +39,10 @@ def load_function(spec: str, kwargs: Mapping[str, Any]) -> RewardFunction:
         return READY_MADE[spec](**kwargs)
     module = _from_file(place) if place.endswith(".py") else _from_module(place)
     function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"{place!r} has no {name!r}{_meant(name, vars(module))}")
     if not callable(function):
-        what = "has no" if function is None else f"is {type(function).__name__}, not a function:"
-        raise ConfigError(f"{place!r} {what} {name!r}{_meant(name, vars(module))}")
+        raise ConfigError(f"{name!r} of {place!r} is a {type(function).__name__}, not a function")
     _check_kwargs(spec, function, kwargs, offered=("prompts", "completions"))
     return function
 

@@ -231,7 +231,7 @@ def _arguments(term: Term, offered: Mapping[str, Sequence[Any]]) -> tuple[list[A
     missing = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic and n not in named]
     if not missing:
         return [], named
-    if missing == list(parameters)[:2]:
+    if len(missing) == 2 and missing == list(parameters)[:2]:
         rest = {name: value for name, value in named.items() if name not in ("prompts", "completions")}
         return [offered["prompts"], offered["completions"]], rest
     raise ConfigError(f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(offered))}")
