@@ -1,9 +1,12 @@
 import asyncio
 import json
 import math
+import re
 import shutil
 import warnings
+from ast import literal_eval
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -616,3 +619,14 @@ def test_terms_from_yaml_and_from_flags(tmp_path):
 def test_a_ready_made_function_mistakes_no_column_for_a_setting():
     """A ready-made function's settings are its own, whatever the data set's columns are called."""
     assert rate([Term("length", 1.0, length())], unit=["x", "y"]).totals == [6.0, 10.0]
+
+
+def test_the_example_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "as_terms" in block)
+    names: dict = {}
+    exec(code, names)
+    claims = re.findall(r"^scores\.(\w+) +# (.+)$", code, re.MULTILINE)
+    assert len(claims) == 2
+    for name, value in claims:
+        assert getattr(names["scores"], name) == literal_eval(value)
