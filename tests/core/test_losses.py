@@ -77,6 +77,8 @@ def test_total_loss_by_hand():
     total = total_loss(policy, value, entropy, weights, value_coef=0.5, entropy_coef=0.1)
     torch.testing.assert_close(total, torch.tensor(3.5 + 0.5 * 3 - 0.1 * 2))
     torch.testing.assert_close(total_loss(policy, None, None, weights), torch.tensor(3.5))
+    # Left alone, the critic counts half and there is no bonus.
+    torch.testing.assert_close(total_loss(policy, value, entropy, weights), torch.tensor(3.5 + 0.5 * 3))
 
 
 def test_ratio_stats_by_hand():
@@ -242,3 +244,4 @@ def test_refusals(call, message):
 
 def test_a_clip_of_one_number_is_symmetric():
     assert clip_range(0.2) == clip_range((0.2, 0.2)) == (0.8, 1.2)
+    assert clip_range(1.0) == (0.0, 2.0)
