@@ -62,6 +62,31 @@ def test_generate_takes_the_runs_own_prompts(run):
     assert [line.startswith("This movie was really") for line in done.stdout.splitlines()] == [True, True]
 
 
+def test_evaluate_measures_the_policy_and_the_base(run):
+    folder, _ = run
+    for options in ([], ["--base"]):
+        done = command("evaluate", str(folder), *options)
+        assert done.returncode == 0, done.stderr
+        figures = dict(line.split() for line in done.stdout.splitlines())
+        assert {"reward", "best", "length", "distinct", "distinct_2", "kl"} <= set(figures)
+        assert 0 <= float(figures["reward"]) <= 1
+    assert abs(float(figures["kl"])) < 1e-4, "the base is its own reference"
+    done = command("evaluate", str(folder), "--best")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "has no best/" in done.stderr
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, capsys):
+    reward = "[{function: length, kwargs: {unit: words}}]"
+    (tmp_path / "run.yaml").write_text(f"reward: {reward}\n")
+    flags = ["--config", str(tmp_path / "run.yaml")] if from_file else ["--reward", reward]
+    with pytest.raises(SystemExit):
+        main(["train", *flags, "--print_config"])
+    (term,) = yaml.safe_load(capsys.readouterr().out)["reward"]
+    assert (term["function"], term["classifier"], term["label"]) == ("length", None, None)
+
+
 def test_a_runs_configuration_runs_it_again(run, tmp_path):
     folder, _ = run
     done = command("train", "--config", str(folder / "config.yaml"), "--run.dir", str(tmp_path / "again"))

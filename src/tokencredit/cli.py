@@ -54,7 +54,8 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     train = ArgumentParser(exit_on_error=False, allow_abbrev=False, description="Train a language model with PPO.")
     train.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
     train.add_class_arguments(PPOConfig)
-    train.set_defaults({"reward": [asdict(term) for term in PPOConfig().reward]})
+    # A tuple, because jsonargparse merges a list of the same length into the default item by item.
+    train.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
 
     generate = ArgumentParser(
         exit_on_error=False, allow_abbrev=False, description="Write from the policy that a run trained."
@@ -67,10 +68,17 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     generate.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
     generate.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
 
+    evaluate = ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, description="Measure the policy that a run trained."
+    )
+    evaluate.add_argument("run", help="The folder of a run.")
+    evaluate.add_argument("--base", action="store_true", help="Measure the model that the run started from.")
+    evaluate.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
+
     parser = ArgumentParser(
         prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models."
     )
-    commands = {"train": train, "generate": generate}
+    commands = {"train": train, "generate": generate, "evaluate": evaluate}
     chosen = parser.add_subcommands(dest="command", required=False)
     for name, command in commands.items():
         command.add_argument("--debug", action="store_true", help="Show tracebacks.")
@@ -112,7 +120,18 @@ def generate(parser: ArgumentParser, options: Namespace) -> None:
     )
 
 
-COMMANDS = {"train": train, "generate": generate}
+def evaluate(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit evaluate`."""
+    config = read_config(Path(options.run) / "config.yaml")
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.text.evaluation import evaluate_run
+
+    disable_progress_bar()
+    evaluate_run(Path(options.run), config, "base" if options.base else "best" if options.best else "policy")
+
+
+COMMANDS = {"train": train, "generate": generate, "evaluate": evaluate}
 
 
 def to_config(parser: ArgumentParser, options: Namespace) -> PPOConfig:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tokencredit.runs.config import (
     AdvantageConfig,
     Estimator,
+    EvalConfig,
     KLConfig,
     LoraConfig,
     ModelConfig,
@@ -26,6 +27,7 @@ from tokencredit.runs.config import (
     RewardTerm,
     RolloutConfig,
     RunConfig,
+    ScoreConfig,
     StopConfig,
     UpdateConfig,
 )
@@ -305,6 +307,137 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
     trainer.terms = [Term("e", 1.0, lambda prompts, completions: [float(c.count("e")) for c in completions])]
     summary = trainer.train()
     assert summary["reward_last"] > 1.5 * summary["reward_first"]
+
+
+def test_evaluation_keeps_the_best_policy(tmp_path):
+    evaluation = EvalConfig(every=1, samples=6, best_of=2, max_new_tokens=8)
+    trainer = PPOTrainer(args=small(tmp_path / "run", eval=evaluation, optim=OptimConfig(lr=1e-3)))
+    policies = []
+
+    class Keep:
+        def after_evaluation(self, trainer, metrics):
+            policies.append({name: p.detach().clone() for name, p in trainer.policy.lm.state_dict().items()})
+
+    trainer.callbacks.append(Keep())
+    trainer.train()
+    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    rewards = [m["eval/reward"] for m in metrics]
+    for m in metrics:
+        assert m["eval/best"] >= m["eval/reward"] == pytest.approx(m["eval/reward/NEGATIVE"])
+        assert 1 <= m["eval/length"] <= 8
+        assert 0 < m["eval/distinct"] <= 1
+    assert trainer.best == max(rewards)
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best").state_dict()
+    expected = policies[rewards.index(max(rewards))]
+    assert all(torch.equal(best[name], weights) for name, weights in expected.items())
+
+
+def test_evaluation_does_not_disturb_training(run, tmp_path):
+    evaluation = EvalConfig(every=1, samples=4, max_new_tokens=6, temperature=0.5)
+    PPOTrainer(args=small(tmp_path / "run", eval=evaluation)).train()
+    seen = [
+        {k: v for k, v in m.items() if not k.startswith("eval/")}
+        for m in without_times(lines(tmp_path / "run", "metrics.jsonl"))
+    ]
+    assert seen == without_times(lines(run[0], "metrics.jsonl"))
+
+
+def test_the_arguments_of_trls_trainers(model_folders, tokenizer, tmp_path):
+    """A loaded model, plain functions, data sets from Python, and columns that reach the reward."""
+    model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen = []
+
+    def wanted(prompts, completions, word, **columns):
+        seen.append((prompts, word, sorted(columns)))
+        return [float(w in c) for w, c in zip(word, completions, strict=True)]
+
+    def short(completions, **columns):
+        return [-len(c) / 100 for c in completions]
+
+    rows = [{"prompt": "A film", "word": "a"}, {"prompt": "This movie was", "word": "e"}]
+    trainer = PPOTrainer(
+        model=model,
+        reward_funcs=[wanted, short],
+        args=small(tmp_path / "run", eval=EvalConfig(every=2, samples=2, max_new_tokens=4)),
+        train_dataset=rows,
+        eval_dataset=rows[:1],
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert sorted({*zip(seen[0][0], seen[0][1], strict=True)}) == [("A film", "a"), ("This movie was", "e")]
+    assert {"completion_ids", "ref_logprobs"} <= set(seen[0][2])
+    assert {"reward/wanted", "reward/short"} <= set(lines(tmp_path / "run", "metrics.jsonl")[0])
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters()), "it is trained in place"
+
+
+def test_a_peft_configuration_from_python(model_folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    trainer = PPOTrainer(
+        str(model_folders["llama"]),
+        args=small(tmp_path / "run"),
+        peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    )
+    assert trainer.reference is trainer.policy
+    trained = [name for name, p in trainer.policy.lm.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("q_proj.lora_" in name for name in trained)
+
+
+def test_callbacks_hear_of_each_stage_with_its_results(tmp_path):
+    heard = []
+
+    class Listener:
+        def before_iteration(self, trainer):
+            heard.append("before_iteration")
+
+        def after_rollout(self, trainer, rollout):
+            heard.append(("after_rollout", len(rollout.mask)))
+
+        def after_reward(self, trainer, scores):
+            heard.append(("after_reward", len(scores.totals)))
+
+        def after_iteration(self, trainer, metrics, samples):
+            heard.append(("after_iteration", metrics["iteration"], len(samples)))
+
+    trainer = PPOTrainer(args=small(tmp_path / "run"), callbacks=[Listener()])
+    trainer.iteration(1)
+    assert heard == ["before_iteration", ("after_rollout", 8), ("after_reward", 8), ("after_iteration", 1, 3)]
+
+
+@pytest.mark.parametrize(("normalize", "shift"), [("batch", True), ("batch", False), ("running", True)])
+def test_scores_are_normalised_as_asked(normalize, shift, tmp_path):
+    args = small(tmp_path / "run", score=ScoreConfig(normalize=normalize, shift_mean=shift), kl=KLConfig(coef=0.0))
+    batch, _ = PPOTrainer(args=args).collect(1)
+    paid, scores = batch.rewards.sum(1), batch.scores
+    assert float(paid.std(correction=0)) == pytest.approx(1, rel=1e-3)
+    assert float(paid.mean()) == pytest.approx(0 if shift else float(scores.mean()), abs=1e-4)
+
+
+def test_dense_rewards_are_paid_where_they_stand(tmp_path):
+    def places(completions, completion_ids, **columns):
+        return [[float(place) for place in range(len(ids))] for ids in completion_ids]
+
+    trainer = PPOTrainer(reward_funcs=places, args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
+    batch, _ = trainer.collect(1)
+    expected = torch.arange(batch.rewards.shape[1]).expand_as(batch.rewards) * batch.rollout.mask
+    torch.testing.assert_close(batch.rewards, expected.float())
+    torch.testing.assert_close(batch.scores, expected.float().sum(1))
+
+
+def test_the_model_card_says_what_was_trained(run):
+    card = (run[0] / "policy" / "README.md").read_text()
+    assert "builtin:reviews" in card
+    assert "This movie was really" in card
+    assert "NEGATIVE" in card
+    assert "reward_last" in card
+
+
+def test_a_hub_that_cannot_be_reached_costs_nothing(tmp_path):
+    run = RunConfig(dir=str(tmp_path / "run"), iterations=1, push_to_hub="not/a/name")
+    with pytest.raises(RunStopped, match=r"could not upload to run\.push_to_hub 'not/a/name'.*the policy is in"):
+        PPOTrainer(args=small(tmp_path / "run", run=run)).train()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

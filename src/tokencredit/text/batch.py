@@ -26,7 +26,7 @@ class Batch:
     prompts: list[str]
     completions: list[str]
     scores: Tensor
-    """`[batch]`: the weighted sum of the reward's terms."""
+    """`[batch]`: the weighted sum of the reward's terms, over all tokens where a term gives one number a token."""
     terms: dict[str, list[float | None]]
     """Each term by itself; None where it does not apply."""
     ref_logprobs: Tensor | None

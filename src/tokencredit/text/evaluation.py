@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -11,11 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
-from tokencredit.runs.config import EvalConfig
+from tokencredit.runs.config import EvalConfig, PPOConfig
+from tokencredit.runs.errors import ConfigError
+from tokencredit.text.loading import end_ids, load_language_model, room_for_prompts
 from tokencredit.text.models import ActorCritic
-from tokencredit.text.prompts import Prompts
-from tokencredit.text.rewards import Term, score, term_metrics
-from tokencredit.text.sampling import sample
+from tokencredit.text.prompts import Prompts, load_prompts
+from tokencredit.text.rewards import Term, build_terms, score, term_metrics
+from tokencredit.text.sampling import Rollout, sample
 
 SEED_OFFSET = 1_000_003
 """Keeps evaluation's random numbers apart from training's; they are the same in every evaluation of a run."""
@@ -30,7 +34,7 @@ def evaluate(
     settings: EvalConfig,
     *,
     seed: int,
-    ref_logprobs: Callable[..., Tensor | None],
+    ref_logprobs: Callable[[Rollout], Tensor | None],
     accelerator: Accelerator,
 ) -> dict[str, float]:
     """Sample `best_of` completions of each of the first `samples` prompts and measure them.
@@ -84,3 +88,46 @@ def evaluate(
     if reference is not None:
         metrics["kl"] = kl / rows
     return {f"eval/{name}": value for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
+    """Measure a run's policy as the run's own evaluations did, print a line a metric, and return them.
+
+    Args:
+        run: the run's folder.
+        config: its configuration.
+        which: `policy`, `best`, or `base` for the model it started from.
+
+    Raises:
+        ConfigError: the run has no such policy.
+    """
+    if which != "base" and not (run / which).is_dir():
+        raise ConfigError(f"{str(run)!r} has no {which}/; a run writes policy/ at its end, and best/ with eval.every")
+    name = config.model.name if which == "base" else str(run / which)
+    lm, tokenizer = load_language_model(replace(config.model, name=name))
+    base = ActorCritic(load_language_model(config.model)[0]) if config.kl.coef > 0 else None
+
+    def ref_logprobs(rollout: Rollout) -> Tensor | None:
+        return None if base is None else base(**rollout.inputs(), temperature=config.eval.temperature).logprobs
+
+    prompts = load_prompts(
+        config.eval.prompts or config.prompts,
+        tokenizer,
+        seed=config.seed,
+        room=room_for_prompts(lm, config.eval.max_new_tokens),
+    )
+    metrics = evaluate(
+        ActorCritic(lm),
+        tokenizer,
+        end_ids(lm, tokenizer),
+        build_terms(config.reward, "cpu"),
+        prompts,
+        config.eval,
+        seed=config.seed,
+        ref_logprobs=ref_logprobs,
+        accelerator=Accelerator(cpu=True),
+    )
+    for metric, value in metrics.items():
+        print(f"{metric.removeprefix('eval/'):<24} {value:.4g}")
+    return metrics

@@ -15,20 +15,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tokencredit.core.advantages import estimate
 from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import whiten
-from tokencredit.core.rewards import token_rewards
-from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
-from tokencredit.runs.config import KLConfig, PPOConfig
+from tokencredit.runs.config import PPOConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.record import RunRecord
 from tokencredit.text.batch import Batch
 from tokencredit.text.card import model_card
+from tokencredit.text.credit import Credit
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.loading import (
     build_actor_critic,
@@ -132,8 +130,7 @@ class PPOTrainer:
                 dataset=eval_dataset,
             )
         self._build(lm, peft_config)
-        self.kl = build_kl(args.kl)
-        self.baseline, self.scores = RunningMoments(), RunningMoments()
+        self.credit = Credit(args, self._all_sum)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.best = -math.inf
         self.seconds: dict[str, float] = {}
@@ -177,7 +174,7 @@ class PPOTrainer:
         with self._stage("iteration") as results:
             batch, experience = self.collect(number)
             lr, *_, value_lr = self.schedule.get_last_lr()
-            kl_coef = self.kl.coef
+            kl_coef = self.credit.kl.coef
             update = self.update(number, batch, experience)
             metrics = {
                 "iteration": number,
@@ -188,7 +185,7 @@ class PPOTrainer:
                 "value_lr": value_lr,
             }
             if "kl" in metrics:
-                self.kl.update(metrics["kl"], self.args.rollout.batch_size)
+                self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
             samples = [{"iteration": number, **s} for s in batch.samples(self.args.run.samples, self.tokenizer)]
@@ -220,7 +217,9 @@ class PPOTrainer:
                 rollout.mask.sum(1).tolist(),
             )
         scores = torch.tensor(rated.totals, device=self.accelerator.device)
-        rewards, advantages, returns = self.give_credit(rollout, scores, rated.dense, reference)
+        rewards, advantages, returns = self.credit.give(rollout, scores, rated.dense, reference.kl)
+        if rated.dense is not None:
+            scores = scores + torch.tensor([sum(row) for row in rated.dense], device=scores.device)
         batch = Batch(
             rollout, prompts.texts, completions, scores, rated.terms, reference.logprobs, rewards, advantages, returns
         )
@@ -248,45 +247,6 @@ class PPOTrainer:
             now = self.policy(**rollout.inputs(), temperature=settings.temperature)
             return replace(rollout, logprobs=now.logprobs, values=now.values)
 
-    def give_credit(
-        self, rollout: Rollout, scores: Tensor, dense: list[list[float]] | None, reference: Reference
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """From scores and KL to the reward, advantage and return of each token.
-
-        A completion that was cut off at the length limit is treated as ended there: its score is paid in full, once, so
-        the value of the state after it is 0. To bootstrap from the critic as well would count the score twice, and
-        since the critic learns from that sum, its values would climb without end.
-        """
-        args, mask = self.args, rollout.mask
-        rewards = token_rewards(
-            self.normalize(scores),
-            mask,
-            kl=reference.kl if args.kl.place == "reward" else None,
-            kl_coef=self.kl.coef,
-            eos=~rollout.truncated,
-            missing_eos_penalty=args.score.missing_eos_penalty,
-            clip=args.score.clip,
-        )
-        if dense is not None:
-            rewards[mask] += torch.tensor([x for row in dense for x in row], device=mask.device)
-        options = {name: value for name, value in vars(args.advantage).items() if name not in ("estimator", "whiten")}
-        options |= {"baseline": self.baseline.mean, "group_size": args.rollout.per_prompt}
-        advantages, returns = estimate(args.advantage.estimator, rewards, rollout.values, options=options, mask=mask)
-        self.baseline.update(rewards.sum(1), reduce=self._all_sum)
-        return rewards, advantages, returns
-
-    def normalize(self, scores: Tensor) -> Tensor:
-        """Scores as `score.normalize` wants them; by the running deviation they are divided from the first batch on."""
-        args = self.args.score
-        if args.normalize == "none":
-            return scores
-        if args.normalize == "batch":
-            everyone = torch.ones_like(scores, dtype=torch.bool)
-            return whiten(scores, everyone, shift_mean=args.shift_mean, reduce=self._all_sum)
-        self.scores.update(scores, reduce=self._all_sum)
-        shifted = scores - self.scores.mean if args.shift_mean else scores
-        return shifted / self.scores.deviation if self.scores.deviation else shifted
-
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
         """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
         ppo, optim = self.args.ppo, self.args.optim
@@ -296,7 +256,7 @@ class PPOTrainer:
             value_clip=ppo.value_clip,
             value_coef=ppo.value_coef,
             entropy_coef=ppo.entropy_coef,
-            kl_coef=self.kl.coef,
+            kl_coef=self.credit.kl.coef,
             reduction=ppo.reduction,
         )
         try:
@@ -463,10 +423,3 @@ def mixed_precision(dtype: str) -> str:
     """Accelerate's word for a number format; `auto` is bfloat16 where a GPU has it."""
     half = dtype == "bfloat16" or (dtype == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported())
     return "bf16" if half else "no"
-
-
-def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:
-    """The controller of the KL coefficient."""
-    if args.target is None:
-        return FixedKL(args.coef)
-    return AdaptiveKL(args.coef, target=args.target, horizon=args.horizon)
