@@ -107,6 +107,9 @@ def test_gradcheck(softcap, chunk):
 
 def test_only_what_is_asked_for():
     (hidden, weight, _), ref, targets, _ = make(0)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=1.0, entropy=True)
+    assert torch.equal(token_stats(hidden, weight, targets).logprobs, logprobs)
+    assert torch.equal(token_stats(hidden, weight, None, entropy=True).entropy, entropy)
     assert token_logprobs(hidden, weight, targets)[1] is None
     assert token_stats(hidden, weight, None)._asdict() == {"logprobs": None, "entropy": None, "kl": None}
     hidden.requires_grad_()

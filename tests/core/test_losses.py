@@ -108,6 +108,30 @@ def batches(draw):
     return mask, torch.where(mask, tensors, garbage)
 
 
+small = st.floats(-3.0, 3.0)
+
+
+@given(small, small, small, st.floats(0.0, 1.0), st.floats(0.0, 2.0), st.none() | st.floats(1.01, 4.0))
+def test_surrogate_by_definition(logprob, old_logprob, advantage, below, above, dual_clip):
+    ratio = math.exp(logprob - old_logprob)
+    objective = min(ratio * advantage, min(max(ratio, 1 - below), 1 + above) * advantage)
+    if dual_clip is not None and advantage < 0:
+        objective = max(objective, dual_clip * advantage)
+    tensors = (torch.tensor([x], dtype=torch.float64) for x in (logprob, old_logprob, advantage))
+    loss = clipped_surrogate(*tensors, clip=(below, above), dual_clip=dual_clip)
+    assert loss.item() == pytest.approx(-objective)
+
+
+@given(small, small, small, st.none() | st.floats(0.0, 2.0))
+def test_value_loss_by_definition(value, old_value, target, clip):
+    expected = 0.5 * (value - target) ** 2
+    if clip is not None:
+        clipped = min(max(value, old_value - clip), old_value + clip)
+        expected = max(expected, 0.5 * (clipped - target) ** 2)
+    tensors = (torch.tensor([x], dtype=torch.float64) for x in (value, old_value, target))
+    assert value_loss(*tensors, clip=clip).item() == pytest.approx(expected)
+
+
 def losses(mask, tensors, weights):
     """The whole PPO loss of some rows, its gradient in what the model gives, and the ratios."""
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
