@@ -60,6 +60,22 @@ def test_names_that_lead_nowhere(name, message):
         resolve(name, "policy")
 
 
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ConfigError, match=r"'nobody/nothing' is no folder here, the hub cannot be reached.*give a folder"
+    ):
+        resolve("nobody/nothing", "policy")
+
+
+def test_weights_that_are_pickled_are_not_loaded(tmp_path, model_folders):
+    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot load a language model"):
+        load_language_model(ModelConfig(name=str(tmp_path / "model")))
+
+
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a model folder: it has no config\.json"):
         load_language_model(ModelConfig(name=str(tmp_path)))
@@ -116,9 +132,7 @@ def test_a_tokenizer_of_another_model(tmp_path, model_folders):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.add_tokens(["<one>", "<two>"])
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(
-        ConfigError, match=r"the tokenizer has \d+ tokens, but .* knows \d+; they do not belong"
-    ):
+    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ tokens, but .* knows \d+; they do not belong"):
         load_language_model(ModelConfig(name=str(tmp_path / "model")))
 
 

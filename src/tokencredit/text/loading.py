@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -19,15 +21,19 @@ from tokencredit.runs.config import LoraConfig, ModelConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.text.models import ActorCritic, build_value_head, positions, width
 
+HUB_TIMEOUT = 10
+"""Seconds for the hub's first answer."""
 VALUE_HEAD_FILE = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 
 
 def resolve(name: str, part: str) -> str:
-    """The folder behind `builtin:reviews` (`part` is policy or sentiment); any other name as it is.
+    """The folder behind a name: of `builtin:reviews` (`part` is policy or sentiment), of a path, or of the hub's cache.
+
+    A hub id comes back as it is when the hub answers, and as the folder of its cached copy when it does not.
 
     Raises:
-        ConfigError: an unknown built-in world, or a folder that holds no model.
+        ConfigError: an unknown built-in world, a folder that holds no model, or a hub id that cannot be had.
     """
     if name == "builtin:reviews":
         return str(files("tokencredit") / "demo" / "reviews" / part)
@@ -40,7 +46,28 @@ def resolve(name: str, part: str) -> str:
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
         return str(folder)
-    return name
+    return name if _hub_answers(name) else _cached(name)
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub says anything of a model; one short question, where a download would be tried several times."""
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+    except HfHubHTTPError:
+        return True  # it refuses, and says why when the model is loaded
+    except Exception:  # the errors of the HTTP library below, which is not always the same one
+        return False
+    return True
+
+
+def _cached(name: str) -> str:
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name!r} is no folder here, the hub cannot be reached, and its cache holds no copy; "
+            "give a folder with config.json, model.safetensors and the tokenizer's files"
+        ) from error
 
 
 def load_language_model(
@@ -210,9 +237,6 @@ def upload(folder: Path, repository: str) -> None:
     Raises:
         RunStopped: the hub refused or could not be reached; the folder is still there.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         HfApi().create_repo(repository, exist_ok=True)
         HfApi().upload_folder(repo_id=repository, folder_path=folder)
@@ -224,7 +248,9 @@ def upload(folder: Path, repository: str) -> None:
 
 def _load(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedModel:
     with _naming(f"a language model from {name!r}"):
-        model = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
+        model = kind.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=args.trust_remote_code
+        )
     if not args.dropout:
         disable_dropout(model)
     return model
