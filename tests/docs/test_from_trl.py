@@ -113,7 +113,6 @@ def test_the_script_for_tokencredit_runs(folder):
     AutoModelForCausalLM.from_pretrained(folder / "runs" / "first" / "policy")
 
 
-@pytest.mark.xfail(strict=True, reason="a list of one term is merged into the default term, a classifier")
 def test_the_yaml_says_the_same_as_the_script(folder):
     call = next(
         node
