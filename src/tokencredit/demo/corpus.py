@@ -8,37 +8,43 @@ from tokencredit.demo.grammar import POSITIVE_SHARE, Review
 SURE = 0.98  # the target for a whole review: a little doubt keeps the classifier's log-odds, the reward's slope, finite
 
 
-def packed_texts(texts: Sequence[str], end: str, rng: random.Random) -> Iterator[str]:
-    """Rows for the language model: a review between two `end` tokens.
+def rows_of_reviews(reviews: Sequence[list[int]], end: int, rng: random.Random, longest: int) -> list[list[int]]:
+    """Rows of token ids for the language model: a review between two `end` tokens.
 
-    One row in four lacks the first token, so that prompts work with and without it; one in eight holds four reviews, so that
-    late positions are trained too.
+    One row in four lacks the first `end`, so that prompts work with and without it; one in eight holds four reviews,
+    so that late positions are trained too.
     """
-    remaining = list(texts)
-    while remaining:
+    rows, start = [], 0
+    while start < len(reviews):
         count = 4 if rng.random() < 0.125 else 1
-        row, remaining = remaining[-count:], remaining[:-count]
-        yield ("" if rng.random() < 0.25 else end) + end.join(row) + end
+        row = [token for review in reviews[start : start + count] for token in (*review, end)]
+        rows.append(([] if rng.random() < 0.25 else [end]) + row)
+        start += count
+    return [row[:longest] for row in rows]
 
 
 def graded_texts(drawn: Sequence[Review], rng: random.Random) -> Iterator[tuple[str, float]]:
     """Texts for the classifier with the probability that each is positive.
 
-    A review cut short keeps its verdict, so that the classifier learns how much an unfinished text has already decided. Text that
-    is not a review at all says nothing, and its target is the share of positive reviews: a policy gains nothing by babble.
+    A review cut short keeps its verdict, so that the classifier learns how much an unfinished text has already
+    decided. Text that is not a review at all says nothing, and its target is the share of positive reviews; a review
+    that goes on as babble lies half-way between. So a policy gains nothing by babble.
     """
     vocabulary = sorted({word for review in drawn[:2000] for word in review.text.split()})
     for review in drawn:
         verdict = SURE if review.positive else 1 - SURE
         kind = rng.random()
-        if kind < 0.4:
+        if kind < 0.32:
             yield review.text, verdict
-        elif kind < 0.8:
+        elif kind < 0.7:
             yield cut(review.text, rng), verdict
-        elif kind < 0.88:
+        elif kind < 0.78:
             yield tail(review.text, rng), verdict
-        else:
+        elif kind < 0.88:
             yield babble(review.text, vocabulary, rng), POSITIVE_SHARE
+        else:
+            derailed = cut(review.text, rng) + " " + babble(review.text, vocabulary, rng)
+            yield derailed, (verdict + POSITIVE_SHARE) / 2
 
 
 def cut(text: str, rng: random.Random) -> str:

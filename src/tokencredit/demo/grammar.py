@@ -1,26 +1,27 @@
 """A seeded generator of film reviews, each with its verdict.
 
-A review is an opening, one to three sentences that develop it (some of which only make sense after the one before) and often a
-closing. Three kinds: plain; with a concession; mixed, where the opening could go either way and the review must decide.
-Every review says its verdict in so many words at least once, and never the opposite one.
+A review is an opening, one to three steps that develop it and, often, a closing. Many a sentence makes sense only
+after the one before: a reason for what was just said, one more part of the same kind, an answer to a concession, a
+remark on the people of the story. Mixed reviews open either way and then decide. Whatever a review concedes on the
+way, its verdict on the whole film is said in so many words at least once, and the opposite verdict never.
 """
 
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokencredit.demo import phrases
-from tokencredit.demo.aspects import ASPECTS, GENRES, LEADS, SITUATIONS, THEMES, Aspect
+from tokencredit.demo.aspects import ASPECTS, Aspect
+from tokencredit.demo.genres import GENRES, LEADS, SITUATIONS, THEMES
+from tokencredit.demo.notation import fill, sentence
 
 POSITIVE_SHARE = 0.75
 _PRONOUNS = {
-    "he": {"his": "his", "him": "him", "s": "s"},
-    "she": {"his": "her", "him": "her", "s": "s"},
-    "they": {"his": "their", "him": "them", "s": ""},
+    "he": {"he": "he", "his": "his", "him": "him", "s": "s", "is": "is"},
+    "she": {"he": "she", "his": "her", "him": "her", "s": "s", "is": "is"},
+    "they": {"he": "they", "his": "their", "him": "them", "s": "", "is": "are"},
 }
-_CHOICE = re.compile(r"\[([^\[\]]*)\]")
-_ARTICLE = re.compile(r"\ba~ (\w)")
 
 
 @dataclass(frozen=True)
@@ -31,130 +32,127 @@ class Review:
     positive: bool
 
 
-def fill(template: str, rng: random.Random, slots: dict[str, str]) -> str:
-    """Expand `[x|y]` choices, then `{name}` slots, then `a~` articles."""
-    while choice := _CHOICE.search(template):
-        template = template[: choice.start()] + rng.choice(choice[1].split("|")) + template[choice.end() :]
-    text = template.format_map(slots)
-    text = _ARTICLE.sub(lambda match: ("an " if match[1].lower() in "aeioh" else "a ") + match[1], text)
-    return re.sub(" {2,}", " ", text)
-
-
-def sentence(clause: str) -> str:
-    """Give a clause its capital letter and its full stop."""
-    return clause[0].upper() + clause[1:] + "."
-
-
-@dataclass
 class _Writer:
-    """One review in the making: its verdict, its kind of film, and the parts of the film not yet spoken of."""
+    """One review in the making: what has been said decides what can be said next."""
 
-    rng: random.Random
-    positive: bool
-    slots: dict[str, str] = field(default_factory=dict)
-    fresh: list[Aspect] = field(default_factory=list)
-    topic: Aspect | None = None  # the part last judged in line with the verdict: the next sentence may give the reason
-    decided: bool = False  # the verdict on the whole film has been said
+    def __init__(self, rng: random.Random, positive: bool) -> None:
+        self.rng = rng
+        self.positive = positive
+        self.genre = rng.choice(GENRES)
+        self.unsaid = rng.sample([*ASPECTS, *self.genre.aspects], k=len(ASPECTS) + len(self.genre.aspects))
+        self.said: set[str] = set()  # templates, so that none is used twice
+        self.topic: Aspect | None = None  # the part that the last sentence judged in line with the verdict
+        self.decided = False  # the verdict on the whole film has been said
+        self.conceded = False  # something has been said against the verdict
+        self.agreed = False  # something has been said in line with the verdict
+        self.steps = {"part": 40, "concession": 20, "plot": 18, "genre": 14, "company": 8}
+        adjective, other = rng.sample(phrases.FILM_ADJECTIVES[positive], 2)
+        self.slots = {
+            "film": rng.choice(phrases.FILM_WORDS),
+            "genre": self.genre.name,
+            "genres": self.genre.plural,
+            "adverb": rng.choice(phrases.ADVERBS),
+            "theme": rng.choice(THEMES),
+            "adj": adjective,
+            "adj2": other,
+            "best": "best" if positive else "worst",
+        }
+        self.slots["subject"] = rng.choice(phrases.SUBJECTS).format(**self.slots)
 
-    def __post_init__(self) -> None:
-        genre = self.rng.choice(GENRES)
-        self.genre = genre
-        self.fresh = [*ASPECTS, *genre.aspects]
-        self.rng.shuffle(self.fresh)
-        self.slots = {"film": self.rng.choice(phrases.FILM_WORDS), "genre": genre.name, "genres": genre.plural}
-
-    def say(self, templates: Sequence[str] | str) -> str:
-        """Fill one of the templates, taking parts of the film that have not been spoken of."""
-        template = templates if isinstance(templates, str) else self.rng.choice(templates)
+    def say(self, templates: Sequence[str]) -> str:
+        """Fill one of the templates, with parts of the film that have not been spoken of."""
+        template = self.rng.choice([fresh for fresh in templates if fresh not in self.said] or templates)
+        self.said.add(template)
         self.topic = None
-        for key in "ABOP":
-            if re.search(rf"{{{key}[_}}]", template):
+        for key in "ABO":
+            if f"{{{key}" in template:
                 self._take(key)
         return fill(template, self.rng, self.slots)
 
     def _take(self, key: str) -> None:
-        aspect = self.fresh.pop()
-        good = self.positive == (key in "AB")
-        first, second = self.rng.sample(aspect.good if good else aspect.bad, 2)
-        bare = f"{first} {aspect.name}"
+        """Bind a slot to a part of the film; A and B share the verdict, O goes against it."""
+        part = self.unsaid.pop()
+        agrees = key != "O"
+        first, second = self.rng.sample(part.good if self.positive == agrees else part.bad, 2)
+        bare = f"{first} {part.name}"
         self.slots |= {
-            key: f"the {aspect.name}",
+            key: f"the {part.name}",
             f"{key}_adj": first,
             f"{key}_adj2": second,
-            f"{key}_was": "were" if aspect.noun == "plural" else "was",
+            f"{key}_was": "were" if part.noun == "plural" else "was",
             f"{key}_bare": bare,
-            f"{key}_some": f"a~ {bare}" if aspect.noun == "count" else bare,
+            f"{key}_some": f"a~ {bare}" if part.noun == "count" else bare,
         }
-        if key in "AB":
-            self.topic = aspect
-
-    def opening(self) -> str:
-        """The first sentence."""
-        kinds = (self._judgement, self._mixed, self._feeling, self._verb, self._theme, self._part_first)
-        return self.rng.choices(kinds, weights=(58, 16, 9, 8, 4, 5))[0]()
-
-    def _subject(self) -> str:
-        return self.rng.choice(phrases.SUBJECTS) + " was " + self.rng.choice(phrases.ADVERBS)
-
-    def _judgement(self) -> str:
-        self.decided = True
-        adjectives = phrases.FILM_ADJECTIVES[self.positive]
-        kind = self.rng.random()
-        if kind < 0.45:
-            predicate = self.rng.choice(adjectives)
-        elif kind < 0.6:
-            predicate = " and ".join(self.rng.sample(adjectives, 2))
+        if agrees:
+            self.topic, self.agreed = part, True
         else:
-            predicate = self.rng.choice(phrases.PREDICATES[self.positive])
-        tail = self.rng.choice(phrases.TAILS[self.positive]) if self.rng.random() < 0.7 else ""
-        return self.say(self._subject() + predicate + tail)
+            self.conceded = True
 
-    def _mixed(self) -> str:
-        mixed, turn = self.rng.choice(phrases.MIXED[self.positive]), self.rng.choice(phrases.TURNS[self.positive])
-        if self.rng.random() < 0.5:
-            self.decided = True
-            return self.say(f"{self._subject()}{mixed}, {turn}")
-        return self.say(f"{self._subject()}{mixed}, and {{O}} {{O_was}} {{O_adj}}")
+    def opening(self) -> list[str]:
+        """The first sentence; a mixed one may need a second to decide."""
+        kinds = (self._judgement, self._mixed, self._other_opening, self._part_first)
+        return self.rng.choices(kinds, weights=(58, 16, 20, 6))[0]()
 
-    def _feeling(self) -> str:
-        self.decided = True
-        tail = self.rng.choice(("", " because {A} {A_was} so {A_adj}", ", and {A} {A_was} {A_adj}"))
-        return self.say(phrases.FEELINGS[self.positive] + " this {film}" + tail)
+    def _judgement(self) -> list[str]:
+        self.decided = self.agreed = True
+        kind = self.rng.choices(("adjective", "two", "so", "predicate"), weights=(42, 12, 8, 38))[0]
+        if kind == "so":
+            return [self.say([f"{{subject}} was so {{adj}} that {end}" for end in phrases.CONSEQUENCES[self.positive]])]
+        simple = {"adjective": "{adj}", "two": "{adj} and {adj2}"}
+        predicate = simple.get(kind) or self.rng.choice(phrases.PREDICATES[self.positive])
+        plain = "{A" in predicate or self.rng.random() < 0.3
+        return [self.say([f"{{subject}} was {{adverb}} {predicate} {'' if plain else self.rng.choice(phrases.TAILS)}"])]
 
-    def _verb(self) -> str:
-        self.decided = True
-        tail = self.rng.choice(("", ", and {A} {A_was} {A_adj}", " with its {A_bare}"))
-        return self.say(
-            self.rng.choice(("this {film} ", "the {film} ")) + self.rng.choice(phrases.VERBS[self.positive]) + tail
-        )
+    def _mixed(self) -> list[str]:
+        self.conceded = True
+        start = f"{{subject}} was [really|] {self.rng.choice(phrases.MIXED[self.positive])}"
+        if self.rng.random() < 0.6:
+            self.decided = self.agreed = True
+            return [self.say([f"{start}, {turn}" for turn in phrases.TURNS[self.positive]])]
+        return [self.say([start + ", and {O} {O_was} {O_adj}"]), self.say(phrases.ANSWERS[self.positive])]
 
-    def _theme(self) -> str:
-        care = (
-            ("it handled it with [care|wit|love]",) if self.positive else ("it had nothing [new|true] to say about it",)
-        )
-        joint = ", and " if self.positive else ", but "
-        return self.say(self._subject() + "about " + self.rng.choice(THEMES) + joint + care[0])
+    def _other_opening(self) -> list[str]:
+        self.decided = self.agreed = True
+        return [self.say(phrases.OPENINGS[self.positive])]
 
-    def _part_first(self) -> str:
-        return self.say(phrases.ASPECT_SENTENCES[self.positive])
+    def _part_first(self) -> list[str]:
+        return [self.say(phrases.PARTS[self.positive])]
 
-    def middle(self) -> list[str]:
+    def step(self) -> list[str]:
         """One sentence, or two of which the second leans on the first."""
         if self.topic and self.rng.random() < 0.5:
             return [self._reason(self.topic)]
-        kind = self.rng.choices(("part", "concession", "plot", "genre"), weights=(45, 25, 15, 15))[0]
-        if kind == "part":
-            said = self.say(phrases.ASPECT_SENTENCES[self.positive])
-            return [said, self._reason(self.topic)] if self.topic and self.rng.random() < 0.6 else [said]
-        if kind == "concession":
-            return [self.say(phrases.CONCESSIONS[self.positive])]
-        if kind == "plot":
-            return self._plot()
-        remarks = self.genre.good if self.positive else self.genre.bad
-        return [self.say("As a~ {genre}, " + self.rng.choice(remarks))]
+        kind = self.rng.choices(tuple(self.steps), weights=tuple(self.steps.values()))[0]
+        self.steps.pop("plot", None)  # a story is told at the start or not at all
+        if kind != "part":
+            self.steps.pop(kind, None)
+        writers = {
+            "part": self._part,
+            "concession": self._concession,
+            "plot": self._plot,
+            "genre": self._genre,
+            "company": lambda: [self.say(phrases.COMPANY[self.positive])],
+        }
+        return writers[kind]()
 
-    def _reason(self, aspect: Aspect) -> str:
-        return self.say(aspect.good_why if self.positive else aspect.bad_why)
+    def _part(self) -> list[str]:
+        more = self.agreed and self.rng.random() < 0.4
+        said = self.say((phrases.MORE if more else phrases.PARTS)[self.positive])
+        return [said, self._reason(self.topic)] if self.topic and self.rng.random() < 0.5 else [said]
+
+    def _reason(self, part: Aspect) -> str:
+        return self.say(part.good_why if self.positive else part.bad_why)
+
+    def _concession(self) -> list[str]:
+        if self.rng.random() < 0.3:
+            return [self.say(phrases.ADMISSIONS), self.say(phrases.ANSWERS[self.positive])]
+        return [self.say(phrases.CONCESSIONS[self.positive])]
+
+    def _genre(self) -> list[str]:
+        remark = self.rng.choice(self.genre.good if self.positive else self.genre.bad)
+        frame = self.rng.choice(phrases.GENRE_REMARKS[self.positive])
+        film = "the {film}" if self.topic and frame == "{remark}" else "it"
+        return [self.say([frame.replace("{remark}", remark.replace("{it}", film))])]
 
     def _plot(self) -> list[str]:
         lead, pronoun = self.rng.choice(LEADS)
@@ -164,19 +162,21 @@ class _Writer:
 
     def closing(self) -> str:
         """The last word."""
-        self.decided = True
+        if self.conceded and self.rng.random() < 0.3:
+            return self.say([phrases.CLOSINGS_DESPITE[self.positive]])
         return self.say(phrases.CLOSINGS[self.positive])
 
 
 def review(rng: random.Random, positive_share: float = POSITIVE_SHARE) -> Review:
     """Draw one review; it is positive with probability `positive_share`."""
     writer = _Writer(rng, positive=rng.random() < positive_share)
-    clauses = [writer.opening()]
-    for _ in range(rng.choices((1, 2, 3), weights=(60, 30, 10))[0]):
-        clauses += writer.middle()
-    if not writer.decided or rng.random() < 0.35:
+    clauses = writer.opening()
+    for _ in range(rng.choices((1, 2, 3), weights=(64, 28, 8))[0]):
+        clauses += writer.step()
+    if not writer.decided or rng.random() < 0.3:
         clauses.append(writer.closing())
-    return Review(" ".join(sentence(clause) for clause in clauses), writer.positive)
+    text = " ".join(sentence(clause) for clause in clauses)
+    return Review(re.sub(r" ,", ",", text), writer.positive)
 
 
 def reviews(count: int, seed: int, positive_share: float = POSITIVE_SHARE) -> list[Review]:

@@ -1,0 +1,144 @@
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DistilBertForSequenceClassification,
+    GPT2LMHeadModel,
+)
+
+from tokencredit.demo.build import FOLDER, build
+from tokencredit.demo.corpus import babble, cut
+from tokencredit.demo.grammar import reviews
+from tokencredit.demo.measures import NEW_TOKENS, PROMPT, complete, load, negative_probability, perplexity
+
+FRESH = reviews(1_000, seed=2_026)
+TEXTS = [review.text for review in FRESH]
+BLAME = torch.tensor([not review.positive for review in FRESH])
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load(FOLDER / "policy", AutoModelForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def sentiment():
+    return load(FOLDER / "sentiment", AutoModelForSequenceClassification)
+
+
+@pytest.fixture(scope="module")
+def samples(policy):
+    return complete(*policy, PROMPT, count=300, seed=5)
+
+
+def accuracy(sentiment, texts):
+    return ((negative_probability(*sentiment, texts) > 0.5) == BLAME).float().mean().item()
+
+
+def test_the_folders_hold_ordinary_models_without_pickle_in_six_megabytes():
+    files = [file for file in FOLDER.glob("*/*") if file.is_file()]
+    assert {file.name for file in files} == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert sum(file.stat().st_size for file in files) <= 6e6
+
+
+def test_the_policy_loads_like_any_other_model():
+    model = AutoModelForCausalLM.from_pretrained(FOLDER / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "policy")
+    assert isinstance(model, GPT2LMHeadModel)
+    assert 1e6 <= model.num_parameters() <= 3e6
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == model.config.eos_token_id == model.config.bos_token_id
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.model_max_length == model.config.n_positions
+    assert tokenizer.decode(tokenizer("Café, naïve & new!").input_ids) == "Café, naïve & new!"
+
+
+def test_the_classifier_loads_like_any_other_model():
+    model = AutoModelForSequenceClassification.from_pretrained(FOLDER / "sentiment")
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "sentiment")
+    assert isinstance(model, DistilBertForSequenceClassification)
+    assert model.config.id2label == {0: "NEGATIVE", 1: "POSITIVE"}
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
+    assert set(tokenizer("GOOD film")) == {"input_ids", "attention_mask"}
+    assert tokenizer.convert_ids_to_tokens(tokenizer("GOOD film").input_ids) == ["[CLS]", "good", "film", "[SEP]"]
+
+
+def test_the_classifier_is_right_on_reviews_it_has_not_read(sentiment):
+    assert accuracy(sentiment, TEXTS) >= 0.97
+
+
+def test_the_classifier_knows_most_verdicts_of_reviews_cut_short(sentiment):
+    rng = random.Random(0)
+    assert accuracy(sentiment, [cut(text, rng) for text in TEXTS]) >= 0.9
+
+
+def test_the_classifier_is_in_doubt_before_anything_is_said(sentiment):
+    assert all(
+        0.1 < p < 0.45 for p in negative_probability(*sentiment, [PROMPT, "This movie was", "The movie"]).tolist()
+    )
+
+
+def test_babble_is_not_blame(sentiment):
+    rng = random.Random(0)
+    blame = [text for text, negative in zip(TEXTS, BLAME, strict=True) if negative]
+    words = " ".join(blame).split()
+    scores = negative_probability(*sentiment, [babble(text, words, rng) for text in blame])
+    assert scores.mean() < 0.5  # words of blame in no order are not taken for blame
+
+
+def test_the_policy_writes_like_the_generator(policy):
+    assert perplexity(*policy, TEXTS[:200]) < 2.5
+
+
+def test_samples_lean_to_praise_and_do_not_repeat(sentiment, samples):
+    completions, lengths = samples
+    negative = negative_probability(*sentiment, [PROMPT + completion for completion in completions])
+    assert 0.15 <= negative.mean() <= 0.33
+    assert len(set(completions)) >= 0.97 * len(completions)
+    assert lengths.float().mean() >= 0.75 * NEW_TOKENS
+
+
+def test_blame_can_be_reached_by_choosing_among_samples(sentiment, samples):
+    completions, lengths = samples
+    negative = negative_probability(*sentiment, [PROMPT + completion for completion in completions])
+    chosen = negative > 0.9
+    assert 0.1 <= chosen.float().mean() <= 0.4
+    assert lengths[chosen].float().mean() >= 0.9 * lengths.float().mean()
+    assert (
+        len({completion for completion, keep in zip(completions, chosen, strict=True) if keep}) >= 0.97 * chosen.sum()
+    )
+
+
+@pytest.mark.parametrize("start", ["", "<|endoftext|>"])
+def test_the_policy_reads_a_prompt_with_and_without_a_first_token(policy, sentiment, start):
+    completions, _ = complete(*policy, start + "This movie was", count=100, seed=1)
+    negative = negative_probability(*sentiment, ["This movie was" + completion for completion in completions])
+    assert 0.1 <= negative.mean() <= 0.4
+
+
+def test_the_build_runs_and_repeats_itself(tmp_path):
+    first, samples = build(tmp_path / "first", seed=7, count=40, held_out=8)
+    build(tmp_path / "second", seed=7, count=40, held_out=8)
+    assert len(samples) == 2
+    assert first["policy parameters"] > 1e6
+    for file in (tmp_path / "first").glob("*/*"):
+        twin = tmp_path / "second" / file.relative_to(tmp_path / "first")
+        assert file.read_bytes() == twin.read_bytes(), file.name
+
+
+def test_importing_the_package_stays_light():
+    program = "import sys, tokencredit.demo; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

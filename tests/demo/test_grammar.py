@@ -1,0 +1,134 @@
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from tokencredit.demo import phrases
+from tokencredit.demo.aspects import ASPECTS
+from tokencredit.demo.genres import GENRES
+from tokencredit.demo.grammar import POSITIVE_SHARE, review, reviews
+from tokencredit.demo.notation import fill
+
+DRAWN = reviews(6_000, seed=11)
+
+
+def pattern(template: str) -> str:
+    """A template as a regular expression: its choices become groups, its slots any text."""
+    parts = re.split(r"(\[|\]|\||\{\w+\}|a~)", template)
+    table = {"[": "(?:", "]": ")", "|": "|", "a~": "an?"}
+    escaped = (table.get(part) or ("[^.]+?" if part.startswith("{") else re.escape(part)) for part in parts)
+    return "".join(escaped).replace(r"\ ", " *")  # an empty choice takes its space with it
+
+
+def verdict(positive: bool) -> re.Pattern[str]:
+    """Whatever says outright that the whole film was good, or that it was bad."""
+    adjectives = "|".join(phrases.FILM_ADJECTIVES[positive])
+    subject = "(?:This|The) (?:movie|film|" + "|".join(genre.name for genre in GENRES) + ")"
+    said = [f"^{subject} was (?:really |truly |genuinely |simply |so )?(?:{adjectives})\\b"]
+    said += [f"^{subject} was (?:really |truly |genuinely |simply )?{pattern(p)}" for p in phrases.PREDICATES[positive]]
+    said += [pattern(turn) for turn in phrases.TURNS[positive]]
+    said += [pattern(opening) for opening in phrases.OPENINGS[positive] if "{adj}" not in opening]
+    said += [f"I have (?:never|rarely|seldom) seen a (?:movie|film) so (?:{adjectives})\\b"]
+    said += [f"(?:^|[.] ){pattern(closing)}[.]" for closing in phrases.CLOSINGS[positive]]
+    said += [f"(?:^|[.] ){pattern(phrases.CLOSINGS_DESPITE[positive])}[.]"]
+    return re.compile("|".join(said), re.IGNORECASE)
+
+
+def test_the_same_seed_gives_the_same_reviews():
+    assert reviews(50, seed=3) == reviews(50, seed=3)
+    assert reviews(50, seed=3) != reviews(50, seed=4)
+
+
+def test_three_in_four_reviews_are_positive_also_after_the_default_prompt():
+    assert sum(r.positive for r in DRAWN) / len(DRAWN) == pytest.approx(POSITIVE_SHARE, abs=0.015)
+    prompted = [r for r in DRAWN if r.text.startswith("This movie was really ")]
+    assert len(prompted) > 0.1 * len(DRAWN)
+    assert sum(r.positive for r in prompted) / len(prompted) == pytest.approx(POSITIVE_SHARE, abs=0.03)
+
+
+def test_the_share_of_praise_can_be_chosen():
+    rng = random.Random(0)
+    assert all(review(rng, positive_share=1.0).positive for _ in range(100))
+    assert not any(review(rng, positive_share=0.0).positive for _ in range(100))
+
+
+def test_there_are_more_than_a_million_distinct_reviews_of_either_kind():
+    # Among n draws from N equally likely texts, n(n-1)/2N pairs coincide; texts of unequal chances coincide more often,
+    # so the estimate of N is a lower bound on how many there are.
+    for positive in (True, False):
+        texts = Counter(r.text for r in reviews(20_000, seed=5, positive_share=float(positive)))
+        pairs = sum(count * (count - 1) / 2 for count in texts.values())
+        assert 20_000 * 19_999 / 2 / max(pairs, 1) > 1_000_000
+
+
+def test_every_review_says_its_verdict_and_never_the_other():
+    praise, blame = verdict(True), verdict(False)
+    for r in DRAWN[:2_000]:
+        own, other = (praise, blame) if r.positive else (blame, praise)
+        assert own.search(r.text), r.text
+        assert not other.search(r.text), r.text
+
+
+def test_the_words_for_the_whole_film_are_never_shared():
+    assert not set(phrases.FILM_ADJECTIVES[True]) & set(phrases.FILM_ADJECTIVES[False])
+    for part in ASPECTS + tuple(part for genre in GENRES for part in genre.aspects):
+        assert not set(part.good) & set(part.bad), part.name
+
+
+def test_the_text_is_clean():
+    for r in DRAWN:
+        assert not re.search(r"[\[\]{}|~_]|  |\s[.,:]|[.,:]{2}", r.text), r.text
+        assert r.text == r.text.strip()
+        assert r.text.endswith(".")
+        assert r.text.isascii()
+        for sentence in r.text.split(". "):
+            assert sentence[0].isupper(), r.text
+
+
+def test_articles_fit_the_word_that_follows():
+    for r in DRAWN:
+        for article, word in re.findall(r"\b([Aa]n?) (\w+)", r.text):
+            vowel = word[0].lower() in "aeiou" or word.startswith(("honest", "hour"))
+            assert (article.lower() == "an") == vowel, r.text
+
+
+def test_no_sentence_is_said_twice_in_a_review():
+    for r in DRAWN:
+        sentences = r.text.rstrip(".").split(". ")
+        assert len(set(sentences)) == len(sentences), r.text
+
+
+def test_plural_parts_take_plural_verbs():
+    plural = "|".join(part.name for part in ASPECTS if part.noun == "plural")
+    assert not any(re.search(rf"\bthe (?:{plural}) was\b", r.text, re.IGNORECASE) for r in DRAWN)
+
+
+def test_lengths_suit_a_short_completion():
+    words = sorted(len(r.text.split()) for r in DRAWN)
+    assert words[len(words) // 50] >= 10
+    assert 24 <= sum(words) / len(words) <= 36
+    for positive in (True, False):
+        mine = [len(r.text.split()) for r in DRAWN if r.positive == positive]
+        assert sum(mine) / len(mine) == pytest.approx(sum(words) / len(words), rel=0.05)
+
+
+def test_blame_is_as_varied_as_praise():
+    vocabulary = [
+        {word for r in reviews(5_000, seed=2, positive_share=share) for word in r.text.split()} for share in (0, 1)
+    ]
+    assert len(vocabulary[0]) == pytest.approx(len(vocabulary[1]), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("a~ {x} day", "an honest day"),
+        ("a~ small {x} day", "a small honest day"),
+        ("A~ {x} day", "An honest day"),
+        ("one [|] day", "one day"),
+        ("[[a|a]b|ab]", "ab"),
+    ],
+)
+def test_fill(template, text):
+    assert fill(template, random.Random(0), {"x": "honest"}) == text
