@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -489,6 +490,8 @@ def test_ctrl_c_keeps_what_was_earned(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Whoever started the tests in the background of a shell has told them, and us, to ignore Ctrl-C.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     for _ in range(600):
