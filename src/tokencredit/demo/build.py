@@ -61,7 +61,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 def build(out: Path, seed: int, count: int, held_out: int) -> tuple[dict[str, float], list[str]]:
-    """Make both folders under `out`, each model reading `count` reviews once; return their figures and some samples."""
+    """Make both folders under `out`, trained on `count` reviews; return their figures and some samples."""
     drawn = reviews(count, seed)
     texts = [review.text for review in drawn]
     print("the language model")
@@ -101,7 +101,7 @@ def main() -> None:
     args = parser.parse_args()
     disable_progress_bar()
     start = time.perf_counter()
-    figures, samples = build(args.out, args.seed, count=90_000, held_out=2_000)
+    figures, samples = build(args.out, args.seed, count=150_000, held_out=2_000)
     for name, value in (figures | {"minutes": (time.perf_counter() - start) / 60}).items():
         print(f"{name:42} {value:,.4g}")
     print("\n".join(samples[:SAMPLES_SHOWN]))

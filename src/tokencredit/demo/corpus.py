@@ -34,13 +34,13 @@ def graded_texts(drawn: Sequence[Review], rng: random.Random) -> Iterator[tuple[
     for review in drawn:
         verdict = SURE if review.positive else 1 - SURE
         kind = rng.random()
-        if kind < 0.32:
+        if kind < 0.28:
             yield review.text, verdict
-        elif kind < 0.7:
+        elif kind < 0.62:
             yield cut(review.text, rng), verdict
-        elif kind < 0.78:
+        elif kind < 0.68:
             yield tail(review.text, rng), verdict
-        elif kind < 0.88:
+        elif kind < 0.84:
             yield babble(review.text, vocabulary, rng), POSITIVE_SHARE
         else:
             derailed = cut(review.text, rng) + " " + babble(review.text, vocabulary, rng)

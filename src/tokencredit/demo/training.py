@@ -31,16 +31,17 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a transformer and how it reads: once through its rows, `batch` at a time."""
+    """The shape of a transformer and how it reads: `readings` times through the reviews, `batch` rows at a time."""
 
     width: int
     layers: int
+    readings: int
     batch: int
     lr: float
 
 
-POLICY = Size(width=224, layers=2, batch=8, lr=2e-3)
-SENTIMENT = Size(width=96, layers=2, batch=64, lr=1e-3)
+POLICY = Size(width=224, layers=2, readings=1, batch=8, lr=2e-3)
+SENTIMENT = Size(width=96, layers=2, readings=2, batch=64, lr=1e-3)
 
 
 def policy_tokenizer(texts: Sequence[str], vocabulary: int = 2_048) -> GPT2Tokenizer:
@@ -69,11 +70,11 @@ def train_policy(texts: Sequence[str], tokenizer: GPT2Tokenizer, size: Size, see
     )
     model = GPT2LMHeadModel(config)
     rng = random.Random(seed)
-    rows = rows_of_reviews(tokenizer(list(texts)).input_ids, end, rng, longest=POSITIONS)
+    ids = tokenizer(list(texts)).input_ids
+    rows = [row for _ in range(size.readings) for row in rows_of_reviews(ids, end, rng, longest=POSITIONS)]
 
     def loss(batch: list[list[int]]) -> torch.Tensor:
-        ids, mask = padded(batch, end)
-        return token_losses(model, ids, mask).mean()
+        return token_losses(model, *padded(batch, end)).mean()
 
     fit(model, batches_of_like_length(rows, len, size.batch, rng), loss, size.lr)
     return model
@@ -120,7 +121,8 @@ def train_sentiment(
     )
     model = DistilBertForSequenceClassification(config)
     rng = random.Random(seed)
-    texts, positive = zip(*graded_texts(drawn, rng), strict=True)
+    # Each reading cuts and garbles the reviews anew.
+    texts, positive = zip(*(text for _ in range(size.readings) for text in graded_texts(drawn, rng)), strict=True)
     rows = list(zip(tokenizer(list(texts), truncation=True).input_ids, positive, strict=True))
 
     def loss(batch: list[tuple[list[int], float]]) -> torch.Tensor:
