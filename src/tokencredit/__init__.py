@@ -1,16 +1,48 @@
 """Tokencredit: PPO for language models from any reward, with the credit of every token in view."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PPOConfig", "PPOTrainer"]
+from tokencredit.runs.config import (
+    AdvantageConfig,
+    EvalConfig,
+    KLConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    PromptsConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    ScoreConfig,
+    StopConfig,
+    UpdateConfig,
+)
+
+if TYPE_CHECKING:
+    from tokencredit.text.trainer import PPOTrainer
+
+__all__ = [
+    "AdvantageConfig",
+    "EvalConfig",
+    "KLConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PPOConfig",
+    "PPOTrainer",
+    "PromptsConfig",
+    "RewardTerm",
+    "RolloutConfig",
+    "RunConfig",
+    "ScoreConfig",
+    "StopConfig",
+    "UpdateConfig",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import the trainer only when it is asked for, so that the command can answer before torch is loaded."""
-    if name == "PPOConfig":
-        from tokencredit.runs.config import PPOConfig
-
-        return PPOConfig
     if name == "PPOTrainer":
         from tokencredit.text.trainer import PPOTrainer
 

@@ -62,6 +62,9 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     )
     generate.add_argument("run", help="The folder of a run.")
     generate.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
+    generate.add_argument(
+        "--chat", action="store_true", help="The prompt is a user's message, read through the chat template."
+    )
     generate.add_argument("-n", "--samples", type=PositiveInt, default=5, help="How many completions.")
     generate.add_argument("--base", action="store_true", help="Write from the model that the run started from.")
     generate.add_argument("--max_new_tokens", type=PositiveInt | None, help="By default the run's.")
@@ -102,6 +105,8 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
 
 def generate(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit generate`."""
+    if options.chat and not options.prompt:
+        raise ConfigError("--chat needs --prompt, the message")
     config = read_config(Path(options.run) / "config.yaml")
     from transformers.utils.logging import disable_progress_bar
 
@@ -112,6 +117,7 @@ def generate(parser: ArgumentParser, options: Namespace) -> None:
         Path(options.run),
         config,
         prompt=options.prompt,
+        chat=options.chat,
         samples=options.samples,
         base=options.base,
         max_new_tokens=options.max_new_tokens or config.rollout.max_new_tokens,

@@ -125,7 +125,7 @@ def test_the_limit_is_exact(tokenizer, add_bos):
 
 
 def test_no_room_at_all_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens leaves no room for a prompt"):
+    with pytest.raises(ConfigError, match=r"max_new_tokens leaves no room for a prompt"):
         Prompts("A", tokenizer, max_length=0, overlong="truncate")
 
 
@@ -212,8 +212,15 @@ def test_the_shorter_of_two_limits_holds(tokenizer):
 
 def test_what_is_dropped_is_said(tokenizer):
     config = PromptsConfig(text=["A", "This movie was really not what I had expected"], overlong="drop", max_length=4)
-    with pytest.warns(UserWarning, match=r"1 of the 2 prompts of prompts\.text have more than 4 tokens"):
-        load_prompts(config, tokenizer, seed=1, room=None)
+    said = load_prompts(config, tokenizer, seed=1, room=None).left_out()
+    assert said == "1 of the 2 prompts of prompts.text have more than 4 tokens and are left out"
+    assert load_prompts(PromptsConfig(), tokenizer, seed=1, room=None).left_out() is None
+
+
+def test_messages_name_the_group_that_asks(tokenizer):
+    config = PromptsConfig(text=["A", "This movie was really not what I had expected"], max_length=4)
+    with pytest.raises(ConfigError, match=r"^eval\.prompts\.text\[1\] has .* set eval\.prompts\.overlong to drop"):
+        load_prompts(config, tokenizer, seed=1, room=None, group="eval.prompts")
 
 
 def test_data_sets_from_python(tokenizer):

@@ -63,9 +63,11 @@ class ModelConfig:
     value_head: Literal["linear", "mlp"] = "mlp"
     """The critic on the trunk's last hidden state: one layer, or two with a hidden width four times the trunk's."""
     value_head_init: Literal["zeros", "orthogonal"] = "zeros"
-    """How the head's last layer starts."""
+    """How the head starts: with a last layer that says 0, or with orthogonal weights."""
     value_head_gain: float = setting(1.0, above=0)
-    """Norm of its row when it starts orthogonal."""
+    """Gain of its last layer when it starts orthogonal."""
+    value_head_hidden_gain: float = setting(math.sqrt(2), above=0)
+    """Gain of the layer before that, in a head of two."""
     detach_critic: bool = False
     """Whether the value loss stops at the head and leaves the trunk alone."""
     lora: LoraConfig = field(default_factory=LoraConfig)

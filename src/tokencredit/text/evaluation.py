@@ -116,7 +116,10 @@ def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
         tokenizer,
         seed=config.seed,
         room=room_for_prompts(lm, config.eval.max_new_tokens),
+        group="prompts" if config.eval.prompts is None else "eval.prompts",
     )
+    if left_out := prompts.left_out():
+        print(left_out)
     metrics = evaluate(
         ActorCritic(lm),
         tokenizer,

@@ -21,6 +21,7 @@ def generate(
     config: PPOConfig,
     *,
     prompt: str | None,
+    chat: bool,
     samples: int,
     base: bool,
     max_new_tokens: int,
@@ -33,6 +34,7 @@ def generate(
         run: the run's folder.
         config: its configuration.
         prompt: what to continue; None takes the run's own prompts in turn.
+        chat: the prompt is a user's message, for the tokenizer's chat template to put into words.
         samples: how many.
         base: write from the model that the run started from.
         max_new_tokens: longest completion.
@@ -45,9 +47,17 @@ def generate(
     if not base and not (run / "policy").is_dir():
         raise ConfigError(f"{str(run)!r} has no policy: the run has not ended; --base writes from its starting model")
     lm, tokenizer = load_language_model(replace(config.model, name=config.model.name if base else str(run / "policy")))
-    asked = PromptsConfig(text=prompt, add_bos=config.prompts.add_bos) if prompt else config.prompts
+    if prompt is None:
+        asked, rows = config.prompts, None
+    elif chat:
+        asked = replace(config.prompts, column="prompt")
+        rows = [{"prompt": [{"role": "user", "content": prompt}]}]
+    else:
+        asked, rows = PromptsConfig(text=prompt, add_bos=config.prompts.add_bos), None
     room = room_for_prompts(lm, max_new_tokens)
-    prompts = load_prompts(asked, tokenizer, seed=config.seed, room=room).batch(0, samples)
+    prompts = load_prompts(asked, tokenizer, seed=config.seed, room=room, dataset=rows, dataset_name="--prompt").batch(
+        0, samples
+    )
     uniforms = torch.rand(samples, max_new_tokens, generator=torch.Generator().manual_seed(seed))
     model = ActorCritic(lm)
     settings = replace(config.rollout, max_new_tokens=max_new_tokens, temperature=temperature)

@@ -127,7 +127,9 @@ def build_actor_critic(
     adapter = None
     if args.lora.rank or peft_config is not None:
         adapter = add_adapter(lm, peft_config or lora_config(args.lora))
-    head = build_value_head(args.value_head, width(critic or lm), args.value_head_init, args.value_head_gain)
+    head = build_value_head(
+        args.value_head, width(critic or lm), args.value_head_init, args.value_head_gain, args.value_head_hidden_gain
+    )
     if args.gradient_checkpointing:
         for model in filter(None, (lm, critic)):
             # Newer versions of Transformers warn about the older name.
@@ -241,8 +243,9 @@ def upload(folder: Path, repository: str) -> None:
         HfApi().create_repo(repository, exist_ok=True)
         HfApi().upload_folder(repo_id=repository, folder_path=folder)
     except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise RunStopped(
-            f"could not upload to run.push_to_hub {repository!r}: {error}; the policy is in {folder}"
+            f"could not upload to run.push_to_hub {repository!r}: {reason}; the policy is in {folder}"
         ) from error
 
 

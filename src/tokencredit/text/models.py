@@ -177,11 +177,14 @@ def width(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().hidden_size)
 
 
-def build_value_head(kind: str, size: int, init: str = "zeros", gain: float = 1.0) -> nn.Module:
+def build_value_head(
+    kind: str, size: int, init: str = "zeros", gain: float = 1.0, hidden_gain: float = math.sqrt(2)
+) -> nn.Module:
     """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
 
     With `zeros` an untrained critic says 0 rather than noise. With `orthogonal` the last layer starts with a row of
-    norm `gain`, and a layer before it with rows of gain √2 (Andrychowicz et al. 2021, arXiv 2006.05990).
+    norm `gain`, and a layer before it with orthogonal columns of norm `hidden_gain`; √2 and 1 are the usual choice
+    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
     """
     last = nn.Linear(size if kind == "linear" else 4 * size, 1)
     layers = [last] if kind == "linear" else [nn.Linear(size, 4 * size), nn.GELU(), last]
@@ -190,6 +193,6 @@ def build_value_head(kind: str, size: int, init: str = "zeros", gain: float = 1.
         nn.init.zeros_(last.bias)
     else:
         for layer in layers[::2]:
-            nn.init.orthogonal_(layer.weight, gain if layer is last else math.sqrt(2))
+            nn.init.orthogonal_(layer.weight, gain if layer is last else hidden_gain)
             nn.init.zeros_(layer.bias)
     return last if kind == "linear" else nn.Sequential(*layers)

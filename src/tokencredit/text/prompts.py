@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 Prompt = str | list[dict[str, Any]]
 """A text, or a conversation: messages with a role and a content."""
-
-TEXTS = "prompts.text"
-"""What messages call prompts that are no data set."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,8 @@ class Prompts:
         tokenizer: PreTrainedTokenizerBase,
         *,
         column: str = "prompt",
-        name: str = TEXTS,
+        name: str | None = None,
+        group: str = "prompts",
         add_bos: bool | None = None,
         max_length: int | None = None,
         overlong: str = "error",
@@ -73,7 +70,8 @@ class Prompts:
             rows: a list of dicts, a `datasets.Dataset`, or texts, or one.
             tokenizer: the policy's.
             column: where the prompts stand.
-            name: of the data, in messages.
+            name: of the data, in messages; None for the texts of the configuration.
+            group: the configuration's group that asks for them, in messages.
             add_bos: whether a beginning-of-sequence token comes first, once; None leaves that to the tokenizer or the
                 chat template.
             max_length: the most tokens of a prompt; None for no limit.
@@ -87,11 +85,13 @@ class Prompts:
                 too long; both kinds in one column; no chat template, or no beginning-of-sequence token to add.
         """
         if add_bos and tokenizer.bos_token_id is None:
-            raise ConfigError("prompts.add_bos is true, but the tokenizer has no beginning-of-sequence token")
+            raise ConfigError(f"{group}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
         if max_length is not None and max_length < 1:
-            raise ConfigError("rollout.max_new_tokens leaves no room for a prompt in the model's context")
+            raise ConfigError("max_new_tokens leaves no room for a prompt in the model's context")
         self.rows = as_rows(rows, column)
-        self.tokenizer, self.column, self.name, self.seed = tokenizer, column, name, seed
+        self.tokenizer, self.column, self.group, self.seed = tokenizer, column, group, seed
+        self.texts = f"{group}.text"
+        self.name = name or self.texts
         self.add_bos, self.max_length, self.overlong = add_bos, max_length, overlong
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
@@ -114,13 +114,25 @@ class Prompts:
             columns={name: [rows[index].get(name) for index in chosen] for name in self.other_columns},
         )
 
+    def left_out(self) -> str | None:
+        """A line on the prompts that were too long to take part, if there are any."""
+        dropped = len(self.rows) - len(self.kept)
+        if not dropped:
+            return None
+        total = len(self.rows)
+        return (
+            f"{dropped} of the {total} prompts of {self.name} have more than {self.max_length} tokens and are left out"
+        )
+
     def _columns(self) -> tuple[list[str], bool]:
         """The columns beside the prompts', and whether the prompts are conversations."""
         if len(self.rows) == 0:
             raise ConfigError(f"{self.name} has no rows; give at least one prompt")
         columns = column_names(self.rows)
         if self.column not in columns:
-            raise ConfigError(f"prompts.column is {self.column!r}; the columns of {self.name} are {', '.join(columns)}")
+            raise ConfigError(
+                f"{self.group}.column is {self.column!r}; the columns of {self.name} are {', '.join(columns)}"
+            )
         conversational = isinstance(self.rows[0].get(self.column), list)
         if conversational and self.tokenizer.chat_template is None:
             raise ConfigError(
@@ -171,7 +183,7 @@ class Prompts:
     def _fits(self, index: int, text: str, ids: list[int]) -> bool:
         if not ids:
             raise ConfigError(
-                f"{self._place(index)} is {text!r}, which has no token; write a text or set prompts.add_bos"
+                f"{self._place(index)} is {text!r}, which has no token; write a text or set {self.group}.add_bos"
             )
         if self.overlong == "truncate" or self.max_length is None or len(ids) <= self.max_length:
             return True
@@ -181,8 +193,8 @@ class Prompts:
 
     def _too_long(self, index: int, ids: list[int]) -> ConfigError:
         return ConfigError(
-            f"{self._place(index)} has {len(ids)} tokens, but prompts.max_length, or what rollout.max_new_tokens "
-            f"leaves of the model's context, has room for {self.max_length}; shorten it, or set prompts.overlong to "
+            f"{self._place(index)} has {len(ids)} tokens, but {self.group}.max_length, or what max_new_tokens leaves "
+            f"of the model's context, has room for {self.max_length}; shorten it, or set {self.group}.overlong to "
             "drop or truncate"
         )
 
@@ -235,7 +247,7 @@ class Prompts:
         return [[bos, *ids] if self.add_bos and ids[:1] != [bos] else ids for ids in encoded["input_ids"]]
 
     def _place(self, index: int) -> str:
-        return f"{self.name}[{index}]" if self.name == TEXTS else f"row {index + 1} of {self.name}"
+        return f"{self.name}[{index}]" if self.name == self.texts else f"row {index + 1} of {self.name}"
 
 
 def load_prompts(
@@ -245,6 +257,8 @@ def load_prompts(
     seed: int,
     room: int | None,
     dataset: Rows | None = None,
+    group: str = "prompts",
+    dataset_name: str = "train_dataset",
 ) -> Prompts:
     """The prompts that a configuration asks for.
 
@@ -254,38 +268,33 @@ def load_prompts(
         seed: of the order.
         room: the most tokens that leave room for a completion; None for no limit.
         dataset: rows given from Python, which take the place of the configuration's texts or data set.
+        group: where `config` stands in the whole configuration, in messages.
+        dataset_name: the argument that `dataset` came by, in messages.
 
     Raises:
         ConfigError: as `Prompts` and `read_dataset` do.
     """
     limits = [limit for limit in (config.max_length, room) if limit is not None]
     if dataset is not None:
-        rows, name = from_python(dataset), "train_dataset"
+        rows, name = from_python(dataset), dataset_name
     elif config.dataset is not None:
         rows = read_dataset(config.dataset, split=config.split, config_name=config.config_name)
         name = repr(config.dataset)
     else:
-        rows, name = config.text, TEXTS
-    shuffle = name != TEXTS if config.shuffle is None else config.shuffle
-    prompts = Prompts(
+        rows, name = config.text, None
+    shuffle = name is not None if config.shuffle is None else config.shuffle
+    return Prompts(
         rows,
         tokenizer,
         column=config.column,
         name=name,
+        group=group,
         add_bos=config.add_bos,
         max_length=min(limits, default=None),
         overlong=config.overlong,
         seed=seed if shuffle else None,
         chat_template_kwargs=config.chat_template_kwargs,
     )
-    dropped = len(prompts.rows) - len(prompts.kept)
-    if dropped:
-        warnings.warn(
-            f"{dropped} of the {len(prompts.rows)} prompts of {name} have more than {prompts.max_length} tokens "
-            "and are left out",
-            stacklevel=2,
-        )
-    return prompts
 
 
 def as_rows(rows: Rows | Sequence[str] | str, column: str) -> Rows:

@@ -113,22 +113,7 @@ class PPOTrainer:
         else:
             lm, self.tokenizer = load_language_model(args.model, processing_class)
         self.end_ids = end_ids(lm, self.tokenizer)
-        self.prompts = load_prompts(
-            args.prompts,
-            self.tokenizer,
-            seed=args.seed,
-            room=room_for_prompts(lm, args.rollout.max_new_tokens),
-            dataset=train_dataset,
-        )
-        self.eval_prompts = self.prompts
-        if args.eval.prompts is not None or eval_dataset is not None:
-            self.eval_prompts = load_prompts(
-                args.eval.prompts or args.prompts,
-                self.tokenizer,
-                seed=args.seed,
-                room=room_for_prompts(lm, args.eval.max_new_tokens),
-                dataset=eval_dataset,
-            )
+        self._load_prompts(lm, train_dataset, eval_dataset)
         self._build(lm, peft_config)
         self.credit = Credit(args, self._all_sum)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
@@ -146,6 +131,9 @@ class PPOTrainer:
         weights = sum(p.numel() * p.element_size() for p in self.policy.parameters())
         self.record.begin(self.args, reserve=weights * (2 if self.args.eval.every else 1) + 2**20)
         number = 0
+        for prompts in dict.fromkeys((self.prompts, self.eval_prompts)):
+            if left_out := prompts.left_out():
+                self.record.screen.say(left_out)
         try:
             with self.record.screen:
                 for number in range(1, self.args.run.iterations + 1):
@@ -342,6 +330,27 @@ class PPOTrainer:
             raise ConfigError(
                 f"rollout.batch_size is {rollout.batch_size}; it must be a multiple of {processes} processes times "
                 f"rollout.per_prompt, {rollout.per_prompt}"
+            )
+
+    def _load_prompts(self, lm: PreTrainedModel, train_dataset: Rows | None, eval_dataset: Rows | None) -> None:
+        """Prompts for training and, where they are others, for evaluation."""
+        args = self.args
+        held_out = args.eval.prompts is not None or eval_dataset is not None
+        longest = args.rollout.max_new_tokens
+        if args.eval.every and not held_out:
+            longest = max(longest, args.eval.max_new_tokens)
+        self.prompts = self.eval_prompts = load_prompts(
+            args.prompts, self.tokenizer, seed=args.seed, room=room_for_prompts(lm, longest), dataset=train_dataset
+        )
+        if held_out:
+            self.eval_prompts = load_prompts(
+                args.eval.prompts or args.prompts,
+                self.tokenizer,
+                seed=args.seed,
+                room=room_for_prompts(lm, args.eval.max_new_tokens),
+                dataset=eval_dataset,
+                group="eval.prompts",
+                dataset_name="eval_dataset",
             )
 
     def _build(self, lm: PreTrainedModel, peft_config: Any) -> None:

@@ -1,0 +1,97 @@
+"""Uploading a policy, to a hub that runs here and speaks as much of the real one's language as that takes."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TRAIN = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "4", "--run.iterations", "1", "--run.trackers", "[]"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Keeps what is committed to it, in `server.files`; refuses whoever comes without the token."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if self.headers.get("Authorization") != "Bearer secret":
+            return self.answer({"error": "no such token"}, 401)
+        if self.path == "/api/repos/create":
+            return self.answer({"url": f"{self.server.address}/org/critic"})
+        if self.path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        if self.path == "/api/models/org/critic/preupload/main":
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            return self.answer({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
+        assert self.path == "/api/models/org/critic/commit/main", self.path
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        url = f"{self.server.address}/org/critic/commit/{'b' * 40}"
+        return self.answer({"success": True, "commitOid": "b" * 40, "commitUrl": url, "hookOutput": ""})
+
+    def answer(self, content, code=200):
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.files, server.address = {}, f"http://127.0.0.1:{server.server_port}"
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def train(hub, folder, token):
+    """Train in a process of its own, since the library learns the hub's address when it is imported."""
+    settings = {
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": token,
+        "NO_PROXY": "127.0.0.1",
+    }
+    arguments = [*TRAIN, "--run.dir", str(folder / "run"), "--run.push_to_hub", "org/critic"]
+    return subprocess.run(
+        [sys.executable, "-m", "tokencredit.cli", "train", *arguments],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_policy_that_arrives_is_the_one_that_was_saved(hub, tmp_path):
+    done = train(hub, tmp_path, token="secret")
+    assert done.returncode == 0, done.stderr
+    saved = tmp_path / "run" / "policy"
+    assert hub.files == {str(file.relative_to(saved)): file.read_bytes() for file in saved.rglob("*") if file.is_file()}
+    for name, data in hub.files.items():
+        (tmp_path / name).write_bytes(data)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path)
+    assert "This movie was really" in hub.files["README.md"].decode()
+
+
+def test_a_hub_that_refuses_costs_nothing(hub, tmp_path):
+    done = train(hub, tmp_path, token="wrong")
+    assert done.returncode == 1
+    assert "could not upload to run.push_to_hub 'org/critic'" in done.stderr
+    assert done.stderr.count("\n") <= 3
+    assert done.stderr.splitlines()[-1].startswith("tokencredit: could not upload"), "one line"
+    assert "Traceback" not in done.stderr
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
