@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 OPTIONS = ["--rollout.batch_size", "16", "--rollout.max_new_tokens", "10", "--ppo.minibatches", "1"]
-OPTIONS += ["--ppo.micro_batch_size", "3", "--run.iterations", "3", "--run.show_every", "0"]
+OPTIONS += ["--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
 
 
 def train(launcher, folder, **environment):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokencredit.core.kl import exact_kl
-from tokencredit.core.logprobs import token_kl, token_logprobs, token_stats
+from tokencredit.core.logprobs import token_kl, token_logprobs, token_loss, token_stats
+from tokencredit.core.projection import TokenStats
 
 VOCABULARY, WIDTH, REF_WIDTH = 11, 6, 4
 
@@ -80,6 +81,69 @@ def test_equals_full_logits_with_gradients(seed, temperature, softcap, chunk, dt
     close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     for result, reference in zip((*results, *gradients), (*expected, *expected_gradients), strict=True):
         torch.testing.assert_close(result, reference, **close)
+
+
+def some_loss(old, weights):
+    """As PPO's: a clipped ratio, an entropy bonus and a price of KL."""
+
+    def loss(now, at):
+        ratio = (now.logprobs - old[at]).exp()
+        tokens = torch.minimum(ratio, ratio.clamp(0.8, 1.2)) - 0.1 * now.entropy + 0.3 * now.kl
+        return (tokens * weights[at]).sum()
+
+    return loss
+
+
+@given(**settings_of_the_head)
+def test_a_loss_formed_at_once_is_that_of_full_logits_with_gradients(seed, temperature, softcap, chunk, dtype):
+    policy, ref, targets, mask = make(seed, dtype=dtype)
+    leaves = [x.clone().requires_grad_() for x in policy]
+    logprobs, entropy, kl = full(leaves, ref, targets, mask, temperature, softcap)
+    generator = torch.Generator().manual_seed(seed)
+    old = logprobs.detach() + 0.3 * torch.randn(mask.shape, generator=generator, dtype=dtype)
+    loss = some_loss(old[mask], torch.rand(mask.shape, generator=generator, dtype=dtype)[mask])
+    expected = loss(TokenStats(logprobs[mask], entropy[mask], kl[mask]), slice(None))
+    expected_gradients = torch.autograd.grad(3 * expected, leaves)
+
+    hidden, weight, bias = leaves
+    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask}
+    result, stats = token_loss(hidden, weight, targets, loss, bias=bias, ref=ref, entropy=True, **options)
+    gradients = torch.autograd.grad(3 * result, leaves)
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    for x, reference in zip(
+        (result, *stats, *gradients), (expected, logprobs, entropy, kl, *expected_gradients), strict=True
+    ):
+        torch.testing.assert_close(x, reference, **close)
+    assert not any(x.requires_grad for x in stats)
+
+
+def test_a_loss_formed_at_once_projects_once():
+    (hidden, weight, _), _, targets, _ = make(0)
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+                products.append(function)
+            return function(*args, **(kwargs or {}))
+
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    with Products():
+        loss, _ = token_loss(*leaves, targets, lambda now, at: now.logprobs.sum())
+        loss.backward()
+    assert len(products) == 3, "logits, and the gradients of hidden states and weight"
+    with pytest.raises(RuntimeError, match="can be taken once"):
+        loss.backward()
+
+
+def test_a_loss_without_gradients_is_the_same():
+    (hidden, weight, bias), ref, targets, mask = make(0)
+    loss = some_loss(torch.zeros(mask.sum()), torch.ones(mask.sum()))
+    options = {"bias": bias, "ref": ref, "mask": mask, "entropy": True}
+    with_gradient, _ = token_loss(hidden.clone().requires_grad_(), weight, targets, loss, **options)
+    with torch.no_grad():
+        without, _ = token_loss(hidden, weight, targets, loss, **options)
+    assert torch.equal(with_gradient, without)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -202,8 +266,8 @@ def test_autocast_is_the_same_forward_and_backward():
     expected.sum().backward()
     assert torch.equal(logprobs, expected)
     for leaf, half in zip(leaves, halves, strict=True):
-        assert leaf.grad.dtype == torch.float32
-        torch.testing.assert_close(leaf.grad, half.grad.float())
+        assert leaf.grad.dtype == torch.float32, "sums over tokens are not rounded to half precision"
+        assert torch.equal(leaf.grad.bfloat16(), half.grad)
 
 
 def test_large_logits_are_finite():

@@ -8,11 +8,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, backward, ppo_update
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7
 OBJECTIVE = Objective(clip=0.2, value_clip=0.3, value_coef=0.5, entropy_coef=0.01)
+
+
+def nothing(now, at):
+    return now.logprobs.sum() * 0
 
 
 class TablePolicy(nn.Module):
@@ -21,11 +26,15 @@ class TablePolicy(nn.Module):
         self.logits = nn.Parameter(torch.randn(STATES, ACTIONS))
         self.value = nn.Parameter(torch.randn(STATES))
 
-    def forward(self, inputs):
+    def forward(self, inputs, policy_loss, kl=None):
         distribution = torch.distributions.Categorical(logits=self.logits[inputs["states"]])
-        return Evaluation(
-            distribution.log_prob(inputs["actions"]), self.value[inputs["states"]], distribution.entropy()
-        )
+        logprobs, entropy = distribution.log_prob(inputs["actions"]), distribution.entropy()
+        kl = None if kl is None else kl(logprobs)
+        mask = inputs["mask"]
+        stats = TokenStats(logprobs[mask], entropy[mask], None if kl is None else kl[mask])
+        loss = policy_loss(stats, slice(None))
+        values = self.value[inputs["states"]]
+        return Evaluation(loss, values, logprobs.detach(), entropy.detach(), None if kl is None else kl.detach())
 
 
 @pytest.fixture
@@ -33,11 +42,11 @@ def world():
     torch.manual_seed(0)
     policy = TablePolicy()
     inputs = {"states": torch.randint(STATES, (ROWS, TIME)), "actions": torch.randint(ACTIONS, (ROWS, TIME))}
-    mask = torch.arange(TIME) < torch.randint(2, TIME + 1, (ROWS, 1))
+    inputs["mask"] = mask = torch.arange(TIME) < torch.randint(2, TIME + 1, (ROWS, 1))
     with torch.no_grad():
-        logprobs, values, *_ = policy(inputs)
+        _, values, logprobs, *_ = policy(inputs, nothing)
     advantages = torch.randn(ROWS, TIME)
-    experience = Experience(inputs, mask, logprobs, values, advantages, values + advantages)
+    experience = Experience(inputs, mask, mask.sum(1), logprobs, values, advantages, values + advantages)
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD(policy.parameters(), lr=0.5))
     return policy, experience, optimizer, accelerator
@@ -48,7 +57,7 @@ def update(world, **changes):
     settings = {"epochs": 1, "minibatches": 1} | changes
     evaluate = settings.pop("evaluate", policy)
     generator = torch.Generator().manual_seed(3)
-    return ppo_update(experience, evaluate, OBJECTIVE, optimizer, accelerator, generator, **settings)
+    return ppo_update(experience, evaluate, OBJECTIVE, policy, optimizer, accelerator, generator, **settings)
 
 
 def test_the_ratio_is_exactly_1_before_the_first_step(world):
@@ -60,7 +69,9 @@ def test_the_ratio_is_exactly_1_before_the_first_step(world):
 
 def test_one_step_is_the_gradient_of_the_papers_objective(world):
     policy, experience, *_ = world
-    logprobs, values, entropy, _ = policy(experience.inputs)
+    distribution = torch.distributions.Categorical(logits=policy.logits[experience.inputs["states"]])
+    logprobs, entropy = distribution.log_prob(experience.inputs["actions"]), distribution.entropy()
+    values = policy.value[experience.inputs["states"]]
     mask, tokens = experience.mask, experience.mask.sum()
     ratio = (logprobs - experience.logprobs).exp()
     surrogate = torch.minimum(ratio * experience.advantages, ratio.clamp(0.8, 1.2) * experience.advantages)
@@ -76,13 +87,13 @@ def test_one_step_is_the_gradient_of_the_papers_objective(world):
     assert metrics["grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in gradients)), rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8, 100])
-def test_micro_batches_change_no_gradient(world, size):
+@pytest.mark.parametrize("tokens", [TIME, 2 * TIME, 5 * TIME, 1000])
+def test_micro_batches_change_no_gradient(world, tokens):
     policy, experience, _, accelerator = world
-    whole = backward(experience, policy, OBJECTIVE, accelerator, None)
+    whole = backward(experience, policy, OBJECTIVE, policy, accelerator, None)
     expected = [p.grad.clone() for p in policy.parameters()]
     policy.zero_grad()
-    parts = backward(experience, policy, OBJECTIVE, accelerator, size)
+    parts = backward(experience, policy, OBJECTIVE, policy, accelerator, tokens)
     for parameter, wanted in zip(policy.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, wanted)
     torch.testing.assert_close(parts.losses, whole.losses)
@@ -93,19 +104,21 @@ def test_micro_batches_change_no_gradient(world, size):
 def test_every_reduction_adds_up(world, reduction):
     policy, experience, _, accelerator = world
     objective = replace(OBJECTIVE, reduction=reduction)
-    losses = [backward(experience, policy, objective, accelerator, size).losses["loss"] for size in (None, 3)]
+    losses = [
+        backward(experience, policy, objective, policy, accelerator, tokens).losses["loss"]
+        for tokens in (None, 2 * TIME)
+    ]
     torch.testing.assert_close(*losses)
 
 
 def test_kl_in_the_loss_has_its_price(world):
     policy, experience, _, accelerator = world
 
-    def evaluate(inputs):
-        now = policy(inputs)
-        return now._replace(kl=now.logprobs.square())
+    def evaluate(inputs, policy_loss):
+        return policy(inputs, policy_loss, kl=torch.square)
 
     objective = Objective(clip=0.2, value_coef=0.0, kl_coef=0.3)
-    stats = backward(experience, evaluate, objective, accelerator, None)
+    stats = backward(experience, evaluate, objective, policy, accelerator, None)
     kl = experience.logprobs.square()[experience.mask].mean()
     torch.testing.assert_close(stats.losses["kl_in_update"], kl)
     torch.testing.assert_close(stats.losses["loss"], stats.losses["policy_loss"] + 0.3 * kl)
@@ -113,12 +126,12 @@ def test_kl_in_the_loss_has_its_price(world):
 
 def test_padding_changes_nothing(world):
     policy, experience, _, accelerator = world
-    backward(experience, policy, OBJECTIVE, accelerator, None)
+    backward(experience, policy, OBJECTIVE, policy, accelerator, None)
     expected = [p.grad.clone() for p in policy.parameters()]
     policy.zero_grad()
     for tensor in (experience.logprobs, experience.values, experience.advantages, experience.returns):
         tensor[~experience.mask] = math.nan
-    backward(experience, policy, OBJECTIVE, accelerator, None)
+    backward(experience, policy, OBJECTIVE, policy, accelerator, None)
     for parameter, wanted in zip(policy.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, wanted)
 
@@ -138,7 +151,7 @@ def test_more_steps_raise_the_chance_of_what_paid(world):
     policy, experience, *_ = world
     update(world, epochs=4, minibatches=2)
     with torch.no_grad():
-        logprobs = policy(experience.inputs).logprobs
+        logprobs = policy(experience.inputs, nothing).logprobs
     gain = (logprobs - experience.logprobs) * experience.advantages
     assert gain[experience.mask].mean() > 0
 
@@ -175,8 +188,8 @@ def test_a_loss_that_is_not_finite_is_named_and_its_step_not_taken(world, field,
 def test_a_gradient_that_is_not_finite_is_named(world):
     policy, *_ = world
 
-    def evaluate(inputs):
-        now = policy(inputs)
+    def evaluate(inputs, policy_loss):
+        now = policy(inputs, policy_loss)
         return now._replace(values=now.values + (policy.value.sum() * 0).sqrt())  # d√x/dx at 0
 
     with pytest.raises(NonFiniteUpdate, match="gradient") as caught:

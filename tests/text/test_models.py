@@ -24,7 +24,7 @@ def padded_batch():
 def test_log_probabilities_are_those_of_the_plain_model_without_padding(loaded):
     lm, _ = loaded
     batch = padded_batch()
-    logprobs, values, entropy, _ = ActorCritic(lm)(**batch, temperature=0.7, entropy=True)
+    _, values, logprobs, entropy, _ = ActorCritic(lm)(**batch, temperature=0.7, entropy=True)
     for row in range(2):
         prompt = batch["prompt_ids"][row][batch["prompt_mask"][row]]
         response = batch["response_ids"][row][batch["mask"][row]]
@@ -44,16 +44,16 @@ def test_what_stands_in_the_padding_changes_nothing(loaded):
     batch["prompt_ids"][0, :2] = 99
     batch["response_ids"][1, 2] = 98
     after = model(**batch, temperature=1.0)
-    torch.testing.assert_close(before[0], after[0])
-    torch.testing.assert_close(before[1][batch["mask"]], after[1][batch["mask"]])
+    torch.testing.assert_close(before.logprobs, after.logprobs)
+    torch.testing.assert_close(before.values, after.values)
 
 
 def test_gradients_reach_the_trunk_from_both_heads(loaded):
     model = ActorCritic(loaded[0])
     torch.nn.init.normal_(model.value_head.weight)
-    logprobs, values, *_ = model(**padded_batch(), temperature=1.0)
+    loss, values, *_ = model(**padded_batch(), temperature=1.0, policy_loss=unlikelihood)
     trunk = model.lm.get_input_embeddings().weight
-    for output in (logprobs, values):
+    for output in (loss, values):
         assert torch.autograd.grad(output.sum(), trunk, retain_graph=True)[0].abs().sum() > 0
 
 
@@ -61,6 +61,11 @@ def test_a_value_head_of_two_layers_is_four_times_as_wide():
     head = build_value_head("mlp", 8)
     assert [tuple(p.shape) for p in head.parameters()] == [(32, 8), (32,), (1, 32), (1,)]
     assert (head(torch.randn(3, 8)) == 0).all()
+
+
+def unlikelihood(now, at):
+    """A loss to minimise."""
+    return now.logprobs.sum()
 
 
 def noisy(model):
@@ -89,7 +94,7 @@ def test_a_separate_critic_has_a_trunk_of_its_own(loaded):
     assert all(p.grad is None for p in lm.parameters())
     assert {id(p) for p in model.critic_parts().parameters()}.isdisjoint({id(p) for p in lm.parameters()})
     model.zero_grad()
-    model(**batch, temperature=1.0).logprobs.sum().backward()
+    model(**batch, temperature=1.0, policy_loss=unlikelihood).policy_loss.backward()
     assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.critic_parts().parameters())
 
 
@@ -99,7 +104,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders)
         args = ModelConfig(name=str(model_folders[architecture]), gradient_checkpointing=checkpointing)
         model = build_actor_critic(*load_language_model(args), args)
         model.train(checkpointing)
-        model(**padded_batch(), temperature=1.0).logprobs.sum().backward()
+        model(**padded_batch(), temperature=1.0, policy_loss=unlikelihood).policy_loss.backward()
         gradients.append([p.grad for p in model.lm.parameters()])
         assert model.lm.is_activation_checkpointing == checkpointing
     for without, with_checkpoints in zip(*gradients, strict=True):

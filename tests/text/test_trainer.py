@@ -209,7 +209,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
         start = rollout.prompt_ids.shape[1] - 1
         p, q = (x[:, start:-1].log_softmax(-1) for x in (policy, reference))
         exact = (p.exp() * (p - q)).sum(-1)
-        now = trainer._evaluate(experience.inputs)
+        now = trainer._evaluate(experience.inputs, lambda now, at: now.kl.sum() if place == "loss" else torch.zeros(()))
     paid = batch.rewards.clone()
     paid[range(8), rollout.mask.sum(1) - 1] -= batch.scores
     if place == "reward":
@@ -220,6 +220,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
         log_ratio = batch.ref_logprobs - rollout.logprobs
         expected = {"full": exact, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
         torch.testing.assert_close(now.kl[rollout.mask], expected[rollout.mask], atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(now.policy_loss, expected[rollout.mask].sum(), atol=1e-4, rtol=1e-3)
 
 
 def test_an_adaptive_coefficient_follows_the_kl(tmp_path):

@@ -1,19 +1,16 @@
 """Log-probabilities, entropy and exact KL from hidden states and the output projection, a few tokens at a time.
 
-The logits of a batch, [batch, time, vocabulary], are the largest tensor of language-model training by far, and autograd
-would keep several of that size. Here they never exist: the projection is computed for a chunk of tokens, reduced to a
-few numbers a token, and computed again in the backward pass. The price is one more projection; the memory is bounded
-by chunk × vocabulary whatever the batch.
+`token_stats` computes a chunk's projection again in the backward pass; `token_loss`, which is told what will be
+minimised, forms the gradient at once. See `core.projection` for both.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokencredit.core.checks import require_flags, require_positive, require_shape
-from tokencredit.core.masked import at_least_float32
+from tokencredit.core.projection import ChunkedLoss, ChunkedStats, Linear, Shaping, TokenLoss, TokenStats
 
 CHUNK_LOGITS = 2**22
 """Logits that exist at once on a CPU, where chunks that stay near the caches are the fastest: 17 MB in float32."""
@@ -23,34 +20,6 @@ CHUNK_LOGITS_ON_ACCELERATORS = 2**27
 
 LEAST_CHUNK = 128
 """Tokens a chunk at least, however large the vocabulary: each chunk reads the whole projection once more."""
-
-
-class TokenStats(NamedTuple):
-    """What `token_stats` gives for each token; None for what was not asked for."""
-
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    kl: Tensor | None
-
-
-class _Scaling(NamedTuple):
-    """How a projection becomes logits: z = cap · tanh(y / cap) / temperature, without the tanh if there is no cap."""
-
-    temperature: float
-    softcap: float | None
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        z = at_least_float32(torch.nn.functional.linear(hidden, weight, bias))
-        if self.softcap is not None:
-            z = z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z if self.temperature == 1.0 else z.div_(self.temperature)
-
-    def slope(self, z: Tensor) -> Tensor | float | None:
-        """dz/dy = (1 − tanh²(y / cap)) / temperature; None stands for 1."""
-        if self.softcap is not None:
-            tanh = z * (self.temperature / self.softcap)
-            return tanh.square_().neg_().add_(1.0).div_(self.temperature)
-        return None if self.temperature == 1.0 else 1 / self.temperature
 
 
 def token_logprobs(
@@ -159,7 +128,7 @@ def token_stats(
     targets: Tensor | None,
     *,
     bias: Tensor | None = None,
-    ref: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    ref: Linear | None = None,
     mask: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -183,6 +152,71 @@ def token_stats(
     Raises:
         ValueError: as `token_logprobs`.
     """
+    shape = hidden.shape[:-1]
+    inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    results = ChunkedStats.apply(*inputs, entropy)  # type: ignore[no-untyped-call]
+    return TokenStats(*(None if x is None else _unrows(x, mask, shape) for x in results))
+
+
+def token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss: TokenLoss,
+    *,
+    bias: Tensor | None = None,
+    ref: Linear | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, TokenStats]:
+    """A loss of the statistics of `token_stats`, which forms its gradient where it forms the logits.
+
+    The gradient that a token's statistics receive is known as soon as they are, if the loss is given: a chunk of logits
+    is then projected once and not twice, a quarter of all work on the vocabulary (as in Liger Kernel, Hsu et al. 2024,
+    arXiv 2410.10989, section 3.2). Without autograd nothing but the loss and the statistics is computed.
+
+    Args:
+        hidden: as in `token_logprobs`, like all that are not named here.
+        weight: see there.
+        targets: see there.
+        loss: called with the statistics of some tokens and with where these stand among all that the mask keeps;
+            returns their part of the loss, a scalar. The parts add up.
+        bias: see there.
+        ref: as in `token_stats`.
+        mask: see there.
+        temperature: see there.
+        softcap: see there.
+        chunk: see there.
+        entropy: whether the loss needs the entropy.
+
+    Returns:
+        The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], which are not.
+
+    Raises:
+        ValueError: as `token_logprobs`.
+    """
+    shape = hidden.shape[:-1]
+    inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
+    total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, wanted)  # type: ignore[no-untyped-call]
+    return total, TokenStats(*(None if x is None else _unrows(x, mask, shape) for x in stats))
+
+
+def _checked(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    bias: Tensor | None,
+    ref: Linear | None,
+    mask: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    chunk: int | None,
+) -> tuple[Any, ...]:
+    """The first arguments of the functions above, once they are right, with only the rows that the mask keeps."""
     require_positive("temperature", temperature)
     if chunk is not None:
         require_positive("chunk", chunk)
@@ -201,113 +235,9 @@ def token_stats(
         require_shape("ref_hidden without its last axis", ref[0][..., 0], shape)
         require_shape("ref_weight without its last axis", ref[1][:, 0], weight.shape[:1])
         ref_bias = None if ref[2] is None else ref[2].detach()
-        ref = (_rows(ref[0].detach(), mask), ref[1].detach(), ref_bias)
-        ref = _same_dtype(*ref)
-    hidden, weight, bias = _same_dtype(hidden, weight, bias)
-    scaling = _Scaling(float(temperature), None if softcap is None else float(softcap))
-    chunk = _default_chunk(weight) if chunk is None else int(chunk)
-    results = _ChunkedStats.apply(hidden, weight, bias, targets, ref, scaling, chunk, entropy)  # type: ignore[no-untyped-call]
-    return TokenStats(*(None if x is None else _unrows(x, mask, shape) for x in results))
-
-
-class _ChunkedStats(torch.autograd.Function):
-    """(log-probabilities, entropy, KL) of rows of hidden states. With p = softmax(z):
-
-    ∂ log p(x)/∂z = 1ₓ − p,   ∂H/∂z = −p (log p + H),   ∂KL/∂z = p (log p − log q − KL).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor | None,
-        ref: tuple[Tensor, Tensor, Tensor | None] | None,
-        scaling: _Scaling,
-        chunk: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        rows = hidden.shape[0]
-        log_sums = at_least_float32(hidden.new_empty(0)).new_empty(rows)
-        logprobs = torch.empty_like(log_sums) if targets is not None else None
-        entropy = torch.empty_like(log_sums) if with_entropy else None
-        kl = torch.empty_like(log_sums) if ref is not None else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, rows, chunk):
-                part = slice(start, start + chunk)
-                z = scaling.logits(hidden[part], weight, bias)
-                log_sums[part] = z.logsumexp(dim=-1)
-                log_p = z.sub_(log_sums[part, None])
-                if logprobs is not None and targets is not None:
-                    logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
-                if entropy is not None or kl is not None:
-                    p = log_p.exp()
-                if entropy is not None:
-                    entropy[part] = -torch.linalg.vecdot(p, log_p)
-                if kl is not None and ref is not None:
-                    log_q = scaling.logits(ref[0][part], ref[1], ref[2]).log_softmax(dim=-1)
-                    kl[part] = torch.linalg.vecdot(p, log_p.sub_(log_q))
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, kl, *(ref or (None, None, None)))
-        ctx.scaling, ctx.chunk = scaling, chunk
-        return logprobs, entropy, kl
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, *_ = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        # Sums over chunks are kept in float32, so that many small parts do not vanish in half precision.
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=at_least_float32(weight[:0]).dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=at_least_float32(bias[:0]).dtype) if need_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], ctx.chunk):
-                part = slice(start, start + ctx.chunk)
-                grad = _projection_gradient(ctx, part, *grads)
-                if grad_hidden is not None:
-                    torch.mm(grad, weight, out=grad_hidden[part])
-                if grad_weight is not None and grad_weight.dtype == grad.dtype:
-                    grad_weight.addmm_(grad.T, hidden[part])
-                elif grad_weight is not None:
-                    grad_weight += grad.T @ hidden[part]
-                if grad_bias is not None:
-                    grad_bias += grad.sum(dim=0, dtype=grad_bias.dtype)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _projection_gradient(
-    ctx: Any, part: slice, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None
-) -> Tensor:
-    """The gradient of a chunk's projection W h + b, computed again from the hidden states, [chunk, vocabulary].
-
-    With a, e and k the gradients that arrive at log p(x), H and KL, the three formulas above add up to
-    a 1ₓ + p [(k − e) log p − k log q − (a + e H + k KL)].
-    """
-    hidden, weight, bias, targets, log_sums, entropy, kl, *ref = ctx.saved_tensors
-    z = ctx.scaling.logits(hidden[part], weight, bias)
-    slope = ctx.scaling.slope(z)
-    log_p = z.sub_(log_sums[part, None])
-    constant = torch.zeros_like(log_sums[part, None])
-    if grad_logprobs is not None:
-        constant -= grad_logprobs[part, None]
-    bracket = None
-    if grad_entropy is not None:
-        constant -= grad_entropy[part, None] * entropy[part, None]
-        bracket = log_p * -grad_entropy[part, None]
-    if grad_kl is not None:
-        constant -= grad_kl[part, None] * kl[part, None]
-        log_q = ctx.scaling.logits(ref[0][part], ref[1], ref[2]).log_softmax(dim=-1)
-        towards = (log_p - log_q).mul_(grad_kl[part, None])
-        bracket = towards if bracket is None else bracket.add_(towards)
-    p = log_p.exp_()
-    grad: Tensor = p.mul_(constant) if bracket is None else bracket.add_(constant).mul_(p)
-    if grad_logprobs is not None:
-        grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
-    grad = grad if slope is None else grad.mul_(slope)
-    return grad.to(weight.dtype)
+        ref = _rows(ref[0].detach(), mask), ref[1].detach(), ref_bias
+    shaping = Shaping(float(temperature), None if softcap is None else float(softcap), _dtype(hidden, weight))
+    return hidden, weight, bias, targets, ref, shaping, _default_chunk(weight) if chunk is None else int(chunk)
 
 
 def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -344,11 +274,9 @@ def _unrows(x: Tensor, mask: Tensor | None, shape: torch.Size) -> Tensor:
     return x.view(shape) if mask is None else x.new_zeros(shape).masked_scatter(mask, x)
 
 
-def _same_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bring the operands of a projection to the dtype autocast would use, or else to the widest of theirs."""
+def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype that autocast would compute a projection in, or else the wider of its operands'."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(hidden.dtype, weight.dtype)

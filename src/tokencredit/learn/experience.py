@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+PASS_OVERHEAD = 256
+"""What one more pass through a model costs on a CPU, in tokens: shorter paddings than that are not worth a cut."""
+
+PASS_OVERHEAD_ON_ACCELERATORS = 4096
+"""The same on other devices, which need large products to be busy."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,8 @@ class Experience:
 
     inputs: dict[str, Tensor]
     mask: Tensor
+    lengths: Tensor
+    """`[batch]`, int64: tokens or steps that a pass through the model reads of each row."""
     logprobs: Tensor
     values: Tensor
     advantages: Tensor
@@ -33,6 +42,7 @@ class Experience:
         return Experience(
             inputs={name: tensor[rows] for name, tensor in self.inputs.items()},
             mask=self.mask[rows],
+            lengths=self.lengths[rows],
             logprobs=self.logprobs[rows],
             values=self.values[rows],
             advantages=self.advantages[rows],
@@ -43,3 +53,39 @@ class Experience:
         """Row numbers, shuffled and cut into `count` minibatches whose sizes differ by one at most."""
         order = torch.randperm(len(self), generator=generator)
         yield from order.to(self.mask.device).tensor_split(count)
+
+
+def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
+    """Cut rows into batches of like length, so that little of what a model reads is padding.
+
+    Among all ways to cut the rows in the order of their lengths, the one with the least Σ (rows · longest + overhead),
+    found by dynamic programming; the overhead is that of one more pass through a model, in tokens.
+
+    Args:
+        lengths: `[batch]`, int64.
+        budget: the most tokens of a batch, padding included; None for no limit.
+
+    Returns:
+        Row numbers, a tensor a batch, the longest rows first.
+
+    Raises:
+        ValueError: a row alone is longer than the budget.
+    """
+    overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
+    order = lengths.argsort(descending=True, stable=True)
+    longest = lengths[order].cpu().numpy().astype(np.int64)
+    if budget is not None and longest[0] > budget:
+        raise ValueError(f"budget is {budget}; it must be at least {longest[0]}, the tokens of the longest row")
+    least, start_of = np.zeros(len(longest) + 1, dtype=np.int64), np.zeros(len(longest) + 1, dtype=np.int64)
+    for end in range(1, len(longest) + 1):
+        tokens = longest[:end] * np.arange(end, 0, -1)  # of a batch from each row to this one
+        costs = least[:end] + tokens + overhead
+        if budget is not None:
+            costs[tokens > budget] = np.iinfo(np.int64).max
+        start_of[end] = costs.argmin()
+        least[end] = costs[start_of[end]]
+    batches, end = [], len(longest)
+    while end:
+        batches.append(order[start_of[end] : end])
+        end = int(start_of[end])
+    return batches[::-1]

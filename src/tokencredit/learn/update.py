@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokencredit.core.losses import (
     Clip,
@@ -21,21 +22,30 @@ from tokencredit.core.losses import (
     value_loss,
     weighted_sum,
 )
-from tokencredit.learn.experience import Experience
+from tokencredit.core.projection import TokenLoss, TokenStats
+from tokencredit.learn.experience import Experience, like_lengths
 from tokencredit.learn.stopping import past_target_kl
 
 
 class Evaluation(NamedTuple):
-    """What policy and critic say of an experience now, `[batch, time]`, with gradients; None for what is not needed."""
+    """What policy and critic say of an experience now; None for what is not needed."""
 
-    logprobs: Tensor
+    policy_loss: Tensor
+    """A scalar, with the policy's gradient."""
     values: Tensor
+    """`[batch, time]`, with the critic's gradient."""
+    logprobs: Tensor
+    """`[batch, time]`, without a gradient, as the next two."""
     entropy: Tensor | None = None
     kl: Tensor | None = None
 
 
-Evaluate = Callable[[dict[str, Tensor]], Evaluation]
-"""From an experience's inputs to their evaluation."""
+Evaluate = Callable[[dict[str, Tensor], TokenLoss], Evaluation]
+"""From an experience's inputs, and the policy's loss on its acted tokens one after another, to their evaluation.
+
+The loss is handed in so that a projection to a large vocabulary can form its gradient a chunk of tokens at a time;
+where there is none, `policy_loss(TokenStats(logprobs[mask], …), slice(None))` is all there is to do.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,21 @@ class Objective:
     kl_coef: float = 0.0
     reduction: str = "token"
 
+    def policy_loss(self, now: TokenStats, old_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
+        """The policy's part: Σ weight · (L_policy − c_ent · H + β · KL)."""
+        assert now.logprobs is not None
+        surrogate = clipped_surrogate(now.logprobs, old_logprobs, advantages, clip=self.clip, dual_clip=self.dual_clip)
+        loss = total_loss(surrogate, None, now.entropy, weights, entropy_coef=self.entropy_coef)
+        return loss if now.kl is None else loss + self.kl_coef * weighted_sum(now.kl, weights)
+
+    def critic_loss(self, values: Tensor, part: Experience, weights: Tensor) -> Tensor:
+        """The critic's part: c_vf · Σ weight · L_vf."""
+        losses = value_loss(values, part.values, part.returns, part.mask, clip=self.value_clip)
+        return self.value_coef * weighted_sum(losses, weights)
+
+    @torch.no_grad()
     def token_losses(self, part: Experience, now: Evaluation) -> dict[str, Tensor]:
-        """Each part of the loss at each token, by its name in the metrics."""
+        """Each part of the loss at each token, before its coefficient, by its name in the metrics."""
         parts = {
             "policy_loss": clipped_surrogate(
                 now.logprobs, part.logprobs, part.advantages, part.mask, clip=self.clip, dual_clip=self.dual_clip
@@ -61,18 +84,6 @@ class Objective:
             "kl_in_update": now.kl,
         }
         return {name: losses for name, losses in parts.items() if losses is not None}
-
-    def loss(self, parts: dict[str, Tensor], weights: Tensor) -> Tensor:
-        """What is minimised: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL)."""
-        total = total_loss(
-            parts["policy_loss"],
-            parts["value_loss"],
-            parts.get("entropy_in_update"),
-            weights,
-            value_coef=self.value_coef,
-            entropy_coef=self.entropy_coef,
-        )
-        return total + self.kl_coef * weighted_sum(parts["kl_in_update"], weights) if "kl_in_update" in parts else total
 
 
 class NonFiniteUpdate(ArithmeticError):
@@ -114,13 +125,14 @@ def ppo_update(
     experience: Experience,
     evaluate: Evaluate,
     objective: Objective,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
     generator: torch.Generator,
     *,
     epochs: int,
     minibatches: int,
-    micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
     target_kl: float | None = None,
     max_grad_norm: float | None = None,
     grad_norm_type: float = 2.0,
@@ -134,12 +146,14 @@ def ppo_update(
         experience: one rollout with its credit; this process's share of it.
         evaluate: the policy and its critic on an experience's inputs.
         objective: what is minimised.
-        optimizer: prepared by `accelerator`, as is the module that `evaluate` runs.
+        model: what `evaluate` runs, prepared by `accelerator`.
+        optimizer: of the model's parameters, prepared likewise.
         accelerator: of this process.
         generator: shuffles the rows.
         epochs: passes over the experience.
         minibatches: optimiser steps a pass.
-        micro_batch_size: rows in memory at once; None takes a minibatch whole. It changes no gradient.
+        micro_batch_tokens: the most tokens in memory at once, padding included; None for no limit. However a minibatch
+            is cut, its gradient is the same.
         target_kl: end the update before a step whose minibatch is further than this from the sampling policy, in nats
             a token by k3; None never does.
         max_grad_norm: largest norm of the gradient; None for no limit.
@@ -161,7 +175,7 @@ def ppo_update(
     grad_norms: list[float] = []
     for rows in (rows for _ in range(epochs) for rows in experience.minibatches(minibatches, generator)):
         optimizer.zero_grad()
-        step = backward(experience.select(rows), evaluate, objective, accelerator, micro_batch_size)
+        step = backward(experience.select(rows), evaluate, objective, model, accelerator, micro_batch_tokens)
         stats = step if stats is None else stats + step
         seen += 1
         for parameter in frozen:
@@ -189,31 +203,39 @@ def backward(
     minibatch: Experience,
     evaluate: Evaluate,
     objective: Objective,
+    model: nn.Module,
     accelerator: Accelerator,
-    micro_batch_size: int | None,
+    micro_batch_tokens: int | None,
 ) -> UpdateStats:
-    """Add a minibatch's gradient to the parameters, a micro-batch at a time.
+    """Add a minibatch's gradient to the parameters, a micro-batch of like lengths at a time.
 
     Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
-    and processes add up to the same gradient however they are cut.
+    and processes add up to the same gradient however they are cut. Processes exchange gradients once, with the last
+    micro-batch, so that each may have a number of its own.
     """
     count = accelerator.reduce(reduction_count(minibatch.mask, objective.reduction), "sum")
-    size = micro_batch_size or len(minibatch)
     stats: UpdateStats | None = None
-    for start in range(0, len(minibatch), size):
-        part = minibatch.select(slice(start, start + size))
+    batches = like_lengths(minibatch.lengths, micro_batch_tokens)
+    for rows in batches:
+        part = minibatch.select(rows)
         weights = token_weights(part.mask, by=objective.reduction, count=count)
-        now = evaluate(part.inputs)
-        parts = objective.token_losses(part, now)
-        loss = objective.loss(parts, weights)
-        accelerator.backward(loss * accelerator.num_processes)  # it averages over processes, where ours must add up
-        with torch.no_grad():
-            losses = {"loss": loss.detach()} | {name: weighted_sum(x, weights) for name, x in parts.items()}
-            ratios = ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
-        seen = UpdateStats(losses, ratios)
+        with nullcontext() if rows is batches[-1] else accelerator.no_sync(model):
+            now = evaluate(part.inputs, policy_loss(objective, part, weights))
+            loss = now.policy_loss + objective.critic_loss(now.values, part, weights)
+            accelerator.backward(loss * accelerator.num_processes)  # it averages over processes; ours must add up
+        losses = {name: weighted_sum(x, weights) for name, x in objective.token_losses(part, now).items()}
+        ratios = ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
+        seen = UpdateStats({"loss": loss.detach()} | losses, ratios)
         stats = seen if stats is None else stats + seen
     assert stats is not None, "a minibatch has at least one row"
     return stats
+
+
+def policy_loss(objective: Objective, part: Experience, weights: Tensor) -> TokenLoss:
+    """The policy's part of the objective, as a function of statistics of the acted tokens, one after another."""
+    mask = part.mask
+    old_logprobs, advantages, weights = part.logprobs[mask], part.advantages[mask], weights[mask]
+    return lambda now, at: objective.policy_loss(now, old_logprobs[at], advantages[at], weights[at])
 
 
 @torch.no_grad()
@@ -221,7 +243,8 @@ def blame(experience: Experience, rows: Tensor, evaluate: Evaluate, objective: O
     """Find which row's which loss is not finite, by looking at the rows of a failed minibatch one by one."""
     for row in rows:
         part = experience.select(row.unsqueeze(0))
-        for name, losses in objective.token_losses(part, evaluate(part.inputs)).items():
+        now = evaluate(part.inputs, policy_loss(objective, part, part.mask.float()))
+        for name, losses in objective.token_losses(part, now).items():
             if not losses[part.mask].isfinite().all():
                 return NonFiniteUpdate(name.removesuffix("_in_update").replace("_", " "), int(row))
     return NonFiniteUpdate("gradient", None)

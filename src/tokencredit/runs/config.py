@@ -224,8 +224,9 @@ class UpdateConfig:
     """Passes over each batch."""
     minibatches: int = setting(4, at_least=1)
     """Optimiser steps a pass."""
-    micro_batch_size: int | None = setting(None, at_least=1)
-    """Completions in memory at once during the update; null takes a whole minibatch."""
+    micro_batch_tokens: int | None = setting(None, at_least=2)
+    """Tokens that a model reads at once in the update and in scoring, prompts and padding included; null for no limit.
+    Lower it when memory runs out; it changes no gradient."""
     clip: float = setting(0.2, above=0, below=1)
     """The ratio to the sampling policy is clipped to [1 − clip, 1 + clip]."""
     clip_high: float | None = setting(None, above=0)

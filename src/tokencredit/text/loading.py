@@ -186,10 +186,14 @@ def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted(i for i in ids if 0 <= i < lm.config.get_text_config().vocab_size)
 
 
-def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int) -> int | None:
-    """The longest prompt that leaves room for a completion in the model's context; None if that has no known end."""
+def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int, budget: int | None = None) -> int | None:
+    """The longest prompt that leaves room for a completion in the model's context and in a budget of tokens.
+
+    None if there is neither a known end of the context nor a budget.
+    """
     context = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    return None if context is None else context - max_new_tokens
+    limits = [limit for limit in (context, budget) if limit is not None]
+    return min(limits) - max_new_tokens if limits else None
 
 
 @torch.no_grad()

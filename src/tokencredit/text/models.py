@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tokencredit.core.logprobs import TokenStats, token_stats
+from tokencredit.core.logprobs import token_logprobs, token_loss
+from tokencredit.core.projection import TokenLoss, TokenStats
 from tokencredit.learn.update import Evaluation
 
 
@@ -76,61 +77,39 @@ class ActorCritic(nn.Module):
         response_ids: Tensor,
         mask: Tensor,
         temperature: float,
+        policy_loss: TokenLoss | None = None,
         entropy: bool = False,
         reference: ActorCritic | None = None,
         ref_hidden: Tensor | None = None,
     ) -> Evaluation:
-        """Evaluate given responses: what training needs of each token, with gradients.
+        """Evaluate given responses: what training needs of each token.
 
         Args:
             prompt_ids: `[batch, prompt]`, padded on the left.
             prompt_mask: `[batch, prompt]`, true at the prompt's own tokens.
             response_ids: `[batch, time]`, padded on the right; what stands in the padding matters to nothing before it.
-            mask: `[batch, time]`, true at sampled tokens; the vocabulary projection is computed for no others.
+            mask: `[batch, time]`, true at sampled tokens, which come first; nothing is computed of the others.
             temperature: divides the logits, as it did in sampling.
+            policy_loss: what to minimise of the tokens' log-probabilities, entropies and KL; None minimises nothing.
             entropy: also compute the entropy of each position's distribution.
             reference: also compute the exact KL to this model, from its hidden states.
             ref_hidden: `[batch, time, width]`, what `reference.response_hidden` gave for the same responses.
 
         Returns:
-            log-probabilities (nats), values of the states before each token, entropies and exact KL (nats) or None;
-            each `[batch, time]` in float32.
+            The loss; values of the states before each token; log-probabilities, and entropies and exact KL or None, in
+            nats; each but the loss `[batch, time]` in float32. Loss and values carry gradients.
         """
-        hidden = self.response_hidden(prompt_ids, prompt_mask, response_ids)
-        stats = self.token_stats(hidden, response_ids, mask, temperature, entropy, reference, ref_hidden)
-        assert stats.logprobs is not None
-        if self.critic is not None:
-            hidden = self.critic_hidden(prompt_ids, prompt_mask, response_ids)
-        return Evaluation(stats.logprobs, self.values(hidden), stats.entropy, stats.kl)
-
-    def response_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
-        """Hidden states `[batch, time, width]` of the states before each response token; arguments as in `forward`."""
-        return response_hidden(self.lm.get_decoder(), prompt_ids, prompt_mask, response_ids)
-
-    def critic_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
-        """The same from the trunk of a separate critic."""
-        return response_hidden(self.critic, prompt_ids, prompt_mask, response_ids)
-
-    def token_stats(
-        self,
-        hidden: Tensor,
-        response_ids: Tensor,
-        mask: Tensor,
-        temperature: float,
-        entropy: bool = False,
-        reference: ActorCritic | None = None,
-        ref_hidden: Tensor | None = None,
-    ) -> TokenStats:
-        """The policy's half of `forward`, from the hidden states that `response_hidden` gave."""
-        projection = self.lm.get_output_embeddings()
+        hidden = self.response_hidden(prompt_ids, prompt_mask, response_ids, mask)
         ref = None
         if reference is not None and ref_hidden is not None:
             ref_projection = reference.lm.get_output_embeddings()
             ref = (ref_hidden, ref_projection.weight, ref_projection.bias)
-        return token_stats(
+        projection = self.lm.get_output_embeddings()
+        loss, stats = token_loss(
             hidden,
             projection.weight,
             response_ids,
+            policy_loss or nothing,
             bias=projection.bias,
             ref=ref,
             mask=mask,
@@ -138,6 +117,39 @@ class ActorCritic(nn.Module):
             softcap=self.softcap,
             entropy=entropy,
         )
+        assert stats.logprobs is not None
+        if self.critic is not None:
+            hidden = self.critic_hidden(prompt_ids, prompt_mask, response_ids, mask)
+        values = torch.zeros_like(stats.logprobs).masked_scatter(mask, self.values(hidden[mask]))
+        return Evaluation(loss, values, stats.logprobs, stats.entropy, stats.kl)
+
+    def logprobs(self, hidden: Tensor, response_ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+        """Log-probabilities `[batch, time]` of tokens, nats, from the hidden states before them."""
+        projection = self.lm.get_output_embeddings()
+        logprobs, _ = token_logprobs(
+            hidden,
+            projection.weight,
+            response_ids,
+            bias=projection.bias,
+            mask=mask,
+            temperature=temperature,
+            softcap=self.softcap,
+        )
+        return logprobs
+
+    def response_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states `[batch, time, width]` of the states before each response token; arguments as in `forward`."""
+        return response_hidden(self.lm.get_decoder(), prompt_ids, prompt_mask, response_ids, mask)
+
+    def critic_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
+        """The same from the trunk of a separate critic."""
+        return response_hidden(self.critic, prompt_ids, prompt_mask, response_ids, mask)
+
+
+def nothing(now: TokenStats, at: slice) -> Tensor:
+    """The loss of those who want none."""
+    assert now.logprobs is not None
+    return 0 * now.logprobs.sum()
 
 
 def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor]:
@@ -164,12 +176,20 @@ def trunk_hidden(
     return outputs.last_hidden_state
 
 
-def response_hidden(trunk: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor) -> Tensor:
-    """Hidden states `[batch, time, width]` of the states before each response token."""
-    start, length = prompt_ids.shape[1], response_ids.shape[1]
-    input_ids = torch.cat([prompt_ids, response_ids[:, :-1]], dim=1)
+def response_hidden(
+    trunk: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor
+) -> Tensor:
+    """Hidden states `[batch, time, width]` of the states before each response token, 0 past the longest response.
+
+    Columns that are padding in every row are not read.
+    """
+    length = max(int(mask.sum(1).max()), 1)
+    padding = int((~prompt_mask).all(0).sum())
+    prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
+    input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
     attention_mask, position_ids = positions(prompt_mask, length - 1)
-    return trunk_hidden(trunk, input_ids, attention_mask, position_ids)[:, start - 1 :]
+    hidden = trunk_hidden(trunk, input_ids, attention_mask, position_ids)[:, prompt_ids.shape[1] - 1 :]
+    return nn.functional.pad(hidden, (0, 0, 0, response_ids.shape[1] - length))
 
 
 def width(model: PreTrainedModel) -> int:

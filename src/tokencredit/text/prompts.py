@@ -87,7 +87,9 @@ class Prompts:
         if add_bos and tokenizer.bos_token_id is None:
             raise ConfigError(f"{group}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
         if max_length is not None and max_length < 1:
-            raise ConfigError("max_new_tokens leaves no room for a prompt in the model's context")
+            raise ConfigError(
+                "max_new_tokens leaves no room for a prompt in the model's context or in ppo.micro_batch_tokens"
+            )
         self.rows = as_rows(rows, column)
         self.tokenizer, self.column, self.group, self.seed = tokenizer, column, group, seed
         self.texts = f"{group}.text"
@@ -194,8 +196,8 @@ class Prompts:
     def _too_long(self, index: int, ids: list[int]) -> ConfigError:
         return ConfigError(
             f"{self._place(index)} has {len(ids)} tokens, but {self.group}.max_length, or what max_new_tokens leaves "
-            f"of the model's context, has room for {self.max_length}; shorten it, or set {self.group}.overlong to "
-            "drop or truncate"
+            f"of the model's context or of ppo.micro_batch_tokens, has room for {self.max_length}; shorten it, or set "
+            f"{self.group}.overlong to drop or truncate"
         )
 
     def _check(self, index: int, prompt: Any) -> Prompt:

@@ -33,7 +33,7 @@ class Rollout:
     logprobs: Tensor
     """Of each token under the policy at its temperature, nats; filters such as top_p do not enter."""
     values: Tensor
-    """Of the state before each token."""
+    """Of the state before each token; 0 until `passes` asks a critic that has a trunk of its own."""
     truncated: Tensor
     """`[batch]`, true where the length limit came before an end."""
 
@@ -45,6 +45,10 @@ class Rollout:
             "response_ids": self.response_ids,
             "mask": self.mask,
         }
+
+    def lengths(self) -> Tensor:
+        """Tokens of each prompt and its response."""
+        return self.prompt_mask.sum(1) + self.mask.sum(1)
 
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """What reward functions may ask for beside the texts: the tokens, and what the reference thinks of them."""
@@ -132,8 +136,6 @@ def sample(
         inputs = tokens.unsqueeze(-1)
 
     length = int(mask.sum(1).max())
-    if model.critic is not None:  # its states need no cache: one pass over the whole text gives them all
-        values = model.values(model.critic_hidden(prompt_ids, prompt_mask, response_ids[:, :length]))
     return Rollout(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import whiten
+from tokencredit.core.projection import TokenLoss
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
@@ -39,22 +41,13 @@ from tokencredit.text.loading import (
     upload,
 )
 from tokencredit.text.models import ActorCritic
+from tokencredit.text.passes import Reference, critic_values, evaluate_rollout, refer
 from tokencredit.text.prompts import PromptBatch, load_prompts
 from tokencredit.text.rewards import NonFiniteReward, RewardError, as_terms, build_terms, score
 from tokencredit.text.sampling import Rollout, sample
 
 if TYPE_CHECKING:
     from tokencredit.text.datasets import Rows
-
-
-class Reference(NamedTuple):
-    """What the reference says of a rollout; None and nothing without one."""
-
-    logprobs: Tensor | None
-    kl: Tensor | None
-    """What each token's reward pays for, nats; None where the loss pays."""
-    inputs: dict[str, Tensor]
-    """What the update needs to price the KL in the loss."""
 
 
 class PPOTrainer:
@@ -194,7 +187,7 @@ class PPOTrainer:
         with self._stage("rollout") as results:
             rollout = results["rollout"] = self.roll(prompts, uniforms)
         with self._stage("reference") as results:
-            reference = results["reference"] = self._refer(rollout)
+            reference = results["reference"] = self._refer(rollout, args.rollout.temperature)
         completions = rollout.texts(self.tokenizer)
         with self._stage("reward") as results:
             rated = results["scores"] = score(
@@ -214,7 +207,8 @@ class PPOTrainer:
         if args.advantage.whiten:
             advantages = whiten(advantages, rollout.mask, reduce=self._all_sum)
         inputs = rollout.inputs() | reference.inputs
-        return batch, Experience(inputs, rollout.mask, rollout.logprobs, rollout.values, advantages, returns)
+        lengths = rollout.lengths()
+        return batch, Experience(inputs, rollout.mask, lengths, rollout.logprobs, rollout.values, advantages, returns)
 
     def roll(self, prompts: PromptBatch, uniforms: Tensor) -> Rollout:
         """Continue prompts with the policy as it is."""
@@ -229,11 +223,14 @@ class PPOTrainer:
                 self.tokenizer,
                 self.end_ids,
             )
-            if self.accelerator.mixed_precision == "no":
-                return rollout
-            # In half precision a cached pass and a full one differ, and the ratio must start at exactly 1.
-            now = self.policy(**rollout.inputs(), temperature=settings.temperature)
-            return replace(rollout, logprobs=now.logprobs, values=now.values)
+            budget = self.args.ppo.micro_batch_tokens
+            if self.accelerator.mixed_precision != "no":
+                # In half precision a cached pass and a full one differ, and the ratio must start at exactly 1.
+                now = evaluate_rollout(self.policy, rollout, settings.temperature, budget)
+                return replace(rollout, logprobs=now.logprobs, values=now.values)
+            if self.policy.critic is not None:
+                return replace(rollout, values=critic_values(self.policy, rollout, budget))
+            return rollout
 
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
         """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
@@ -253,12 +250,13 @@ class PPOTrainer:
                     experience,
                     self._evaluate,
                     objective,
+                    self.model,
                     self.optimizer,
                     self.accelerator,
                     self.shuffling,
                     epochs=ppo.epochs,
                     minibatches=ppo.minibatches,
-                    micro_batch_size=ppo.micro_batch_size,
+                    micro_batch_tokens=ppo.micro_batch_tokens,
                     target_kl=ppo.target_kl,
                     max_grad_norm=optim.max_grad_norm,
                     grad_norm_type={"l2": 2.0, "max": math.inf}[optim.grad_norm_type],
@@ -283,7 +281,7 @@ class PPOTrainer:
                 self.eval_prompts,
                 self.args.eval,
                 seed=self.args.seed,
-                ref_logprobs=lambda rollout: self._refer(rollout).logprobs,
+                ref_logprobs=lambda rollout: self._refer(rollout, self.args.eval.temperature).logprobs,
                 accelerator=self.accelerator,
             )
         if metrics["eval/reward"] > self.best:
@@ -293,36 +291,28 @@ class PPOTrainer:
                     save_policy(folder, self.policy, self.tokenizer)
         return metrics
 
-    def _refer(self, rollout: Rollout) -> Reference:
-        """What the reference says of a rollout, as far as the configuration needs it."""
-        if self.reference is None:
-            return Reference(None, None, {})
-        kl, temperature = self.args.kl, self.args.rollout.temperature
+    def _refer(self, rollout: Rollout, temperature: float) -> Reference:
         with self._no_grad():
-            with nullcontext() if self.policy.adapter is None else self.policy.adapter.disable_adapter():
-                hidden = self.reference.response_hidden(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids)
-                logprobs = self.reference.token_stats(hidden, rollout.response_ids, rollout.mask, temperature).logprobs
-            if kl.place == "loss":
-                inputs = {"ref_hidden": hidden} if kl.estimator == "full" else {"ref_logprobs": logprobs}
-                return Reference(logprobs, None, inputs)
-            if kl.estimator == "full":
-                now = self.policy(
-                    **rollout.inputs(), temperature=temperature, reference=self.reference, ref_hidden=hidden
-                )
-                return Reference(logprobs, now.kl, {})
-        return Reference(logprobs, kl_estimate(kl.estimator, rollout.logprobs, logprobs, rollout.mask), {})
+            return refer(
+                self.policy, self.reference, rollout, self.args.kl, temperature, self.args.ppo.micro_batch_tokens
+            )
 
-    def _evaluate(self, inputs: dict[str, Tensor]) -> Evaluation:
+    def _evaluate(self, inputs: dict[str, Tensor], policy_loss: TokenLoss) -> Evaluation:
         """What the policy says now of an experience's inputs, with gradients."""
-        arguments = {name: tensor for name, tensor in inputs.items() if name != "ref_logprobs"}
-        if "ref_hidden" in inputs:
-            arguments["reference"] = self.reference
-        entropy = self.args.ppo.entropy_coef > 0
-        now = self.model(**arguments, temperature=self.args.rollout.temperature, entropy=entropy)
+        inputs, estimate = dict(inputs), None
         if "ref_logprobs" in inputs:
-            kl = kl_estimate(self.args.kl.estimator, now.logprobs, inputs["ref_logprobs"], inputs["mask"])
-            now = now._replace(kl=kl)
-        return now
+            estimate = partial(kl_estimate, self.args.kl.estimator)
+            ref_logprobs = inputs.pop("ref_logprobs")
+            policy_loss = with_kl(policy_loss, estimate, ref_logprobs[inputs["mask"]])
+        if "ref_hidden" in inputs:
+            inputs["reference"] = self.reference
+        now = self.model(
+            **inputs,
+            temperature=self.args.rollout.temperature,
+            policy_loss=policy_loss,
+            entropy=self.args.ppo.entropy_coef > 0,
+        )
+        return now if estimate is None else now._replace(kl=estimate(now.logprobs, ref_logprobs, inputs["mask"]))
 
     def _check_batch_size(self) -> None:
         processes, rollout = self.accelerator.num_processes, self.args.rollout
@@ -339,15 +329,20 @@ class PPOTrainer:
         longest = args.rollout.max_new_tokens
         if args.eval.every and not held_out:
             longest = max(longest, args.eval.max_new_tokens)
+        budget = args.ppo.micro_batch_tokens
         self.prompts = self.eval_prompts = load_prompts(
-            args.prompts, self.tokenizer, seed=args.seed, room=room_for_prompts(lm, longest), dataset=train_dataset
+            args.prompts,
+            self.tokenizer,
+            seed=args.seed,
+            room=room_for_prompts(lm, longest, budget),
+            dataset=train_dataset,
         )
         if held_out:
             self.eval_prompts = load_prompts(
                 args.eval.prompts or args.prompts,
                 self.tokenizer,
                 seed=args.seed,
-                room=room_for_prompts(lm, args.eval.max_new_tokens),
+                room=room_for_prompts(lm, args.eval.max_new_tokens, budget),
                 dataset=eval_dataset,
                 group="eval.prompts",
                 dataset_name="eval_dataset",
@@ -426,6 +421,11 @@ class PPOTrainer:
 def trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters of a module that training may change."""
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def with_kl(policy_loss: TokenLoss, estimate: Callable[[Tensor, Tensor], Tensor], ref_logprobs: Tensor) -> TokenLoss:
+    """The loss of statistics to which an estimate of the KL, from log-probabilities and the reference's, is added."""
+    return lambda now, at: policy_loss(now._replace(kl=estimate(now.logprobs, ref_logprobs[at])), at)
 
 
 def mixed_precision(dtype: str) -> str:

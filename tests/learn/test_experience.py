@@ -1,0 +1,60 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokencredit.learn import experience
+from tokencredit.learn.experience import like_lengths
+
+
+def cost(batches, lengths, overhead):
+    return sum(overhead + len(rows) * int(lengths[rows].max()) for rows in batches)
+
+
+def every_cut(rows):
+    """All ways to cut a sequence into neighbouring batches."""
+    if len(rows) == 0:
+        yield []
+    for size in range(1, len(rows) + 1):
+        for rest in every_cut(rows[size:]):
+            yield [rows[:size], *rest]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=7),
+    overhead=st.sampled_from([0, 5, 100]),
+    slack=st.none() | st.integers(0, 60),
+)
+def test_no_other_cut_reads_less(lengths, overhead, slack):
+    lengths = torch.tensor(lengths)
+    budget = None if slack is None else int(lengths.max()) + slack
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experience, "PASS_OVERHEAD", overhead)
+        batches = like_lengths(lengths, budget)
+    assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths))), "each row once"
+    allowed = [
+        cut
+        for cut in every_cut(lengths.argsort(descending=True, stable=True))
+        if budget is None or all(len(rows) * lengths[rows].max() <= budget for rows in cut)
+    ]
+    assert cost(batches, lengths, overhead) == min(cost(cut, lengths, overhead) for cut in allowed)
+    if budget is not None:
+        assert all(len(rows) * lengths[rows].max() <= budget for rows in batches)
+
+
+def test_by_hand(monkeypatch):
+    # Together 4 · 100 tokens; apart 100 + 3 · 10 and one more pass at 20.
+    monkeypatch.setattr(experience, "PASS_OVERHEAD", 20)
+    first, second = like_lengths(torch.tensor([10, 100, 10, 10]))
+    assert first.tolist() == [1]
+    assert sorted(second.tolist()) == [0, 2, 3]
+
+
+def test_rows_of_one_length_stay_together():
+    [rows] = like_lengths(torch.full((500,), 64))
+    assert rows.tolist() == list(range(500))
+
+
+def test_a_row_that_is_longer_than_the_budget():
+    with pytest.raises(ValueError, match=r"budget is 9; it must be at least 10, the tokens of the longest row"):
+        like_lengths(torch.tensor([3, 10]), 9)
