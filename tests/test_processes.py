@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-OPTIONS = ["--rollout.batch_size", "16", "--rollout.max_new_tokens", "10", "--ppo.minibatches", "1"]
+OPTIONS = [
+    "--model.dtype",
+    "float32",
+    "--rollout.batch_size",
+    "16",
+    "--rollout.max_new_tokens",
+    "10",
+    "--ppo.minibatches",
+    "1",
+]
 OPTIONS += ["--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
 
 

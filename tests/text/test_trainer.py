@@ -11,7 +11,6 @@ from typing import get_args
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,6 +40,7 @@ TIMES = ("seconds", "tokens_per_second")
 
 def small(folder, **changes):
     groups = {
+        "model": ModelConfig(dtype="float32"),
         "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
         "ppo": UpdateConfig(epochs=2, minibatches=2),
         "run": RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2),
@@ -151,13 +151,11 @@ def test_another_seed_gives_another_run(run, tmp_path):
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_path, request):
+def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_path):
     """Sampling and training agree: temperature, padding, dropout, number format."""
-    AcceleratorState._reset_state()  # a process has one precision, which only Accelerate's own tests change
-    request.addfinalizer(AcceleratorState._reset_state)
     args = small(
         tmp_path / "run",
-        model=ModelConfig(name=str(model_folders[model]), dtype=dtype),
+        model=ModelConfig(dtype="float32", name=str(model_folders[model]), dtype=dtype),
         prompts=PromptsConfig(text=["A", "This movie was really quite"]),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8, temperature=0.7),
         ppo=UpdateConfig(epochs=1, minibatches=1),
@@ -263,7 +261,9 @@ def test_the_critic_warms_up_alone(tmp_path):
 
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     pytest.importorskip("peft")
-    args = small(tmp_path / "run", model=ModelConfig(lora=LoraConfig(rank=4)), optim=OptimConfig(lr=1e-2))
+    args = small(
+        tmp_path / "run", model=ModelConfig(dtype="float32", lora=LoraConfig(rank=4)), optim=OptimConfig(lr=1e-2)
+    )
     trainer = PPOTrainer(args=args)
     assert trainer.reference is trainer.policy, "no second copy in memory"
     base = PPOTrainer(args=small(tmp_path / "other")).policy
@@ -299,7 +299,7 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
     """The whole machine on a reward whose best answer is known: say as many e's as possible."""
     args = small(
         tmp_path / "run",
-        model=ModelConfig(name=str(model_folders["gpt2"])),
+        model=ModelConfig(dtype="float32", name=str(model_folders["gpt2"])),
         rollout=RolloutConfig(batch_size=32, max_new_tokens=8),
         kl=KLConfig(coef=0.0),
         optim=OptimConfig(lr=3e-3),

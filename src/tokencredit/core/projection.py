@@ -45,10 +45,17 @@ class Shaping(NamedTuple):
         hidden, weight, bias = linear
         return hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
-    def logits(self, linear: Linear, part: slice) -> Tensor:
-        """Those of some rows, from operands in `dtype`."""
+    def logits(self, linear: Linear, part: slice, buffer: Tensor) -> Tensor:
+        """Those of some rows, from operands in `dtype`, in the buffer."""
         hidden, weight, bias = linear
-        z = at_least_float32(torch.nn.functional.linear(hidden[part], weight, bias))
+        hidden = hidden[part]
+        z = buffer[: len(hidden)]
+        if buffer.dtype == self.dtype:
+            torch.mm(hidden, weight.T, out=z)
+        else:
+            z.copy_(hidden @ weight.T)
+        if bias is not None:
+            z.add_(bias)
         if self.softcap is not None:
             z = z.div_(self.softcap).tanh_().mul_(self.softcap)
         return z if self.temperature == 1.0 else z.div_(self.temperature)
@@ -60,60 +67,79 @@ class Shaping(NamedTuple):
 
 
 class Chunk:
-    """The statistics of a few rows, and what their gradient needs. With p = softmax(z):
+    """The statistics of a few rows, and what their gradient needs, in as few tensors of their logits' size as possible.
 
+    With y = z − max z, S = Σᵥ exp y and p = exp(y) / S:
+
+    log p(x) = y(x) − log S,   H = log S − Σ p y,   KL = Σ p (y − log q) − log S,
     ∂ log p(x)/∂z = 1ₓ − p,   ∂H/∂z = −p (log p + H),   ∂KL/∂z = p (log p − log q − KL).
     """
 
     def __init__(
-        self, part: slice, linear: Linear, targets: Tensor | None, ref: Linear | None, shaping: Shaping, entropy: bool
+        self,
+        part: slice,
+        linear: Linear,
+        targets: Tensor | None,
+        ref: Linear | None,
+        shaping: Shaping,
+        entropy: bool,
+        buffer: Tensor,
     ) -> None:
-        z = shaping.logits(linear, part)
+        """`buffer`, [at least as many rows, vocabulary], is written over."""
+        z = shaping.logits(linear, part, buffer)
         self.shaping = shaping
-        self.log_sum = z.logsumexp(dim=-1, keepdim=True)
-        self.log_p = z.sub_(self.log_sum)
+        self.peak = z.amax(dim=-1, keepdim=True)
+        y = z.sub_(self.peak)
         self.targets = None if targets is None else targets[part, None]
+        chosen = None if self.targets is None else y.gather(-1, self.targets)
+        needs_y = entropy or ref is not None or shaping.softcap is not None
+        self.exp_y = y.exp() if needs_y else y.exp_()
+        self.y = y if needs_y else None
+        self.sum = self.exp_y.sum(dim=-1, keepdim=True)
+        log_sum = self.sum.log()
         self.log_ratio: Tensor | None = None
-        logprobs = entropies = kl = None
-        if self.targets is not None:
-            logprobs = self.log_p.gather(-1, self.targets).squeeze(-1)
-        if entropy or ref is not None:
-            p = self.log_p.exp()
+        entropies = kl = None
         if entropy:
-            entropies = -torch.linalg.vecdot(p, self.log_p)
+            entropies = (log_sum - self._mean(y)).squeeze(-1)
         if ref is not None:
-            self.log_ratio = self.log_p - shaping.logits(ref, part).log_softmax(dim=-1)
-            kl = torch.linalg.vecdot(p, self.log_ratio)
-        self.stats = TokenStats(logprobs, entropies, kl)
+            self.log_ratio = y - shaping.logits(ref, part, torch.empty_like(z)).log_softmax(dim=-1)
+            kl = (self._mean(self.log_ratio) - log_sum).squeeze(-1)
+        self.log_sum = log_sum
+        self.stats = TokenStats(None if chosen is None else (chosen - log_sum).squeeze(-1), entropies, kl)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Σ p x, [rows, 1]."""
+        dot: Tensor = torch.linalg.vecdot(self.exp_y, x)
+        return dot.unsqueeze(-1) / self.sum
 
     def gradient(self, grads: TokenStats) -> Tensor:
-        """The gradient of the projection y, [rows, vocabulary], made in the place of the logits.
+        """The gradient of the projection, [rows, vocabulary], made in the place of the logits.
 
-        With a, e and k the gradients that arrive at log p(x), H and KL, the three formulas above add up to
-        a 1ₓ + p [(k − e) log p − k log q − (a + e H + k KL)].
+        With a, e and k the gradients that arrive at log p(x), H and KL, the formulas above add up to
+        a 1ₓ + p [k (y − log q) − e y − (a + e H + k KL + (k − e) log S)].
         """
-        shaping = self.shaping
-        slope = None if shaping.softcap is None else shaping.slope(self.log_p + self.log_sum)
-        constant = torch.zeros_like(self.log_sum)
+        constant = torch.zeros_like(self.sum)
         bracket = None
         if grads.logprobs is not None:
             constant -= grads.logprobs[:, None]
-        if grads.entropy is not None and self.stats.entropy is not None:
-            constant -= (grads.entropy * self.stats.entropy)[:, None]
-            bracket = self.log_p * -grads.entropy[:, None]
+        if grads.entropy is not None and self.stats.entropy is not None and self.y is not None:
+            e = grads.entropy[:, None]
+            constant -= e * (self.stats.entropy[:, None] - self.log_sum)
+            bracket = self.y * (-e / self.sum)
         if grads.kl is not None and self.stats.kl is not None and self.log_ratio is not None:
-            constant -= (grads.kl * self.stats.kl)[:, None]
-            towards = self.log_ratio.mul_(grads.kl[:, None])
+            k = grads.kl[:, None]
+            constant -= k * (self.stats.kl[:, None] + self.log_sum)
+            towards = self.log_ratio.mul_(k / self.sum)
             bracket = towards if bracket is None else bracket.add_(towards)
-        p = self.log_p.exp_()
-        grad: Tensor = p.mul_(constant) if bracket is None else bracket.add_(constant).mul_(p)
+        constant /= self.sum
+        grad: Tensor = self.exp_y.mul_(constant) if bracket is None else bracket.add_(constant).mul_(self.exp_y)
         if grads.logprobs is not None and self.targets is not None:
             grad.scatter_add_(-1, self.targets, grads.logprobs[:, None])
-        if slope is not None:
-            grad.mul_(slope)
-        elif shaping.temperature != 1.0:
-            grad.div_(shaping.temperature)
-        return grad.to(shaping.dtype)
+        if self.shaping.softcap is not None and self.y is not None:
+            grad.mul_(self.shaping.slope(self.y.add_(self.peak)))
+        elif self.shaping.temperature != 1.0:
+            grad.div_(self.shaping.temperature)
+        return grad.to(self.shaping.dtype)
 
 
 class Gradients:
@@ -172,7 +198,10 @@ class ChunkedStats(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             linear = shaping.cast((hidden, weight, bias))
             cast_ref = None if ref is None else shaping.cast(ref)
-            chunks = [Chunk(p, linear, targets, cast_ref, shaping, entropy).stats for p in parts(hidden, size)]
+            buffer = logits_buffer(linear, size)
+            chunks = [
+                Chunk(part, linear, targets, cast_ref, shaping, entropy, buffer).stats for part in parts(hidden, size)
+            ]
         ctx.save_for_backward(hidden, weight, bias, targets, *(ref or (None, None, None)))
         ctx.shaping, ctx.size, ctx.entropy = shaping, size, entropy
         return together(chunks)
@@ -187,8 +216,9 @@ class ChunkedStats(torch.autograd.Function):
             linear = shaping.cast((hidden, weight, bias))
             cast_ref = None if ref[0] is None else shaping.cast(ref)
             gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), linear)
+            buffer = logits_buffer(linear, ctx.size)
             for part in parts(hidden, ctx.size):
-                chunk = Chunk(part, linear, targets, cast_ref, shaping, ctx.entropy)
+                chunk = Chunk(part, linear, targets, cast_ref, shaping, ctx.entropy, buffer)
                 gradients.add(part, chunk.gradient(TokenStats(*(None if g is None else g[part] for g in grads))))
         return *gradients.results(), None, None, None, None, None
 
@@ -217,8 +247,9 @@ class ChunkedLoss(torch.autograd.Function):
             linear = shaping.cast((hidden, weight, bias))
             cast_ref = None if ref is None else shaping.cast(ref)
             gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), linear)
+            buffer = logits_buffer(linear, size)
             for part in parts(hidden, size):
-                chunk = Chunk(part, linear, targets, cast_ref, shaping, entropy)
+                chunk = Chunk(part, linear, targets, cast_ref, shaping, entropy, buffer)
                 chunks.append(chunk.stats)
                 with torch.set_grad_enabled(wanted):
                     leaves = TokenStats(
@@ -249,6 +280,12 @@ def slopes(loss: Tensor, leaves: TokenStats) -> TokenStats:
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(loss, given, allow_unused=True))
     return TokenStats(*(None if x is None else next(found) for x in leaves))
+
+
+def logits_buffer(linear: Linear, size: int) -> Tensor:
+    """Room for a chunk's logits, taken once: chunk after chunk of new memory leaves the heap in pieces."""
+    hidden, weight, _ = linear
+    return at_least_float32(weight[:0, 0]).new_empty(min(size, len(hidden)), len(weight))
 
 
 def parts(hidden: Tensor, size: int) -> Iterator[slice]:

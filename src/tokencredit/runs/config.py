@@ -54,8 +54,9 @@ class ModelConfig:
 
     name: str = "builtin:reviews"
     """A Hugging Face hub id, a folder, or `builtin:reviews`."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Number format of the model passes; auto is bfloat16 on a GPU that has it. All else stays in float32."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """Number format of the model passes; auto is bfloat16 where the machine is faster in it. All else, the weights
+    included, stays in float32."""
     critic: Literal["shared", "separate"] = "shared"
     """Whether the critic is a head on the policy's own trunk, or a model of its own."""
     critic_name: str | None = None

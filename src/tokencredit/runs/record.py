@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
 
@@ -39,6 +40,8 @@ class RunRecord:
         for tracker in args.trackers:  # Accelerate would leave out in silence what is missing
             if tracker not in installed:
                 raise ConfigError(f"run.trackers has {tracker}, which is not installed: pip install {tracker}")
+        # Accelerate keeps the number format of an earlier run in this process, and refuses another.
+        AcceleratorState._reset_state(reset_partial_state=False)
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision,
             log_with=args.trackers or None,

@@ -40,8 +40,9 @@ from tokencredit.text.loading import (
     save_policy,
     upload,
 )
-from tokencredit.text.models import ActorCritic
+from tokencredit.text.models import ActorCritic, width
 from tokencredit.text.passes import Reference, critic_values, evaluate_rollout, refer
+from tokencredit.text.precision import choose, this_process
 from tokencredit.text.prompts import PromptBatch, load_prompts
 from tokencredit.text.rewards import NonFiniteReward, RewardError, as_terms, build_terms, score
 from tokencredit.text.sampling import Rollout, sample
@@ -89,22 +90,24 @@ class PPOTrainer:
         if model is not None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = replace(args, model=replace(args.model, name=name))
-        self.args = args
         self.callbacks = list(callbacks)
-        self.record = RunRecord(args.run, mixed_precision(args.model.dtype))
-        self.accelerator = self.record.accelerator
-        self._check_batch_size()
         torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
         # Two streams, so that what is sampled does not depend on how many rows each process shuffles.
         self.sampling = torch.Generator().manual_seed(2 * args.seed)
         self.shuffling = torch.Generator().manual_seed(2 * args.seed + 1)
-        device = self.accelerator.device
+        device = this_process().device
         self.terms = build_terms(args.reward, device) if reward_funcs is None else as_terms(reward_funcs, device)
         if isinstance(model, PreTrainedModel):
             self.tokenizer = processing_class or load_tokenizer(args.model)
             lm = check_language_model(args.model, model.float(), self.tokenizer)
         else:
             lm, self.tokenizer = load_language_model(args.model, processing_class)
+        # What `auto` stood for is written down, so that the run's configuration makes the same run again.
+        dtype = choose(args.model.dtype, width(lm))
+        self.args = args = replace(args, model=replace(args.model, dtype=dtype))
+        self.record = RunRecord(args.run, {"float32": "no", "bfloat16": "bf16"}[dtype])
+        self.accelerator = self.record.accelerator
+        self._check_batch_size()
         self.end_ids = end_ids(lm, self.tokenizer)
         self._load_prompts(lm, train_dataset, eval_dataset)
         self._build(lm, peft_config)
@@ -426,9 +429,3 @@ def trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def with_kl(policy_loss: TokenLoss, estimate: Callable[[Tensor, Tensor], Tensor], ref_logprobs: Tensor) -> TokenLoss:
     """The loss of statistics to which an estimate of the KL, from log-probabilities and the reference's, is added."""
     return lambda now, at: policy_loss(now._replace(kl=estimate(now.logprobs, ref_logprobs[at])), at)
-
-
-def mixed_precision(dtype: str) -> str:
-    """Accelerate's word for a number format; `auto` is bfloat16 where a GPU has it."""
-    half = dtype == "bfloat16" or (dtype == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported())
-    return "bf16" if half else "no"
