@@ -155,7 +155,7 @@ def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_
     """Sampling and training agree: temperature, padding, dropout, number format."""
     args = small(
         tmp_path / "run",
-        model=ModelConfig(dtype="float32", name=str(model_folders[model]), dtype=dtype),
+        model=ModelConfig(name=str(model_folders[model]), dtype=dtype),
         prompts=PromptsConfig(text=["A", "This movie was really quite"]),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8, temperature=0.7),
         ppo=UpdateConfig(epochs=1, minibatches=1),
@@ -299,7 +299,7 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
     """The whole machine on a reward whose best answer is known: say as many e's as possible."""
     args = small(
         tmp_path / "run",
-        model=ModelConfig(dtype="float32", name=str(model_folders["gpt2"])),
+        model=ModelConfig(name=str(model_folders["gpt2"]), dtype="float32"),
         rollout=RolloutConfig(batch_size=32, max_new_tokens=8),
         kl=KLConfig(coef=0.0),
         optim=OptimConfig(lr=3e-3),
