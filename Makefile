@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test lint types format benchmark world
+.PHONY: install train test lint types format benchmark bench world
 
 install: .venv/installed
 
@@ -33,6 +33,16 @@ format: install
 # The table of the README: five seeds of the main job.
 benchmark: install
 	$(BIN)/python benchmarks/main_job.py
+
+# The tables of benchmarks/RESULTS.md; TRL gets an environment of its own.
+bench: install .trl-venv/installed
+	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
+
+.trl-venv/installed:
+	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv
+	.trl-venv/bin/python -m pip install --quiet torch==2.13.0
+	.trl-venv/bin/python -m pip install --quiet trl==1.9.2
+	touch $@
 
 # Makes the built-in models anew.
 world: install

@@ -42,6 +42,17 @@ def test_a_cached_rollout_equals_a_full_pass(model, tokenizer):
     torch.testing.assert_close(rollout.values[mask], values[mask], atol=1e-4, rtol=1e-4)
 
 
+def test_a_prompt_that_is_read_once_for_several_rows_gives_the_same(model, tokenizer):
+    ids, mask = (x[:3].repeat_interleave(4, dim=0) for x in prompts(tokenizer))
+    settings, ends = SamplingConfig(temperature=0.8, max_new_tokens=10), range(0, 60)
+    apart, together = (
+        sample(model, ids, mask, uniforms(), settings, tokenizer, ends, per_prompt) for per_prompt in (1, 4)
+    )
+    assert torch.equal(apart.response_ids, together.response_ids)
+    torch.testing.assert_close(apart.logprobs, together.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(apart.values, together.values, atol=1e-5, rtol=1e-5)
+
+
 def test_the_mask_ends_with_the_end(model, tokenizer):
     rollout = roll(model, tokenizer, uniforms())
     for ids, mask, truncated in zip(rollout.response_ids, rollout.mask, rollout.truncated, strict=True):

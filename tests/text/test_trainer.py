@@ -442,6 +442,42 @@ def test_a_hub_that_cannot_be_reached_costs_nothing(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tmp_path):
+    """In a process that may not have more than 8 GB of addresses, of which the libraries take some."""
+    program = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30,) * 2)
+from tokencredit.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    options = ["--rollout.batch_size", "300000", "--rollout.max_new_tokens", "4", "--run.dir", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", program, "train", *options], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "out of memory in its rollout stage; lower rollout.batch_size or rollout.max_new_tokens" in done.stderr
+    assert "Traceback" not in done.stderr
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
+    """Prompts and completions of different lengths, read in one pass or in many."""
+    runs = []
+    for overhead in (0, 10**6):
+        monkeypatch.setattr("tokencredit.learn.experience.PASS_OVERHEAD", overhead)
+        trainer = PPOTrainer(
+            args=small(
+                tmp_path / str(overhead),
+                prompts=PromptsConfig(text=["A", "This movie was really quite", "The"]),
+                rollout=RolloutConfig(batch_size=12, max_new_tokens=30),
+                model=ModelConfig(dtype="float32", critic="separate"),
+            )
+        )
+        runs.append([trainer.iteration(number) for number in (1, 2)])
+    for (one, samples), (other, other_samples) in zip(*runs, strict=True):
+        assert [s["token_ids"] for s in samples] == [s["token_ids"] for s in other_samples]
+        for name in ("policy_loss", "value_loss", "loss", "kl", "reward", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_stops_the_run_and_keeps_what_was_earned(bad, tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))

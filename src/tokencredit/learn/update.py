@@ -189,6 +189,7 @@ def ppo_update(
             raise blame(experience, rows, evaluate, objective)
         optimizer.step()
         grad_norms.append(grad_norm)
+    optimizer.zero_grad()  # gradients are as large as the weights, and sampling needs the room
     assert stats is not None, "an update has at least one minibatch"
     stats = stats.over_processes(accelerator)
     return {

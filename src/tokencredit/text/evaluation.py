@@ -58,6 +58,7 @@ def evaluate(
         settings,
         tokenizer,
         end_ids,
+        settings.best_of,
     )
     reference = ref_logprobs(rollout)
     completions = rollout.texts(tokenizer)

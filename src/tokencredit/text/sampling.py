@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     LogitsProcessor,
     MinPLogitsWarper,
     PreTrainedTokenizerBase,
@@ -18,6 +17,7 @@ from transformers import (
 )
 
 from tokencredit.runs.config import SamplingConfig
+from tokencredit.text.cache import sampling_cache
 from tokencredit.text.models import ActorCritic, positions
 
 
@@ -75,6 +75,7 @@ def sample(
     settings: SamplingConfig,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
+    per_prompt: int = 1,
 ) -> Rollout:
     """Sample a completion for each prompt, by inverse transform of one uniform number a token.
 
@@ -89,6 +90,7 @@ def sample(
         settings: how to draw and when to stop.
         tokenizer: reads what was written so far, where a text may end it.
         end_ids: tokens that end a completion.
+        per_prompt: how many rows in a row have the same prompt, which is then read once; it divides `batch`.
 
     Returns:
         The rollout, its time axis as long as the longest completion.
@@ -105,12 +107,19 @@ def sample(
     warpers = logits_warpers(settings)
 
     rows = torch.arange(batch, device=device)  # those still going; the others have left the batch and its cache
-    cache = DynamicCache(config=model.lm.config)
-    inputs, width = prompt_ids, prompt_ids.shape[1]
+    cache = sampling_cache(model.lm.config)
+    width = prompt_ids.shape[1]
+    inputs = prompt_ids
     for step in range(limit):
-        seen = attention_mask[rows, : width + step]
-        places = position_ids[rows, width + step - inputs.shape[1] : width + step]
-        hidden = model.hidden(inputs, seen, places, cache)[:, -1]
+        if step == 0:
+            each = slice(None, None, per_prompt)
+            hidden = model.hidden(prompt_ids[each], prompt_mask[each], position_ids[each, :width], cache)[:, -1]
+            if per_prompt > 1:
+                hidden = hidden.repeat_interleave(per_prompt, dim=0)
+                cache.batch_repeat_interleave(per_prompt)
+        else:
+            end = width + step
+            hidden = model.hidden(inputs, attention_mask[rows, :end], position_ids[rows, end - 1 : end], cache)[:, -1]
         distribution = torch.log_softmax(model.logits(hidden) / settings.temperature, dim=-1)
         allowed = distribution
         if step < settings.min_new_tokens:

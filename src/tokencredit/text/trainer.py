@@ -51,6 +51,14 @@ if TYPE_CHECKING:
     from tokencredit.text.datasets import Rows
 
 
+MEMORY_ADVICE = {
+    "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
+    "reward": "lower the batch_size of the reward's terms",
+    "evaluation": "lower eval.samples or eval.max_new_tokens",
+}
+"""What to do when a stage runs out of memory."""
+
+
 class PPOTrainer:
     """Trains a causal language model with PPO from a reward on its texts.
 
@@ -115,13 +123,14 @@ class PPOTrainer:
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.best = -math.inf
         self.seconds: dict[str, float] = {}
+        self.stage = "first"
 
     def train(self) -> dict[str, Any]:
         """Run all iterations, leave the run's folder behind, and return its summary.
 
         Raises:
-            RunStopped: a reward, loss or gradient was not finite, a reward could not be computed, or a file not be
-                written. What was trained until then is kept.
+            RunStopped: a reward, loss or gradient was not finite, a reward could not be computed, a file not be
+                written, or memory ran out. What was trained until then is kept.
             KeyboardInterrupt: likewise kept, then passed on.
         """
         weights = sum(p.numel() * p.element_size() for p in self.policy.parameters())
@@ -147,6 +156,14 @@ class PPOTrainer:
         except RewardError as error:
             self._end("a reward that could not be computed")
             raise RunStopped(f"stopped in iteration {number}: {error}") from error
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self._end("a lack of memory")
+            advice = MEMORY_ADVICE.get(self.stage, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
+            raise RunStopped(
+                f"stopped in iteration {number}: out of memory in its {self.stage} stage; {advice}"
+            ) from error
         except OSError as error:
             self._end("a file that could not be written")
             raise RunStopped(f"stopped in iteration {number}: {error.strerror} ({error.filename})") from error
@@ -225,6 +242,7 @@ class PPOTrainer:
                 settings,
                 self.tokenizer,
                 self.end_ids,
+                settings.per_prompt,
             )
             budget = self.args.ppo.micro_batch_tokens
             if self.accelerator.mixed_precision != "no":
@@ -391,6 +409,7 @@ class PPOTrainer:
     def _stage(self, name: str) -> Iterator[dict[str, Any]]:
         """Time a stage, and tell the callbacks of its beginning and, with its results, of its end."""
         self._tell(f"before_{name}")
+        self.stage = name
         results: dict[str, Any] = {}
         started = time.perf_counter()
         yield results
@@ -424,6 +443,11 @@ class PPOTrainer:
 def trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters of a module that training may change."""
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is what PyTorch or Python raises when memory runs out; on processors PyTorch has no type for it."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def with_kl(policy_loss: TokenLoss, estimate: Callable[[Tensor, Tensor], Tensor], ref_logprobs: Tensor) -> TokenLoss:
