@@ -38,12 +38,17 @@ TARGETS = {  # speed and memory against TRL of the same work, time over the floo
     "mini": {"same_work": (1.6, 0.40, 1.1), "as_it_comes": (2.5, 0.35)},
     "small": {"same_work": (1.05, 0.75, 1.05), "as_it_comes": (2.0, 0.50)},
 }
+IN_PAIRS = ("small",)
+"""Sizes whose contestants do not fit into 24 GB of memory together: each of ours meets TRL and the floor in turn."""
 LABELS = {
     "trl": "TRL 1.9.2",
     "floor": "bare floor",
     "same_work": "Tokencredit, same work, float32",
     "as_it_comes": "Tokencredit, as it comes",
 }
+
+
+OURS = ("same_work", "as_it_comes")
 
 
 def make(folder: Path, shape: Shape) -> None:
@@ -162,7 +167,16 @@ def ratio(above: list[float], below: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def report(size: str, runners: dict[str, Contestant]) -> list[str]:
+def compare(size: str, trl_python: str | None, rounds: int) -> dict[tuple[str, str], dict[str, Contestant]]:
+    """Races, by pairs of a contestant of ours and what it is held against; all pairs may come from one race."""
+    others = ["trl", "floor"] if trl_python else ["floor"]
+    pairs = [(own, other) for own in OURS for other in others]
+    if size in IN_PAIRS:
+        return {pair: race(size, pair, trl_python, rounds) for pair in pairs}
+    return dict.fromkeys(pairs, race(size, LABELS, trl_python, rounds))
+
+
+def report(size: str, races: dict[tuple[str, str], dict[str, Contestant]]) -> list[str]:
     """The table of one size."""
     shape = SHAPES[size]
     lines = [
@@ -172,20 +186,21 @@ def report(size: str, runners: dict[str, Contestant]) -> list[str]:
         "| | seconds | speed against TRL | time over the floor | peak GB | memory against TRL | stages |",
         "|---|---|---|---|---|---|---|",
     ]
-    trl, floor = runners.get("trl"), runners["floor"]
-    for name, runner in runners.items():
-        own, peak, stages = runner.seconds(), runner.laps[-1]["peak"], runner.stages()
+    first = {name: runner for runners in reversed(races.values()) for name, runner in runners.items()}
+    for name in (name for name in LABELS if name in first):
+        runner, stages = first[name], first[name].stages()
         wanted = dict(zip(("speed", "memory", "floor"), TARGETS[size].get(name, ()), strict=False))
-        cells = [
-            LABELS[name],
-            f"{statistics.median(own):.3g}",
-            cell(ratio(trl.seconds(), own), wanted.get("speed"), at_least=True) if trl else "",
-            cell(ratio(own, floor.seconds()), wanted.get("floor"), at_least=False),
-            f"{peak:.2f}",
-            cell(peak / trl.laps[-1]["peak"], wanted.get("memory"), at_least=False) if trl else "",
-            ", ".join(f"{stage} {seconds / sum(stages.values()):.0%}" for stage, seconds in stages.items()),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        speed, over, memory = "", "", ""
+        if (name, "trl") in races:
+            own, trl = races[name, "trl"][name], races[name, "trl"]["trl"]
+            speed = cell(ratio(trl.seconds(), own.seconds()), wanted.get("speed"), at_least=True)
+            memory = cell(own.laps[-1]["peak"] / trl.laps[-1]["peak"], wanted.get("memory"), at_least=False)
+        if (name, "floor") in races:
+            own, floor = races[name, "floor"][name], races[name, "floor"]["floor"]
+            over = cell(ratio(own.seconds(), floor.seconds()), wanted.get("floor"), at_least=False)
+        shares = ", ".join(f"{stage} {seconds / sum(stages.values()):.0%}" for stage, seconds in stages.items())
+        cells = [LABELS[name], f"{statistics.median(runner.seconds()):.3g}", speed, over]
+        lines.append("| " + " | ".join([*cells, f"{runner.laps[-1]['peak']:.2f}", memory, shares]) + " |")
     return [*lines, ""]
 
 
@@ -241,7 +256,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, PyTorch {torch.__version__}, {torch.get_num_threads()} threads\n")
     for table in args.tables:
         if table in TARGETS:
-            lines = report(table, race(table, LABELS, args.trl, args.rounds))
+            lines = report(table, compare(table, args.trl, args.rounds))
         else:
             lines = {"growth": growth, "lengths": lengths}[table](args.rounds)
         print("\n".join(lines), flush=True)

@@ -49,7 +49,9 @@ Lap = Callable[..., None]
 """Ends an iteration, given the seconds of its stages and, as keywords, other figures."""
 
 
-def tokencredit(shape: Shape, folder: Path, lap: Lap, stop_at_eos: bool = False, **model) -> None:
+def tokencredit(
+    shape: Shape, folder: Path, lap: Lap, stop_at_eos: bool = False, max_grad_norm: float | None = 1.0, **model
+) -> None:
     """This library; `model` goes to that group of its configuration."""
     from tokencredit import (
         KLConfig,
@@ -71,7 +73,7 @@ def tokencredit(shape: Shape, folder: Path, lap: Lap, stop_at_eos: bool = False,
         rollout=RolloutConfig(batch_size=shape.batch, max_new_tokens=shape.new, stop_at_eos=stop_at_eos),
         ppo=UpdateConfig(epochs=shape.epochs, minibatches=shape.minibatches, value_coef=VALUE_COEF, clip=CLIP),
         kl=KLConfig(coef=KL_COEF),
-        optim=OptimConfig(lr=LR, value_lr=LR, schedule="constant", warmup=0),
+        optim=OptimConfig(lr=LR, value_lr=LR, schedule="constant", warmup=0, max_grad_norm=max_grad_norm),
         run=RunConfig(dir=str(folder / "run"), iterations=ENDLESS, trackers=[], show_every=0),
     )
     trainer = PPOTrainer(args=config)
@@ -82,8 +84,8 @@ def tokencredit(shape: Shape, folder: Path, lap: Lap, stop_at_eos: bool = False,
 
 
 def same_work(shape: Shape, folder: Path, lap: Lap) -> None:
-    """This library doing what TRL does: a critic of its own, float32."""
-    tokencredit(shape, folder, lap, dtype="float32", critic="separate", value_head="linear")
+    """This library doing what TRL does: a critic of its own, float32, no clipping of gradients."""
+    tokencredit(shape, folder, lap, max_grad_norm=None, dtype="float32", critic="separate", value_head="linear")
 
 
 def as_it_comes(shape: Shape, folder: Path, lap: Lap) -> None:

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, backward, ppo_update
@@ -134,6 +135,18 @@ def test_padding_changes_nothing(world):
     backward(experience, policy, OBJECTIVE, policy, accelerator, None)
     for parameter, wanted in zip(policy.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, wanted)
+
+
+def test_advantages_can_be_whitened_in_each_minibatch(world):
+    policy, experience, optimizer, accelerator = world
+    whitened = replace(experience, advantages=whiten(experience.advantages, experience.mask))
+    scaled = replace(experience, advantages=3 * experience.advantages + 1)
+    start = {name: x.clone() for name, x in policy.state_dict().items()}
+    results = []
+    for batch, options in ((whitened, {}), (scaled, {"whiten_minibatches": True})):
+        policy.load_state_dict(start)
+        results.append(update((policy, batch, optimizer, accelerator), **options))
+    assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-6)
 
 
 def test_every_row_is_in_one_minibatch_of_an_epoch(world):

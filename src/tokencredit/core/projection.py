@@ -151,8 +151,9 @@ class Gradients:
     def __init__(self, needed: Sequence[bool], operands: Linear, linear: Linear) -> None:
         """`linear` holds the operands as the projection takes them, cast."""
         self.operands, self.linear = operands, linear
+        self.empty = True
         self.sums = [
-            torch.zeros_like(x, dtype=at_least_float32(x[:0]).dtype) if need and x is not None else None
+            torch.empty_like(x, dtype=at_least_float32(x[:0]).dtype) if need and x is not None else None
             for need, x in zip(needed, operands, strict=False)
         ]
 
@@ -164,12 +165,16 @@ class Gradients:
             torch.mm(grad, weight, out=of_hidden[part])
         elif of_hidden is not None:
             of_hidden[part] = grad @ weight
+        # Written the first time and not added to zeros: a weight's gradient is as large as the weight.
+        first, self.empty = self.empty, False
         if of_weight is not None and of_weight.dtype == grad.dtype:
-            of_weight.addmm_(grad.T, hidden[part])
+            torch.addmm(of_weight, grad.T, hidden[part], beta=0.0 if first else 1.0, out=of_weight)
         elif of_weight is not None:
-            of_weight += grad.T @ hidden[part]
+            of_part = grad.T @ hidden[part]
+            of_weight.copy_(of_part) if first else of_weight.add_(of_part)
         if of_bias is not None:
-            of_bias += grad.sum(dim=0, dtype=of_bias.dtype)
+            of_part = grad.sum(dim=0, dtype=of_bias.dtype)
+            of_bias.copy_(of_part) if first else of_bias.add_(of_part)
 
     def results(self) -> tuple[Tensor | None, ...]:
         """The three, each in the dtype of what it belongs to."""
@@ -270,8 +275,11 @@ class ChunkedLoss(torch.autograd.Function):
         """The gradients that wait since the forward pass, times that of the loss."""
         if ctx.gradients is None:
             raise RuntimeError("the gradient of token_loss can be taken once; call it again for another")
-        # Scaled in place and handed over: a weight's gradient is as large as the weight.
+        # Handed over as they are, or scaled in place, since a weight's gradient is as large as the weight. To look
+        # whether there is anything to scale costs nothing on a processor, where it saves a pass over it.
         gradients, ctx.gradients = ctx.gradients, None
+        if grad.device.type == "cpu" and grad == 1:
+            return *gradients, None, None, None, None, None, None, None, None
         return *(None if x is None else x.mul_(grad) for x in gradients), None, None, None, None, None, None, None, None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from tokencredit.core.losses import (
     value_loss,
     weighted_sum,
 )
+from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenLoss, TokenStats
 from tokencredit.learn.experience import Experience, like_lengths
+from tokencredit.learn.optim import clip_gradients
 from tokencredit.learn.stopping import past_target_kl
 
 
@@ -133,6 +136,7 @@ def ppo_update(
     epochs: int,
     minibatches: int,
     micro_batch_tokens: int | None = None,
+    whiten_minibatches: bool = False,
     target_kl: float | None = None,
     max_grad_norm: float | None = None,
     grad_norm_type: float = 2.0,
@@ -154,6 +158,8 @@ def ppo_update(
         minibatches: optimiser steps a pass.
         micro_batch_tokens: the most tokens in memory at once, padding included; None for no limit. However a minibatch
             is cut, its gradient is the same.
+        whiten_minibatches: bring each minibatch's advantages to mean 0 and deviation 1 (Huang et al. 2022, "The 37
+            implementation details of PPO", core detail 7).
         target_kl: end the update before a step whose minibatch is further than this from the sampling policy, in nats
             a token by k3; None never does.
         max_grad_norm: largest norm of the gradient; None for no limit.
@@ -169,13 +175,18 @@ def ppo_update(
     """
     frozen = list(frozen)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    limit = float("inf") if max_grad_norm is None else max_grad_norm
     stats: UpdateStats | None = None
     seen = 0
     grad_norms: list[float] = []
     for rows in (rows for _ in range(epochs) for rows in experience.minibatches(minibatches, generator)):
         optimizer.zero_grad()
-        step = backward(experience.select(rows), evaluate, objective, model, accelerator, micro_batch_tokens)
+        minibatch = experience.select(rows)
+        if whiten_minibatches:
+            advantages = whiten(
+                minibatch.advantages, minibatch.mask, reduce=partial(accelerator.reduce, reduction="sum")
+            )
+            minibatch = replace(minibatch, advantages=advantages)
+        step = backward(minibatch, evaluate, objective, model, accelerator, micro_batch_tokens)
         stats = step if stats is None else stats + step
         seen += 1
         for parameter in frozen:
@@ -184,7 +195,10 @@ def ppo_update(
             kl = step.over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
             if past_target_kl(kl, target_kl):
                 break
-        grad_norm = float(accelerator.clip_grad_norm_(parameters, limit, norm_type=grad_norm_type))
+        if max_grad_norm is None:
+            grad_norm = float(clip_gradients(parameters, None, grad_norm_type))
+        else:
+            grad_norm = float(accelerator.clip_grad_norm_(parameters, max_grad_norm, norm_type=grad_norm_type))
         if not torch.isfinite(step.losses["loss"] + grad_norm):
             raise blame(experience, rows, evaluate, objective)
         optimizer.step()

@@ -214,7 +214,9 @@ class AdvantageConfig:
     scale: bool = True
     """Whether group_relative divides by its group's deviation."""
     whiten: bool = True
-    """Bring the batch's advantages to mean 0 and deviation 1."""
+    """Bring advantages to mean 0 and deviation 1."""
+    whiten_over: Literal["batch", "minibatch"] = "batch"
+    """What they are brought to it over."""
 
 
 @dataclass
@@ -290,6 +292,8 @@ class OptimConfig:
     """Learning rate of the value head."""
     weight_decay: float = setting(0.0, at_least=0)
     """AdamW's weight decay."""
+    eps: float = setting(1e-8, above=0)
+    """AdamW's ε, which bounds its steps where gradients are tiny."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """How the learning rates fall after the warm-up."""
     warmup: int = setting(2, at_least=0)

@@ -224,7 +224,7 @@ class PPOTrainer:
         batch = Batch(
             rollout, prompts.texts, completions, scores, rated.terms, reference.logprobs, rewards, advantages, returns
         )
-        if args.advantage.whiten:
+        if args.advantage.whiten and args.advantage.whiten_over == "batch":
             advantages = whiten(advantages, rollout.mask, reduce=self._all_sum)
         inputs = rollout.inputs() | reference.inputs
         lengths = rollout.lengths()
@@ -278,6 +278,7 @@ class PPOTrainer:
                     epochs=ppo.epochs,
                     minibatches=ppo.minibatches,
                     micro_batch_tokens=ppo.micro_batch_tokens,
+                    whiten_minibatches=self.args.advantage.whiten and self.args.advantage.whiten_over == "minibatch",
                     target_kl=ppo.target_kl,
                     max_grad_norm=optim.max_grad_norm,
                     grad_norm_type={"l2": 2.0, "max": math.inf}[optim.grad_norm_type],
@@ -385,6 +386,7 @@ class PPOTrainer:
             [{"params": trainable(p), "lr": lr, "weight_decay": args.optim.weight_decay} for p, lr in parts],
             args.optim.name,
             hidden=hidden_matrices(lm, exclude=lm.get_output_embeddings().parameters()),
+            eps=args.optim.eps,
         )
         factor = schedule(
             args.optim.schedule,
