@@ -15,6 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.runs.config import PPOConfig
+from tokencredit.runs.control_config import ControlConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 
@@ -57,6 +58,12 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     # A tuple, because jsonargparse merges a list of the same length into the default item by item.
     train.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
 
+    control = ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, description="Train an agent in a Gymnasium environment."
+    )
+    control.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
+    control.add_class_arguments(ControlConfig)
+
     generate = ArgumentParser(
         exit_on_error=False, allow_abbrev=False, description="Write from the policy that a run trained."
     )
@@ -79,9 +86,9 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     evaluate.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
 
     parser = ArgumentParser(
-        prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models."
+        prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models and agents."
     )
-    commands = {"train": train, "generate": generate, "evaluate": evaluate}
+    commands = {"train": train, "control": control, "generate": generate, "evaluate": evaluate}
     chosen = parser.add_subcommands(dest="command", required=False)
     for name, command in commands.items():
         command.add_argument("--debug", action="store_true", help="Show tracebacks.")
@@ -101,6 +108,20 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
     disable_progress_bar()  # one bar on the screen: ours
 
     PPOTrainer(args=config).train()
+
+
+def control(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit control`."""
+    settings = vars(parser.instantiate(options))
+    config = ControlConfig(**{key: value for key, value in settings.items() if key not in ("config", "debug")})
+    RunFolder(config.run.dir).refuse_if_used()
+    try:
+        import gymnasium  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("tokencredit control needs Gymnasium: pip install tokencredit[control]") from error
+    from tokencredit.control.trainer import ControlTrainer
+
+    ControlTrainer(config).train()
 
 
 def generate(parser: ArgumentParser, options: Namespace) -> None:
@@ -137,7 +158,7 @@ def evaluate(parser: ArgumentParser, options: Namespace) -> None:
     evaluate_run(Path(options.run), config, "base" if options.base else "best" if options.best else "policy")
 
 
-COMMANDS = {"train": train, "generate": generate, "evaluate": evaluate}
+COMMANDS = {"train": train, "control": control, "generate": generate, "evaluate": evaluate}
 
 
 def to_config(parser: ArgumentParser, options: Namespace) -> PPOConfig:

@@ -12,7 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 SIDE_BY_SIDE = 4
-LIVE = {"reward": "reward", "kl": "KL", "entropy": "entropy", "length": "length", "clip_fraction": "clipped"}
+LIVE = {
+    "train/average_return": "return",
+    "eval/average_return": "evaluated",
+    "reward": "reward",
+    "kl": "KL",
+    "entropy": "entropy",
+    "length": "length",
+    "clip_fraction": "clipped",
+}
 
 
 def visible(text: str) -> str:
@@ -82,8 +90,11 @@ class Screen:
         folder: str,
         before: Sequence[Mapping[str, Any]],
         after: Sequence[Mapping[str, Any]],
+        *,
+        headline: str = "reward",
+        unit: str = "tokens",
     ) -> None:
-        """Say what happened."""
+        """Say what happened; `headline` and `unit` are the summary's names of how well it went and what it counts."""
         if before and after:
             table = Table(title="completions, each after its reward", title_justify="left", show_lines=True)
             for word, samples in (("before", before), ("after", after)):
@@ -92,15 +103,20 @@ class Screen:
                 table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
             self.console.print(table)
         if summary["iterations"]:
+            first, last = (_figure(summary[f"{headline}_{when}"]) for when in ("first", "last"))
             kl = "" if summary["kl_last"] is None else f"   KL {summary['kl_last']:.2f} nats a sequence"
             self.say(
-                f"reward {summary['reward_first']:.3f} → {summary['reward_last']:.3f}{kl}   "
+                f"{headline.replace('_', ' ')} {first} → {last}{kl}   "
                 f"{summary['iterations']} iterations in {summary['seconds']:.0f} s "
-                f"({summary['tokens_per_second']:.0f} tokens a second)"
+                f"({summary[f'{unit}_per_second']:.0f} {unit} a second)"
             )
         if summary["stopped_by"] != "iterations":
             self.say(f"stopped by: {summary['stopped_by']}")
         self.say(f"the run: {folder}   the policy: {folder}/policy")
+
+
+def _figure(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
 
 
 def _reference(sample: Mapping[str, Any]) -> str:

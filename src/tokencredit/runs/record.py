@@ -28,13 +28,19 @@ LAST = 5
 class RunRecord:
     """Writes a run down. Every process has one; only the main process's writes and speaks."""
 
-    def __init__(self, args: RunConfig, mixed_precision: str):
+    def __init__(self, args: RunConfig, mixed_precision: str, *, headline: str = "reward", unit: str = "tokens"):
         """Choose the folder and start Accelerate; nothing is written before `begin`.
+
+        Args:
+            args: how long the run is, and what it leaves where.
+            mixed_precision: Accelerate's word for a number format.
+            headline: the metric that says how well it goes.
+            unit: the metric that counts what was sampled, and its name.
 
         Raises:
             ConfigError: the folder is in use, or a tracker is not installed.
         """
-        self.args = args
+        self.args, self.headline, self.unit = args, headline, unit
         self.folder = RunFolder(args.dir)
         installed = [str(tracker) for tracker in get_available_trackers()]
         for tracker in args.trackers:  # Accelerate would leave out in silence what is missing
@@ -75,30 +81,33 @@ class RunRecord:
         self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
         self.folder.append("samples.jsonl", *samples)
         self.screen.iteration(metrics)
-        if self.args.show_every and number % self.args.show_every == 0:
+        if samples and self.args.show_every and number % self.args.show_every == 0:
             self.screen.samples(number, samples)
 
     def end(self, stopped_by: str, save: Callable[[Path, dict[str, Any]], None]) -> dict[str, Any]:
         """Save the policy with `save(folder, summary)`, write and show the summary, and return it."""
         seconds = time.perf_counter() - self.started
+        name = self.headline.split("/")[-1]
         summary = {
-            "reward_first": self.history[0]["reward"] if self.history else None,
-            "reward_last": self._last("reward"),
+            f"{name}_first": next((m[self.headline] for m in self.history if math.isfinite(m[self.headline])), None),
+            f"{name}_last": self._last(self.headline),
             "kl_last": self._last("kl"),
             "iterations": len(self.history),
             "seconds": seconds,
-            "tokens_per_second": sum(m["tokens"] for m in self.history) / seconds,
+            f"{self.unit}_per_second": sum(m[self.unit] for m in self.history) / seconds,
             "stopped_by": stopped_by,
         }
         if self.main:
             with self.folder.replacing("policy") as folder:
                 save(folder, summary)
             self.folder.write("summary.json", json.dumps(summary, indent=2) + "\n")
-            self.screen.finish(summary, str(self.folder.path), self.first_samples, self.last_samples)
+            self.screen.finish(
+                summary, str(self.folder.path), self.first_samples, self.last_samples, headline=name, unit=self.unit
+            )
         self.accelerator.end_training()
         return summary
 
     def _last(self, name: str) -> float | None:
         """Mean of a metric over the last iterations, if they have it."""
-        values = [metrics[name] for metrics in self.history[-LAST:] if name in metrics]
+        values = [metrics[name] for metrics in self.history[-LAST:] if math.isfinite(metrics.get(name, math.nan))]
         return sum(values) / len(values) if values else None

@@ -1,0 +1,112 @@
+"""Distributions of actions, from a network's outputs: for Discrete, MultiDiscrete and Box spaces.
+
+Actions are `[..., parts]`: one part a discrete choice, or a number of a continuous action.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from tokencredit.runs.errors import ConfigError
+
+
+class Categorical(nn.Module):
+    """Independent choices, each from its own logits."""
+
+    def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete):
+        super().__init__()
+        single = isinstance(space, spaces.Discrete)
+        self.sizes = [int(space.n)] if single else [int(n) for n in space.nvec.flatten()]
+        self.space, self.parts, self.outputs = space, len(self.sizes), sum(self.sizes)
+        self.dtype = torch.int64
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """The random numbers that `sample` turns into actions, `[*shape, parts]`."""
+        return torch.rand(*shape, self.parts, generator=generator)
+
+    def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """Actions by inverse transform of uniform numbers."""
+        chosen = []
+        for part, uniform in zip(logits.split(self.sizes, -1), noise.unbind(-1), strict=True):
+            cumulated = part.softmax(-1).cumsum(-1)
+            below = cumulated[..., :-1] <= uniform.unsqueeze(-1) * cumulated[..., -1:]
+            chosen.append(below.sum(-1))
+        return torch.stack(chosen, -1)
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """The likeliest actions."""
+        return torch.stack([part.argmax(-1) for part in logits.split(self.sizes, -1)], -1)
+
+    def logprobs(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of actions, and entropies; both `[...]`, nats."""
+        logprobs, entropy = [], []
+        for part, action in zip(logits.split(self.sizes, -1), actions.unbind(-1), strict=True):
+            log_p = part.log_softmax(-1)
+            logprobs.append(log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+            entropy.append(-(log_p.exp() * log_p).sum(-1))
+        return sum(logprobs[1:], logprobs[0]), sum(entropy[1:], entropy[0])
+
+    def to_env(self, actions: np.ndarray) -> np.ndarray:
+        """Actions `[copies, parts]` as the environment takes them."""
+        if isinstance(self.space, spaces.Discrete):
+            return actions[:, 0] + self.space.start
+        return actions.reshape(len(actions), *self.space.shape) + self.space.start
+
+
+class Gaussian(nn.Module):
+    """Independent normal numbers whose deviation does not depend on the state."""
+
+    def __init__(self, space: spaces.Box, log_std: float, mapping: str):
+        super().__init__()
+        self.space, self.mapping = space, mapping
+        self.parts = self.outputs = int(np.prod(space.shape))
+        self.log_std = nn.Parameter(torch.full((self.parts,), float(log_std)))
+        self.dtype = torch.float32
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """The random numbers that `sample` turns into actions, `[*shape, parts]`."""
+        return torch.randn(*shape, self.parts, generator=generator)
+
+    def sample(self, mean: Tensor, noise: Tensor) -> Tensor:
+        """Actions from standard normal numbers."""
+        return mean + self.log_std.exp() * noise
+
+    def greedy(self, mean: Tensor) -> Tensor:
+        """The likeliest actions."""
+        return mean
+
+    def logprobs(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-densities of actions, Σ −½ ((a − μ)/σ)² − log σ − ½ log 2π, and entropies, Σ log σ + ½ (1 + log 2π)."""
+        standard = (actions - mean) * (-self.log_std).exp()
+        log_scale = self.log_std.sum()
+        half_log_2pi = 0.5 * self.parts * math.log(2 * math.pi)
+        logprobs = -0.5 * standard.square().sum(-1) - log_scale - half_log_2pi
+        return logprobs, (log_scale + half_log_2pi + 0.5 * self.parts).expand_as(logprobs)
+
+    def to_env(self, actions: np.ndarray) -> np.ndarray:
+        """Actions `[copies, parts]` within the environment's bounds."""
+        actions = actions.reshape(len(actions), *self.space.shape)
+        low, high = self.space.low, self.space.high
+        if self.mapping == "scale":
+            actions = low + (high - low) * (np.clip(actions, -1, 1) + 1) / 2
+        return np.clip(actions, low, high).astype(self.space.dtype)
+
+
+def actions_of(space: spaces.Space, log_std: float, mapping: str) -> Categorical | Gaussian:
+    """The distribution for a space of actions.
+
+    Raises:
+        ConfigError: there is none for such a space, or its bounds cannot be scaled to.
+    """
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return Categorical(space)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        if mapping == "scale" and not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+            raise ConfigError(f"agent.actions is scale, but the bounds of {space} are not finite; take clip")
+        return Gaussian(space, log_std, mapping)
+    raise ConfigError(f"env.id: its actions are {space}; Discrete, MultiDiscrete and continuous Box are supported")

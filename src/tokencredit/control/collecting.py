@@ -1,0 +1,110 @@
+"""Rollouts: an agent steps copies of an environment, and everything comes back as `[copies, time]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch import Tensor
+
+from tokencredit.control.agent import Agent
+from tokencredit.runs.errors import RunStopped
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Steps of several copies, `[copies, time]`, each with what it was decided on."""
+
+    observations: Tensor
+    """`[copies, time, size]`, as the agent saw them."""
+    actions: Tensor
+    """`[copies, time, parts]`, as drawn, before the environment's bounds."""
+    mask: Tensor
+    """False where a copy was reset: that step is no transition."""
+    logprobs: Tensor
+    values: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    """Where an episode was cut off: by its time limit, or because the rollout ended before it did."""
+    bootstrap: Tensor
+    """The value of the observation after each step; of the true last one where an episode was cut off."""
+    episodes: list[tuple[float, int]]
+    """Return and length, before any normalisation, of each episode that ended."""
+
+
+class Collector:
+    """Steps an environment, and remembers where it stands between rollouts."""
+
+    def __init__(self, envs: VectorEnv, agent: Agent, seed: int):
+        """Reset all copies; their seeds are `seed`, `seed` + 1, ….
+
+        Args:
+            envs: with flat float32 observations, resetting on the step after an episode's end.
+            agent: whose actions are taken.
+            seed: of the environments and of the actions.
+        """
+        self.envs, self.agent = envs, agent
+        self.generator = torch.Generator().manual_seed(seed)
+        self.observation, _ = envs.reset(seed=seed)
+        self.ended = np.zeros(envs.num_envs, dtype=bool)
+
+    @torch.no_grad()
+    def collect(self, steps: int) -> Rollout:
+        """Take `steps` steps with every copy.
+
+        Raises:
+            RunStopped: an observation or reward is not finite, or an environment raised.
+        """
+        copies, size = self.observation.shape
+        distribution = self.agent.distribution
+        observations = np.empty((steps + 1, copies, size), dtype=np.float32)
+        rewards = np.zeros((steps, copies), dtype=np.float32)
+        acted, terminated, truncated = (np.zeros((steps, copies), dtype=bool) for _ in range(3))
+        noise = distribution.noise((steps, copies), self.generator)
+        actions = torch.empty(steps, copies, distribution.parts, dtype=distribution.dtype)
+        seen = torch.from_numpy(observations)
+        episodes = []
+        for t in range(steps):
+            observations[t] = self.observation
+            acted[t] = ~self.ended
+            actions[t] = distribution.sample(self.agent.outputs(seen[t]), noise[t])
+            taken = distribution.to_env(actions[t].numpy())
+            try:
+                self.observation, rewards[t], terminated[t], truncated[t], info = self.envs.step(taken)
+            except Exception as error:
+                raise RunStopped(f"the environment raised {type(error).__name__}: {error}") from error
+            self.ended = terminated[t] | truncated[t]
+            if "episode" in info:
+                told = info["episode"]
+                episodes += [(float(told["r"][i]), int(told["l"][i])) for i in np.flatnonzero(info["_episode"])]
+        observations[steps] = self.observation
+        self._check(observations, rewards)
+
+        # One pass over everything for what sampling did not need; so the ratio starts at exactly 1.
+        logprobs, _ = distribution.logprobs(self.agent.outputs(seen[:-1]), actions)
+        values = self.agent.values(seen)
+        truncated[-1] |= ~terminated[-1]  # the rollout ends here, the episode does not
+        flags = (torch.from_numpy(x).T for x in (acted, terminated & acted, truncated & acted))
+        mask, ends, cuts = (x.contiguous() for x in flags)
+        return Rollout(
+            observations=seen[:-1].transpose(0, 1),
+            actions=actions.transpose(0, 1),
+            mask=mask,
+            logprobs=logprobs.T,
+            values=values[:-1].T,
+            rewards=torch.from_numpy(rewards).T,
+            terminated=ends,
+            truncated=cuts,
+            bootstrap=values[1:].T,
+            episodes=episodes,
+        )
+
+    def _check(self, observations: np.ndarray, rewards: np.ndarray) -> None:
+        """Refuse what is not finite, and say where it came from."""
+        for name, array in (("observation", observations), ("reward", rewards)):
+            if not np.isfinite(array.sum()) and not np.isfinite(array).all():
+                step, copy = np.argwhere(~np.isfinite(array))[0][:2]
+                raise RunStopped(f"environment {copy} gave a {name} that is not finite, at step {step} of the rollout")

@@ -1,0 +1,262 @@
+"""Policy gradients for Gymnasium environments: one iteration, and the run around it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tokencredit.control.agent import Agent
+from tokencredit.control.collecting import Collector, Rollout
+from tokencredit.control.environments import make_envs, share_statistics, statistics
+from tokencredit.core.advantages import estimate
+from tokencredit.core.masked import explained_variance, moments, whiten
+from tokencredit.core.projection import TokenLoss
+from tokencredit.learn.experience import Experience
+from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
+from tokencredit.runs.control_config import ControlConfig
+from tokencredit.runs.errors import RunStopped
+from tokencredit.runs.record import RunRecord
+
+EPISODES = 100
+"""How many of the last training episodes train/average_return is the mean of."""
+EVALUATION_COPIES = 10
+CREDIT_SETTINGS = ("estimator", "whiten", "whiten_over")
+"""Settings of `advantage` that are not an estimator's own."""
+
+
+class ControlTrainer:
+    """Trains an agent in an environment; `ControlTrainer().train()` is what `tokencredit control` does."""
+
+    def __init__(self, args: ControlConfig | None = None):
+        """Make environments, agent and optimiser; the run's folder is made by `train`.
+
+        Raises:
+            ConfigError: a setting, environment or folder that cannot be used.
+        """
+        self.args = args = args or ControlConfig()
+        self.record = RunRecord(args.run, "no", headline="train/average_return", unit="steps")
+        self.accelerator = self.record.accelerator
+        torch.manual_seed(args.seed)
+        self.envs = make_envs(args.env, args.env.number, args.advantage.gamma)
+        self.agent = Agent(self.envs.single_observation_space, self.envs.single_action_space, args.agent)
+        critic = list(self.agent.critic_parts().parameters())
+        actor = [p for p in self.agent.parameters() if all(p is not q for q in critic)]
+        optim = args.optim
+        parts = [(actor, optim.lr), (critic, optim.value_lr)]
+        optimizer = build_optimizer(
+            [{"params": p, "lr": lr, "weight_decay": optim.weight_decay} for p, lr in parts if p],
+            optim.name,
+            hidden=hidden_matrices(self.agent),
+            eps=optim.eps,
+        )
+        total = max(args.run.iterations, optim.warmup + 1)
+        factor = schedule(optim.schedule, warmup=optim.warmup, total=total, final_scale=optim.final_scale)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        self.model, self.optimizer = self.accelerator.prepare(self.agent, optimizer)
+        self.shuffling = torch.Generator().manual_seed(args.seed + 1)
+        self.collector = Collector(self.envs, self.agent, args.seed)
+        self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
+        self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
+        self.steps = 0
+
+    def train(self) -> dict[str, Any]:
+        """Run all iterations, leave the run's folder behind, and return its summary.
+
+        Raises:
+            RunStopped: something was not finite, or an environment raised. What was trained until then is kept.
+            KeyboardInterrupt: likewise kept, then passed on.
+        """
+        args = self.args
+        self.record.begin(args, reserve=2**20)
+        number = 0
+        try:
+            with self.record.screen:
+                for number in range(1, args.run.iterations + 1):
+                    metrics = self.iteration(number)
+                    last = number == args.run.iterations
+                    if args.eval.episodes and (last or (args.eval.every and number % args.eval.every == 0)):
+                        metrics |= self.evaluate()
+                    self.record.iteration(metrics, [])
+                    if self.stopping.update(reward=metrics["train/average_return"], kl=0.0) is not None:
+                        return self._end("stop.reward")
+        except KeyboardInterrupt:
+            self._end("interrupt")
+            raise
+        except (RunStopped, NonFiniteUpdate) as error:
+            self._end("an error")
+            raise RunStopped(f"stopped in iteration {number}: {error}") from error
+        return self._end("iterations")
+
+    def iteration(self, number: int) -> dict[str, float]:
+        """Step the environments, give credit, update; returns the iteration's metrics."""
+        started = time.perf_counter()
+        args = self.args
+        rollout = self.collector.collect(args.steps)
+        self.episodes.extend(rollout.episodes)
+        collected = time.perf_counter()
+        advantages, returns = self.credit(rollout)
+        mask = rollout.mask
+        _, mean, variance = moments(advantages, mask)
+        metrics = {
+            "iteration": number,
+            "advantage_mean": float(mean),
+            "advantage_std": float(variance.sqrt()),
+            "explained_variance": float(explained_variance(rollout.values, returns, mask)),
+            "lr": self.schedule.get_last_lr()[0],
+            **self.update(rollout, advantages, returns),
+        }
+        self.schedule.step()
+        seconds = time.perf_counter() - started
+        self.steps += mask.numel()
+        return metrics | {
+            **episode_metrics("train", list(self.episodes)),
+            "episodes": len(rollout.episodes),
+            "steps": mask.numel(),
+            "total_steps": self.steps,
+            "seconds": seconds,
+            "seconds/rollout": collected - started,
+            "seconds/update": seconds - (collected - started),
+            "steps_per_second": mask.numel() / seconds,
+        }
+
+    def credit(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, `[copies, time]`; what was cut off is worth its bootstrap, what ended is worth 0."""
+        args = self.args.advantage
+        options = {name: value for name, value in vars(args).items() if name not in CREDIT_SETTINGS}
+        return estimate(
+            args.estimator,
+            rollout.rewards,
+            None if self.args.agent.critic == "none" else rollout.values,
+            options=options,
+            mask=rollout.mask,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            bootstrap=rollout.bootstrap,
+        )
+
+    def update(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> dict[str, float]:
+        """Train on a rollout, a transition a row; returns the update's metrics."""
+        ppo, optim = self.args.ppo, self.args.optim
+        plain = self.args.algorithm == "policy_gradient"
+        over = self.args.advantage.whiten_over if self.args.advantage.whiten else None
+        if over == "batch":
+            advantages = whiten(advantages, rollout.mask)
+        objective = Objective(
+            clip=(ppo.clip, ppo.clip if ppo.clip_high is None else ppo.clip_high),
+            dual_clip=ppo.dual_clip,
+            value_clip=ppo.value_clip,
+            value_coef=0.0 if self.args.agent.critic == "none" else ppo.value_coef,
+            entropy_coef=ppo.entropy_coef,
+        )
+        return ppo_update(
+            transitions(rollout, advantages, returns),
+            self._evaluate,
+            objective,
+            self.model,
+            self.optimizer,
+            self.accelerator,
+            self.shuffling,
+            epochs=1 if plain else ppo.epochs,
+            minibatches=1 if plain else ppo.minibatches,
+            micro_batch_tokens=ppo.micro_batch_tokens,
+            whiten_minibatches=over == "minibatch",
+            target_kl=ppo.target_kl,
+            max_grad_norm=optim.max_grad_norm,
+            grad_norm_type={"l2": 2.0, "max": math.inf}[optim.grad_norm_type],
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Run whole episodes in copies of their own, with the training's statistics, and measure their returns."""
+        args = self.args
+        number = min(args.eval.episodes, EVALUATION_COPIES)
+        envs = make_envs(args.env, number, args.advantage.gamma, training=False)
+        share_statistics(envs, self.envs)
+        episodes = play(envs, self.agent, args.eval.episodes, greedy=args.eval.greedy, seed=args.seed + 10_000)
+        envs.close()
+        return episode_metrics("eval", episodes)
+
+    def _evaluate(self, inputs: dict[str, Tensor], policy_loss: TokenLoss) -> Evaluation:
+        return self.model(**inputs, policy_loss=policy_loss, entropy=self.args.ppo.entropy_coef > 0)
+
+    def _end(self, stopped_by: str) -> dict[str, Any]:
+        summary = self.record.end(stopped_by, self._save)
+        self.envs.close()
+        return summary
+
+    def _save(self, folder: Path, summary: dict[str, Any]) -> None:
+        """The agent's weights, the statistics that its observations were normalised with, and what it is made of."""
+        folder.mkdir(exist_ok=True)
+        tensors = {f"agent.{name}": value.contiguous() for name, value in self.agent.state_dict().items()}
+        for name, rms in statistics(self.envs).items():
+            tensors |= {
+                f"{name}.{part}": torch.as_tensor(np.array(getattr(rms, part))) for part in ("mean", "var", "count")
+            }
+        save_file(tensors, folder / "agent.safetensors")
+        (folder / "agent.json").write_text(
+            json.dumps(asdict(self.args.agent) | {"env": asdict(self.args.env)}, indent=2)
+        )
+
+
+def transitions(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
+    """The steps that are transitions, each a row of one step."""
+    acted = rollout.mask
+
+    def rows(x: Tensor) -> Tensor:
+        return x[acted].unsqueeze(1)
+
+    count = int(acted.sum())
+    return Experience(
+        inputs={"observations": rows(rollout.observations), "actions": rows(rollout.actions)},
+        mask=torch.ones(count, 1, dtype=torch.bool),
+        lengths=torch.ones(count, dtype=torch.int64),
+        logprobs=rows(rollout.logprobs),
+        values=rows(rollout.values),
+        advantages=rows(advantages),
+        returns=rows(returns),
+    )
+
+
+@torch.no_grad()
+def play(envs: VectorEnv, agent: Agent, count: int, *, greedy: bool, seed: int) -> list[tuple[float, int]]:
+    """Return and length of `count` whole episodes, the first that each copy finishes before the second."""
+    generator = torch.Generator().manual_seed(seed)
+    distribution = agent.distribution
+    observation, _ = envs.reset(seed=seed)
+    share = [count // envs.num_envs + (i < count % envs.num_envs) for i in range(envs.num_envs)]
+    episodes: list[list[tuple[float, int]]] = [[] for _ in share]
+    while any(len(done) < wanted for done, wanted in zip(episodes, share, strict=True)):
+        outputs = agent.outputs(torch.from_numpy(observation))
+        if greedy:
+            actions = distribution.greedy(outputs)
+        else:
+            actions = distribution.sample(outputs, distribution.noise((envs.num_envs,), generator))
+        observation, _, _, _, info = envs.step(distribution.to_env(actions.numpy()))
+        for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
+            if len(episodes[copy]) < share[copy]:
+                episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
+    return [episode for done in episodes for episode in done]
+
+
+def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str, float]:
+    """Mean and deviation of returns, and mean length; NaN before the first episode has ended."""
+    if not episodes:
+        return {f"{prefix}/{name}": math.nan for name in ("average_return", "std_return", "average_length")}
+    returns, lengths = zip(*episodes, strict=True)
+    return {
+        f"{prefix}/average_return": float(np.mean(returns)),
+        f"{prefix}/std_return": float(np.std(returns)),
+        f"{prefix}/average_length": float(np.mean(lengths)),
+    }

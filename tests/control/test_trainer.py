@@ -1,0 +1,221 @@
+import json
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tokencredit.control.agent import Agent
+from tokencredit.control.collecting import Collector
+from tokencredit.control.environments import make_envs, statistics
+from tokencredit.control.trainer import ControlTrainer, play
+from tokencredit.runs.config import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
+from tokencredit.runs.control_config import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.runs.errors import ConfigError
+
+
+def small(folder, **changes):
+    groups = {
+        "steps": 16,
+        "eval": EpisodesConfig(episodes=2),
+        "run": RunConfig(dir=str(folder), iterations=3, trackers=[], show_every=0),
+    }
+    return ControlConfig(**(groups | changes))
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_files(tmp_path):
+    summary = ControlTrainer(small(tmp_path / "run")).train()
+    folder = tmp_path / "run"
+    assert summary["stopped_by"] == "iterations"
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    metrics = lines(folder)
+    assert [m["total_steps"] for m in metrics] == [64, 128, 192]
+    assert "eval/average_return" in metrics[-1]
+    assert load_file(folder / "policy" / "agent.safetensors")
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    runs = []
+    for name in ("one", "two"):
+        trainer = ControlTrainer(small(tmp_path / name))
+        trainer.train()
+        runs.append((lines(tmp_path / name), trainer.agent.state_dict()))
+    for one, two in zip(runs[0][0], runs[1][0], strict=True):
+        assert {k: v for k, v in one.items() if "second" not in k} == {
+            k: v for k, v in two.items() if "second" not in k
+        }
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("critic", ["separate", "shared", "none"])
+@pytest.mark.parametrize("algorithm", ["ppo", "policy_gradient"])
+def test_every_form_trains(env, critic, algorithm, tmp_path):
+    estimator = "reward_to_go" if critic == "none" else "gae"
+    args = small(
+        tmp_path / "run",
+        env=EnvConfig(env, normalize_observations=True, normalize_rewards=True),
+        agent=AgentConfig(hidden=[8], critic=critic, activation="relu"),
+        algorithm=algorithm,
+        advantage=AdvantageConfig(estimator=estimator, gamma=0.99),
+    )
+    trainer = ControlTrainer(args)
+    before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
+    trainer.train()
+    assert all(not torch.equal(x, before[name]) for name, x in trainer.agent.state_dict().items())
+    metrics = lines(tmp_path / "run")
+    assert metrics[-1]["steps"] == 64
+    if algorithm == "policy_gradient":
+        assert metrics[-1]["ratio_max"] == metrics[-1]["ratio_min"] == 1.0
+
+
+def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advantage(tmp_path):
+    args = small(
+        tmp_path / "run",
+        algorithm="policy_gradient",
+        agent=AgentConfig(hidden=[8], critic="none"),
+        advantage=AdvantageConfig(estimator="reward_to_go", gamma=0.9, whiten=False),
+        ppo=UpdateConfig(entropy_coef=0.0),
+        optim=OptimConfig(lr=0.1, warmup=0, schedule="constant", max_grad_norm=None),
+    )
+    trainer = ControlTrainer(args)
+    rollout = trainer.collector.collect(16)
+    advantages, returns = trainer.credit(rollout)
+    logprobs, _ = trainer.agent.distribution.logprobs(trainer.agent.outputs(rollout.observations), rollout.actions)
+    loss = -(logprobs * advantages)[rollout.mask].mean()
+    expected = torch.autograd.grad(loss, list(trainer.agent.parameters()))
+    norm = math.sqrt(sum(g.square().sum() for g in expected))
+    metrics = trainer.update(rollout, advantages, returns)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    # Adam's first step has the size of the learning rate and the sign of the gradient.
+    again = ControlTrainer(small(tmp_path / "other", agent=args.agent, advantage=args.advantage)).agent
+    for new, old, gradient in zip(trainer.agent.parameters(), again.parameters(), expected, strict=True):
+        large = gradient.abs() > 1e-5
+        torch.testing.assert_close((new - old)[large], -0.1 * gradient.sign()[large], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "HalfCheetah-v5"])
+def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
+    """From the same weights and the same rollout: the same losses, the same new weights."""
+    sb3 = pytest.importorskip("stable_baselines3")
+    if "Cheetah" in env:
+        pytest.importorskip("mujoco")
+    epochs, steps = 3, 64
+    args = small(
+        tmp_path / "run",
+        env=EnvConfig(env, number=1),
+        steps=steps,
+        advantage=AdvantageConfig(gamma=0.99, lam=0.95, whiten=False),
+        ppo=UpdateConfig(epochs=epochs, minibatches=1, value_clip=None, value_coef=1.0, entropy_coef=0.01),
+        optim=OptimConfig(lr=1e-3, value_lr=1e-3, eps=1e-5, schedule="constant", warmup=0, max_grad_norm=0.5),
+    )
+    trainer = ControlTrainer(args)
+    theirs = sb3.PPO(
+        "MlpPolicy",
+        gym.make(env),
+        learning_rate=1e-3,
+        n_steps=steps,
+        batch_size=steps,
+        n_epochs=epochs,
+        gamma=0.99,
+        gae_lambda=0.95,
+        ent_coef=0.01,
+        vf_coef=0.5,  # on the squared error; ours halves it
+        max_grad_norm=0.5,
+        normalize_advantage=False,
+        device="cpu",
+    )
+    pairs = [
+        *zip(trainer.agent.actor_body, theirs.policy.mlp_extractor.policy_net, strict=True),
+        *zip(trainer.agent.critic_body, theirs.policy.mlp_extractor.value_net, strict=True),
+        (trainer.agent.actor_head, theirs.policy.action_net),
+        (trainer.agent.critic_head, theirs.policy.value_net),
+    ]
+    for ours, other in pairs:
+        other.load_state_dict(ours.state_dict())
+
+    rollout = trainer.collector.collect(steps)
+    acted = rollout.mask[0]
+    advantages, returns = trainer.credit(rollout)
+    buffer = theirs.rollout_buffer
+    buffer.buffer_size = int(acted.sum())  # the steps that reset are none of theirs
+    buffer.reset()
+    for name in ("observations", "actions", "rewards", "values", "log_probs", "advantages", "returns"):
+        source = {"log_probs": rollout.logprobs, "advantages": advantages, "returns": returns}.get(name)
+        source = getattr(rollout, name) if source is None else source
+        target = getattr(buffer, name)
+        target[:] = source[0][acted].numpy().reshape(target.shape)
+    buffer.full = True
+    theirs.batch_size = buffer.buffer_size
+    theirs.set_logger(sb3.common.logger.configure(None, []))
+    theirs.train()
+    metrics = trainer.update(rollout, advantages, returns)
+
+    said = theirs.logger.name_to_value
+    assert metrics["policy_loss"] == pytest.approx(said["train/policy_gradient_loss"], abs=1e-5)
+    assert 2 * metrics["value_loss"] == pytest.approx(said["train/value_loss"], rel=1e-5)
+    assert metrics["entropy_in_update"] == pytest.approx(-said["train/entropy_loss"], abs=1e-5)
+    assert metrics["approx_kl_k3"] > 0
+    for ours, other in pairs:
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(value, other.state_dict()[name], atol=1e-5, rtol=1e-5)
+
+
+def test_a_solved_environment_is_played_well(tmp_path):
+    """A hand-made policy: push the cart the way the pole falls."""
+    envs = make_envs(EnvConfig("CartPole-v1"), 4, 0.99, training=False)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[]))
+    with torch.no_grad():
+        agent.actor_head.weight.copy_(torch.tensor([[0.0] * 4, [0.0, 0.5, 10.0, 3.0]]))
+    episodes = play(envs, agent, 6, greedy=True, seed=1)
+    assert episodes == [(500.0, 500)] * 6
+
+
+def test_observations_are_normalised_with_what_training_saw(tmp_path):
+    args = small(tmp_path / "run", env=EnvConfig("Pendulum-v1", normalize_observations=True))
+    trainer = ControlTrainer(args)
+    trainer.train()
+    saved = load_file(tmp_path / "run" / "policy" / "agent.safetensors")
+    assert saved["observations.mean"].shape == (3,)
+    before = saved["observations.count"].clone()
+    trainer = ControlTrainer(small(tmp_path / "again", env=args.env))
+    trainer.collector.collect(16)
+    count = statistics(trainer.envs)["observations"].count
+    trainer.evaluate()
+    assert statistics(trainer.envs)["observations"].count == count, "evaluation changes nothing"
+    assert before > 0
+
+
+def test_more_copies_are_stepped_in_processes(tmp_path):
+    trainer = ControlTrainer(small(tmp_path / "run", env=EnvConfig("CartPole-v1", number=2, processes=True)))
+    rollout = trainer.collector.collect(16)
+    trainer.envs.close()
+    alone = Collector(make_envs(EnvConfig("CartPole-v1", number=2), 2, 0.99), trainer.agent, seed=1).collect(16)
+    assert torch.equal(rollout.observations, alone.observations)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3; it must divide the batch, .* = 64"),
+        ({"agent": AgentConfig(critic="none")}, r"advantage\.estimator is gae, which needs a critic"),
+        ({"advantage": AdvantageConfig(estimator="group_relative")}, r"which is for texts"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        small(tmp_path, **changes)
+
+
+def test_returns_are_counted_before_normalisation(tmp_path):
+    args = small(tmp_path / "run", env=EnvConfig("CartPole-v1", normalize_rewards=True), steps=64)
+    trainer = ControlTrainer(args)
+    metrics = trainer.iteration(1)
+    assert metrics["train/average_return"] == pytest.approx(metrics["train/average_length"])
+    assert np.isfinite(metrics["train/average_return"])
