@@ -98,7 +98,7 @@ def test_log_probabilities_and_values_are_those_of_an_update():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("observation", r"environment 0 gave a observation that is not finite, at step 2"),
+        ("observation", r"environment 0 gave an observation that is not finite, at step 2"),
         ("reward", r"environment 0 gave a reward that is not finite, at step 1"),
         ("raises", r"the environment raised ValueError: a wheel came off"),
     ],
@@ -106,6 +106,42 @@ def test_log_probabilities_and_values_are_those_of_an_update():
 def test_what_an_environment_does_wrong_is_named(bad, message):
     with pytest.raises(RunStopped, match=message):
         collect(8, bad=bad)
+
+
+class Square(gym.Env):
+    """Observes the same square in one of three ways."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, kind):
+        self.observation_space = {
+            "Discrete": spaces.Discrete(4),
+            "MultiDiscrete": spaces.MultiDiscrete([2, 2]),
+            "Dict": spaces.Dict(x=spaces.Discrete(2), y=spaces.Box(0, 1, (1,))),
+        }[kind]
+        self.square = {
+            "Discrete": 2,
+            "MultiDiscrete": np.array([1, 0]),
+            "Dict": {"x": 1, "y": np.zeros(1, np.float32)},
+        }[kind]
+
+    def reset(self, *, seed=None, options=None):
+        return self.square, {}
+
+    def step(self, action):
+        return self.square, 1.0, False, False, {}
+
+
+gym.register("Square-v0", Square)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"), [("Discrete", [0, 0, 1, 0]), ("MultiDiscrete", [0, 1, 1, 0]), ("Dict", [0, 1, 0])]
+)
+def test_observations_of_other_kinds_are_flattened(kind, seen):
+    envs = make_envs(EnvConfig("Square-v0", kwargs={"kind": kind}), 2, 0.99)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[4]))
+    assert Collector(envs, agent, seed=1).collect(3).observations.tolist() == [[seen] * 3] * 2
 
 
 def test_an_environment_that_does_not_exist():

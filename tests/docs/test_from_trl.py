@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 from dataclasses import fields, is_dataclass
 from inspect import signature
 from pathlib import Path
@@ -107,8 +108,8 @@ def test_the_script_for_tokencredit_runs(folder):
         .replace("iterations=40", "iterations=2, show_every=0")
         .replace("batch_size=64", "batch_size=8")
     )
-    names = {}
-    exec(compile(script, "docs/from-trl.md", "exec"), names)
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    names = runpy.run_path(str(folder / "script.py"))
     assert names["summary"]["iterations"] == 2
     AutoModelForCausalLM.from_pretrained(folder / "runs" / "first" / "policy")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -44,9 +45,7 @@ def train(name, tmp_path, config=None, **more):
 
 def load(name):
     """The names in an example's reward file."""
-    names = {}
-    exec(compile((ROOT / "examples" / name / "reward.py").read_text(encoding="utf-8"), name, "exec"), names)
-    return names
+    return runpy.run_path(str(ROOT / "examples" / name / "reward.py"))
 
 
 def test_few_words(tmp_path):

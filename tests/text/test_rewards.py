@@ -2,6 +2,7 @@ import asyncio
 import json
 import math
 import re
+import runpy
 import shutil
 import warnings
 from ast import literal_eval
@@ -621,11 +622,11 @@ def test_a_ready_made_function_mistakes_no_column_for_a_setting():
     assert rate([Term("length", 1.0, length())], unit=["x", "y"]).totals == [6.0, 10.0]
 
 
-def test_the_example_of_the_docs():
+def test_the_example_of_the_docs(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "as_terms" in block)
-    names: dict = {}
-    exec(code, names)
+    (tmp_path / "example.py").write_text(code)
+    names = runpy.run_path(str(tmp_path / "example.py"))
     claims = re.findall(r"^scores\.(\w+) +# (.+)$", code, re.MULTILINE)
     assert len(claims) == 2
     for name, value in claims:

@@ -104,7 +104,7 @@ class Collector:
 
     def _check(self, observations: np.ndarray, rewards: np.ndarray) -> None:
         """Refuse what is not finite, and say where it came from."""
-        for name, array in (("observation", observations), ("reward", rewards)):
+        for name, array in (("an observation", observations), ("a reward", rewards)):
             if not np.isfinite(array.sum()) and not np.isfinite(array).all():
                 step, copy = np.argwhere(~np.isfinite(array))[0][:2]
-                raise RunStopped(f"environment {copy} gave a {name} that is not finite, at step {step} of the rollout")
+                raise RunStopped(f"environment {copy} gave {name} that is not finite, at step {step} of the rollout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -76,21 +77,26 @@ def make_envs(args: EnvConfig, number: int, gamma: float, *, training: bool = Tr
 
 def statistics(envs: VectorEnv) -> dict[str, Any]:
     """The running statistics of the normalising wrappers, by name."""
-    found, layer = {}, envs
-    while layer is not None:
+    found = {}
+    for layer in wrappers(envs):
         if isinstance(layer, NormalizeObservation):
             found["observations"] = layer.obs_rms
         if isinstance(layer, NormalizeReward):
             found["rewards"] = layer.return_rms
-        layer = getattr(layer, "env", None)
     return found
 
 
 def share_statistics(envs: VectorEnv, source: VectorEnv) -> None:
     """Let one environment normalise observations with the statistics of another, without changing them."""
-    layer = envs
-    while layer is not None:
+    for layer in wrappers(envs):
         if isinstance(layer, NormalizeObservation):
             layer.obs_rms = statistics(source)["observations"]
             layer.update_running_mean = False
+
+
+def wrappers(envs: VectorEnv) -> Iterator[VectorEnv]:
+    """The environment's wrappers from the outside in, and at last the environment."""
+    layer = envs
+    while layer is not None:
+        yield layer
         layer = getattr(layer, "env", None)

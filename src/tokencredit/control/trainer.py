@@ -33,8 +33,6 @@ from tokencredit.runs.record import RunRecord
 EPISODES = 100
 """How many of the last training episodes train/average_return is the mean of."""
 EVALUATION_COPIES = 10
-CREDIT_SETTINGS = ("estimator", "whiten", "whiten_over")
-"""Settings of `advantage` that are not an estimator's own."""
 
 
 class ControlTrainer:
@@ -53,9 +51,9 @@ class ControlTrainer:
         self.envs = make_envs(args.env, args.env.number, args.advantage.gamma)
         self.agent = Agent(self.envs.single_observation_space, self.envs.single_action_space, args.agent)
         critic = list(self.agent.critic_parts().parameters())
-        actor = [p for p in self.agent.parameters() if all(p is not q for q in critic)]
+        self.actor = [p for p in self.agent.parameters() if all(p is not q for q in critic)]
         optim = args.optim
-        parts = [(actor, optim.lr), (critic, optim.value_lr)]
+        parts = [(self.actor, optim.lr), (critic, optim.value_lr)]
         optimizer = build_optimizer(
             [{"params": p, "lr": lr, "weight_decay": optim.weight_decay} for p, lr in parts if p],
             optim.name,
@@ -116,7 +114,7 @@ class ControlTrainer:
             "advantage_std": float(variance.sqrt()),
             "explained_variance": float(explained_variance(rollout.values, returns, mask)),
             "lr": self.schedule.get_last_lr()[0],
-            **self.update(rollout, advantages, returns),
+            **self.update(number, rollout, advantages, returns),
         }
         self.schedule.step()
         seconds = time.perf_counter() - started
@@ -135,36 +133,30 @@ class ControlTrainer:
     def credit(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Advantages and returns, `[copies, time]`; what was cut off is worth its bootstrap, what ended is worth 0."""
         args = self.args.advantage
-        options = {name: value for name, value in vars(args).items() if name not in CREDIT_SETTINGS}
         return estimate(
             args.estimator,
             rollout.rewards,
             None if self.args.agent.critic == "none" else rollout.values,
-            options=options,
+            options=args.options(),
             mask=rollout.mask,
             terminated=rollout.terminated,
             truncated=rollout.truncated,
             bootstrap=rollout.bootstrap,
         )
 
-    def update(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> dict[str, float]:
-        """Train on a rollout, a transition a row; returns the update's metrics."""
+    def update(self, number: int, rollout: Rollout, advantages: Tensor, returns: Tensor) -> dict[str, float]:
+        """Train on a rollout, a transition a row, the critic alone while it warms up; returns the update's metrics."""
         ppo, optim = self.args.ppo, self.args.optim
         plain = self.args.algorithm == "policy_gradient"
-        over = self.args.advantage.whiten_over if self.args.advantage.whiten else None
-        if over == "batch":
+        if self.args.advantage.whitened_over("batch"):
             advantages = whiten(advantages, rollout.mask)
-        objective = Objective(
-            clip=(ppo.clip, ppo.clip if ppo.clip_high is None else ppo.clip_high),
-            dual_clip=ppo.dual_clip,
-            value_clip=ppo.value_clip,
-            value_coef=0.0 if self.args.agent.critic == "none" else ppo.value_coef,
-            entropy_coef=ppo.entropy_coef,
-        )
+        options = ppo.objective()
+        if self.args.agent.critic == "none":
+            options["value_coef"] = 0.0
         return ppo_update(
             transitions(rollout, advantages, returns),
             self._evaluate,
-            objective,
+            Objective(**options),
             self.model,
             self.optimizer,
             self.accelerator,
@@ -172,10 +164,11 @@ class ControlTrainer:
             epochs=1 if plain else ppo.epochs,
             minibatches=1 if plain else ppo.minibatches,
             micro_batch_tokens=ppo.micro_batch_tokens,
-            whiten_minibatches=over == "minibatch",
+            whiten_minibatches=self.args.advantage.whitened_over("minibatch"),
             target_kl=ppo.target_kl,
             max_grad_norm=optim.max_grad_norm,
-            grad_norm_type={"l2": 2.0, "max": math.inf}[optim.grad_norm_type],
+            grad_norm_type=optim.norm_order(),
+            frozen=self.actor if number <= ppo.critic_warmup else (),
         )
 
     def evaluate(self) -> dict[str, float]:

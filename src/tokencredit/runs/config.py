@@ -218,6 +218,14 @@ class AdvantageConfig:
     whiten_over: Literal["batch", "minibatch"] = "batch"
     """What they are brought to it over."""
 
+    def options(self) -> dict[str, Any]:
+        """The settings of the estimators themselves, for `core.advantages.estimate`."""
+        return {key: value for key, value in vars(self).items() if key not in ("estimator", "whiten", "whiten_over")}
+
+    def whitened_over(self, what: str) -> bool:
+        """Whether advantages are whitened over batches, or over minibatches."""
+        return self.whiten and self.whiten_over == what
+
 
 @dataclass
 class UpdateConfig:
@@ -248,6 +256,12 @@ class UpdateConfig:
     """First iterations in which only the critic learns."""
     target_kl: float | None = setting(None, above=0)
     """End an update once its policy is this far, in nats a token, from the one that sampled; null for never."""
+
+    def objective(self) -> dict[str, Any]:
+        """What `learn.update.Objective` takes of these settings."""
+        both = (self.clip, self.clip if self.clip_high is None else self.clip_high)
+        names = ("dual_clip", "value_clip", "value_coef", "entropy_coef", "reduction")
+        return {"clip": both} | {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -304,6 +318,10 @@ class OptimConfig:
     """Gradients with a larger norm are scaled down to it; null for never."""
     grad_norm_type: Literal["l2", "max"] = "l2"
     """The norm: over all elements, or the largest element."""
+
+    def norm_order(self) -> float:
+        """The norm as a number: 2, or infinity."""
+        return {"l2": 2.0, "max": math.inf}[self.grad_norm_type]
 
 
 @dataclass

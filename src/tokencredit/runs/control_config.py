@@ -106,5 +106,8 @@ class ControlConfig:
                 f"advantage.estimator is {self.advantage.estimator}, which needs a critic; set agent.critic, or take "
                 "total_return or reward_to_go"
             )
+        for key, value in (("stop.kl", self.stop.kl), ("run.push_to_hub", self.run.push_to_hub)):
+            if value is not None:
+                raise ConfigError(f"{key} is {value!r}; it is for language models, leave it out")
         if self.advantage.estimator in ("uniform", "group_relative", "leave_one_out"):
             raise ConfigError(f"advantage.estimator is {self.advantage.estimator}, which is for texts: one score a row")

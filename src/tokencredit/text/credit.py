@@ -50,8 +50,7 @@ class Credit:
         )
         if dense is not None:
             rewards[mask] += torch.tensor([x for row in dense for x in row], device=mask.device)
-        apart = ("estimator", "whiten", "whiten_over")
-        options = {name: value for name, value in vars(args.advantage).items() if name not in apart}
+        options = args.advantage.options()
         options |= {"baseline": self.baseline.mean, "group_size": args.rollout.per_prompt}
         advantages, returns = estimate(args.advantage.estimator, rewards, rollout.values, options=options, mask=mask)
         self.baseline.update(rewards.sum(1), reduce=self.reduce)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def resolve(name: str, part: str) -> str:
     return name if _hub_answers(name) else _cached(name)
 
 
+@lru_cache  # a model and its tokenizer are asked for one after the other
 def _hub_answers(name: str) -> bool:
     """Whether the hub says anything of a model; one short question, where a download would be tried several times."""
     try:

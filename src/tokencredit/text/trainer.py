@@ -224,7 +224,7 @@ class PPOTrainer:
         batch = Batch(
             rollout, prompts.texts, completions, scores, rated.terms, reference.logprobs, rewards, advantages, returns
         )
-        if args.advantage.whiten and args.advantage.whiten_over == "batch":
+        if args.advantage.whitened_over("batch"):
             advantages = whiten(advantages, rollout.mask, reduce=self._all_sum)
         inputs = rollout.inputs() | reference.inputs
         lengths = rollout.lengths()
@@ -256,15 +256,7 @@ class PPOTrainer:
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
         """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
         ppo, optim = self.args.ppo, self.args.optim
-        objective = Objective(
-            clip=(ppo.clip, ppo.clip if ppo.clip_high is None else ppo.clip_high),
-            dual_clip=ppo.dual_clip,
-            value_clip=ppo.value_clip,
-            value_coef=ppo.value_coef,
-            entropy_coef=ppo.entropy_coef,
-            kl_coef=self.credit.kl.coef,
-            reduction=ppo.reduction,
-        )
+        objective = Objective(**ppo.objective(), kl_coef=self.credit.kl.coef)
         try:
             with self._stage("update") as results, self._training():
                 metrics = results["metrics"] = ppo_update(
@@ -278,10 +270,10 @@ class PPOTrainer:
                     epochs=ppo.epochs,
                     minibatches=ppo.minibatches,
                     micro_batch_tokens=ppo.micro_batch_tokens,
-                    whiten_minibatches=self.args.advantage.whiten and self.args.advantage.whiten_over == "minibatch",
+                    whiten_minibatches=self.args.advantage.whitened_over("minibatch"),
                     target_kl=ppo.target_kl,
                     max_grad_norm=optim.max_grad_norm,
-                    grad_norm_type={"l2": 2.0, "max": math.inf}[optim.grad_norm_type],
+                    grad_norm_type=optim.norm_order(),
                     frozen=trainable(self.policy.lm) if number <= ppo.critic_warmup else (),
                 )
         except NonFiniteUpdate as error:
