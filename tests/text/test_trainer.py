@@ -7,6 +7,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import get_args
 
 import pytest
@@ -458,24 +459,44 @@ sys.exit(main(sys.argv[1:]))
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
-def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
-    """Prompts and completions of different lengths, read in one pass or in many."""
-    runs = []
-    for overhead in (0, 10**6):
-        monkeypatch.setattr("tokencredit.learn.experience.PASS_OVERHEAD", overhead)
-        trainer = PPOTrainer(
-            args=small(
-                tmp_path / str(overhead),
-                prompts=PromptsConfig(text=["A", "This movie was really quite", "The"]),
-                rollout=RolloutConfig(batch_size=12, max_new_tokens=30),
-                model=ModelConfig(dtype="float32", critic="separate"),
-            )
+def two_iterations(folder, **model):
+    """With prompts and completions of different lengths."""
+    trainer = PPOTrainer(
+        args=small(
+            folder,
+            prompts=PromptsConfig(text=["A", "This movie was really quite", "The"]),
+            rollout=RolloutConfig(batch_size=12, max_new_tokens=30),
+            model=ModelConfig(dtype="float32", critic="separate", **model),
         )
-        runs.append([trainer.iteration(number) for number in (1, 2)])
-    for (one, samples), (other, other_samples) in zip(*runs, strict=True):
+    )
+    return [trainer.iteration(number) for number in (1, 2)]
+
+
+def assert_same(run, other_run):
+    """The same tokens and, to rounding, the same losses."""
+    for (one, samples), (other, other_samples) in zip(run, other_run, strict=True):
         assert [s["token_ids"] for s in samples] == [s["token_ids"] for s in other_samples]
         for name in ("policy_loss", "value_loss", "loss", "kl", "reward", "grad_norm"):
             assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
+
+
+def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
+    runs = []
+    for overhead in (0, 10**6):
+        monkeypatch.setattr("tokencredit.learn.experience.PASS_OVERHEAD", overhead)
+        runs.append(two_iterations(tmp_path / str(overhead)))
+    assert_same(*runs)
+
+
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_or_not_a_run_is_the_same(tmp_path):
+    assert_same(two_iterations(tmp_path / "plain"), two_iterations(tmp_path / "compiled", compile=True))
+
+
+def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"model\.compile needs a C\+\+ compiler"):
+        PPOTrainer(args=small(tmp_path / "run", model=ModelConfig(compile=True)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

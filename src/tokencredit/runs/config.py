@@ -77,6 +77,9 @@ class ModelConfig:
     """Whether updates use the model's own dropout; the ratio then no longer starts at 1."""
     gradient_checkpointing: bool = False
     """Whether updates compute activations twice to hold fewer of them."""
+    compile: bool = False
+    """Whether passes over whole texts go through `torch.compile`, which takes a minute at first and needs a GPU or a
+    C++ compiler. Sampling stays as it is."""
     trust_remote_code: bool = False
     """Whether code from the model's repository may run."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -117,7 +119,8 @@ def build_actor_critic(
     `peft_config`, if given, takes the place of `args.lora`.
 
     Raises:
-        ConfigError: a critic that cannot be loaded or has another vocabulary, or an adapter that fits no layer.
+        ConfigError: a critic that cannot be loaded or has another vocabulary, an adapter that fits no layer, or no
+            compiler where one is needed.
     """
     critic = None
     if args.critic == "separate":
@@ -132,12 +135,17 @@ def build_actor_critic(
     head = build_value_head(
         args.value_head, width(critic or lm), args.value_head_init, args.value_head_gain, args.value_head_hidden_gain
     )
+    compiler = os.environ.get("CXX", "g++")
+    if args.compile and not (torch.cuda.is_available() or which(compiler)):
+        raise ConfigError(
+            f"model.compile needs a C++ compiler, and there is no {compiler!r}; install g++, or leave it out"
+        )
     if args.gradient_checkpointing:
         for model in filter(None, (lm, critic)):
             # Newer versions of Transformers warn about the older name.
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
-    return ActorCritic(lm, head, critic, detach=args.detach_critic, adapter=adapter)
+    return ActorCritic(lm, head, critic, detach=args.detach_critic, adapter=adapter, compiled=args.compile)
 
 
 def lora_config(args: LoraConfig) -> Any:

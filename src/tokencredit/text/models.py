@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
-from tokencredit.core.projection import TokenLoss, TokenStats
+from tokencredit.core.projection import TokenLoss, TokenStats, in_columns
 from tokencredit.learn.update import Evaluation
 
 
@@ -31,6 +31,7 @@ class ActorCritic(nn.Module):
         *,
         detach: bool = False,
         adapter: Any = None,
+        compiled: bool = False,
     ):
         """Put the parts together.
 
@@ -40,12 +41,14 @@ class ActorCritic(nn.Module):
             critic: the trunk of a separate critic; None shares the language model's.
             detach: keep the value loss out of the trunk.
             adapter: the PEFT model around `lm`, if it has one.
+            compiled: run whole texts through `torch.compile`; sampling, a token at a time, stays as it is.
         """
         super().__init__()
         self.lm = lm
         self.critic = critic
         self.value_head = value_head or build_value_head("linear", width(critic or lm))
         self.detach = detach
+        self.trunk_hidden = torch.compile(trunk_hidden, dynamic=True) if compiled else trunk_hidden
         self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
         object.__setattr__(self, "adapter", adapter)  # it holds the same weights, which must not be registered twice
         self.eval()
@@ -60,7 +63,13 @@ class ActorCritic(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of hidden states, in float32."""
-        logits = self.lm.get_output_embeddings()(hidden).float()
+        projection = self.lm.get_output_embeddings()
+        half = torch.is_autocast_enabled(hidden.device.type)
+        if in_columns(hidden) and projection.bias is None and not half:
+            columns = nn.functional.linear(projection.weight, hidden.flatten(0, -2))
+            logits = columns.T.unflatten(0, hidden.shape[:-1])
+        else:
+            logits = projection(hidden).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def values(self, hidden: Tensor) -> Tensor:
@@ -139,11 +148,23 @@ class ActorCritic(nn.Module):
 
     def response_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
         """Hidden states `[batch, time, width]` of the states before each response token; arguments as in `forward`."""
-        return response_hidden(self.lm.get_decoder(), prompt_ids, prompt_mask, response_ids, mask)
+        return self._read(self.lm.get_decoder(), prompt_ids, prompt_mask, response_ids, mask)
 
     def critic_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
         """The same from the trunk of a separate critic."""
-        return response_hidden(self.critic, prompt_ids, prompt_mask, response_ids, mask)
+        return self._read(self.critic, prompt_ids, prompt_mask, response_ids, mask)
+
+    def _read(
+        self, trunk: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor
+    ) -> Tensor:
+        """A trunk's states before each response token, 0 past the longest; columns of mere padding are not read."""
+        length = max(int(mask.sum(1).max()), 1)
+        padding = int((~prompt_mask).all(0).sum())
+        prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
+        input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
+        attention_mask, position_ids = positions(prompt_mask, length - 1)
+        hidden = self.trunk_hidden(trunk, input_ids, attention_mask, position_ids)[:, prompt_ids.shape[1] - 1 :]
+        return nn.functional.pad(hidden, (0, 0, 0, response_ids.shape[1] - length))
 
 
 def nothing(now: TokenStats, at: slice) -> Tensor:
@@ -174,22 +195,6 @@ def trunk_hidden(
         use_cache=cache is not None,
     )
     return outputs.last_hidden_state
-
-
-def response_hidden(
-    trunk: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor
-) -> Tensor:
-    """Hidden states `[batch, time, width]` of the states before each response token, 0 past the longest response.
-
-    Columns that are padding in every row are not read.
-    """
-    length = max(int(mask.sum(1).max()), 1)
-    padding = int((~prompt_mask).all(0).sum())
-    prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
-    input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
-    attention_mask, position_ids = positions(prompt_mask, length - 1)
-    hidden = trunk_hidden(trunk, input_ids, attention_mask, position_ids)[:, prompt_ids.shape[1] - 1 :]
-    return nn.functional.pad(hidden, (0, 0, 0, response_ids.shape[1] - length))
 
 
 def width(model: PreTrainedModel) -> int:

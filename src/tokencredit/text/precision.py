@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from torch import nn
 
 ROWS = 256
-REPEATS = 5
+REPEATS = 20
 WORTH = 0.75
 """Share of float32's time that bfloat16 may take at most: near 1, its lost digits buy nothing."""
 
@@ -43,17 +43,16 @@ def bfloat16_helps(width: int, device: torch.device) -> bool:
     with torch.random.fork_rng():
         layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device)
         inputs = torch.randn(ROWS, width, device=device)
-    half, full = (_seconds(layers, inputs, enabled) for enabled in (True, False))
+    # In turns, so that both meet the same machine; the least time is the one that nothing else disturbed.
+    turns = [[_seconds(layers, inputs, enabled) for enabled in (True, False)] for _ in range(REPEATS)]
+    half, full = (min(times) for times in zip(*turns, strict=True))
     return half < WORTH * full
 
 
 def _seconds(layers: nn.Module, inputs: torch.Tensor, half: bool) -> float:
-    """The least time of a forward and backward pass."""
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=half):
-            outputs = layers(inputs)
-        outputs.float().sum().backward()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    """The time of a forward and backward pass."""
+    started = time.perf_counter()
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=half):
+        outputs = layers(inputs)
+    outputs.float().sum().backward()
+    return time.perf_counter() - started

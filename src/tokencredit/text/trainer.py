@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ class PPOTrainer:
             ConfigError: a setting, model, reward or folder that cannot be used; the message names its key.
         """
         args = args or PPOConfig()
+        # Before the first large tensor: PyTorch then asks Linux for large pages, in which new memory costs a quarter.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if model is not None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = replace(args, model=replace(args.model, name=name))
@@ -366,7 +369,7 @@ class PPOTrainer:
         """Policy, reference, optimizer and learning-rate schedule."""
         args = self.args
         adapted = bool(args.model.lora.rank) or peft_config is not None
-        base = ActorCritic(deepcopy(lm)) if args.kl.coef > 0 and not adapted else None
+        base = ActorCritic(deepcopy(lm), compiled=args.model.compile) if args.kl.coef > 0 and not adapted else None
         self.policy = build_actor_critic(lm, self.tokenizer, args.model, peft_config).to(self.accelerator.device)
         self.reference = None
         if base is not None:
