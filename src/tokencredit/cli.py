@@ -10,16 +10,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.runs.config import PPOConfig
-from tokencredit.runs.control_config import ControlConfig
+from tokencredit.runs.control_config import ControlConfig, EpisodesConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+Config = TypeVar("Config", PPOConfig, ControlConfig)
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
@@ -85,10 +88,19 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     evaluate.add_argument("--base", action="store_true", help="Measure the model that the run started from.")
     evaluate.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
 
+    play = ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, description="Play with the agent that a run trained."
+    )
+    play.add_argument("run", help="The folder of a run.")
+    play.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="How many episodes.")
+    play.add_argument("--sample", action="store_true", help="Draw actions as in training; else the likeliest is taken.")
+    play.add_argument("--videos", type=NonNegativeInt, default=0, help="Further episodes that are filmed.")
+    play.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
+
     parser = ArgumentParser(
         prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models and agents."
     )
-    commands = {"train": train, "control": control, "generate": generate, "evaluate": evaluate}
+    commands = {"train": train, "control": control, "generate": generate, "evaluate": evaluate, "play": play}
     chosen = parser.add_subcommands(dest="command", required=False)
     for name, command in commands.items():
         command.add_argument("--debug", action="store_true", help="Show tracebacks.")
@@ -98,7 +110,7 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 
 def train(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit train`."""
-    config = to_config(parser, options)
+    config = to_config(parser, options, PPOConfig)
     if os.environ.get("RANK", "0") == "0":  # of the processes that a launcher starts, only the first writes
         RunFolder(config.run.dir).refuse_if_used()  # before the seconds that the imports below take
     from transformers.utils.logging import disable_progress_bar
@@ -112,23 +124,37 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
 
 def control(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit control`."""
-    settings = vars(parser.instantiate(options))
-    config = ControlConfig(**{key: value for key, value in settings.items() if key not in ("config", "debug")})
+    config = to_config(parser, options, ControlConfig)
     RunFolder(config.run.dir).refuse_if_used()
-    try:
-        import gymnasium  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("tokencredit control needs Gymnasium: pip install tokencredit[control]") from error
+    require_gymnasium()
     from tokencredit.control.trainer import ControlTrainer
 
     ControlTrainer(config).train()
+
+
+def play(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit play`."""
+    config = read_config(Path(options.run) / "config.yaml", ControlConfig)
+    require_gymnasium()
+    from tokencredit.control.playing import play_run
+
+    settings = EpisodesConfig(episodes=options.episodes, greedy=not options.sample, videos=options.videos)
+    play_run(Path(options.run), config, settings, options.seed)
+
+
+def require_gymnasium() -> None:
+    """Raise `ConfigError` if the Gymnasium world is not installed."""
+    try:
+        import gymnasium  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("agents need Gymnasium: pip install tokencredit[control]") from error
 
 
 def generate(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit generate`."""
     if options.chat and not options.prompt:
         raise ConfigError("--chat needs --prompt, the message")
-    config = read_config(Path(options.run) / "config.yaml")
+    config = read_config(Path(options.run) / "config.yaml", PPOConfig)
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.text.generate import generate
@@ -149,7 +175,7 @@ def generate(parser: ArgumentParser, options: Namespace) -> None:
 
 def evaluate(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit evaluate`."""
-    config = read_config(Path(options.run) / "config.yaml")
+    config = read_config(Path(options.run) / "config.yaml", PPOConfig)
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.text.evaluation import evaluate_run
@@ -158,16 +184,16 @@ def evaluate(parser: ArgumentParser, options: Namespace) -> None:
     evaluate_run(Path(options.run), config, "base" if options.base else "best" if options.best else "policy")
 
 
-COMMANDS = {"train": train, "control": control, "generate": generate, "evaluate": evaluate}
+COMMANDS = {"train": train, "control": control, "generate": generate, "evaluate": evaluate, "play": play}
 
 
-def to_config(parser: ArgumentParser, options: Namespace) -> PPOConfig:
+def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config]) -> Config:
     """The checked configuration that parsed options stand for."""
     settings = vars(parser.instantiate(options))
-    return PPOConfig(**{key: value for key, value in settings.items() if key not in ("config", "debug")})
+    return kind(**{key: value for key, value in settings.items() if key not in ("config", "debug")})
 
 
-def read_config(file: Path) -> PPOConfig:
+def read_config(file: Path, kind: type[Config]) -> Config:
     """The configuration of a run, from the file in its folder.
 
     Raises:
@@ -175,9 +201,9 @@ def read_config(file: Path) -> PPOConfig:
     """
     if not file.is_file():
         raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
-    parser = build_parser()[1]["train"]
+    parser = build_parser()[1]["train" if kind is PPOConfig else "control"]
     try:
-        return to_config(parser, parser.parse_path(file))
+        return to_config(parser, parser.parse_path(file), kind)
     except (ArgumentError, ConfigError) as error:
         raise ConfigError(f"{file}: {error}") from error
 

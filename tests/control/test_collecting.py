@@ -1,5 +1,7 @@
 """A rollout in an environment whose every step is known: it counts, and ends after a number of steps of its own."""
 
+import json
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ from gymnasium import spaces
 from tokencredit.control.agent import Agent
 from tokencredit.control.collecting import Collector
 from tokencredit.control.environments import make_envs
+from tokencredit.control.trainer import ControlTrainer
 from tokencredit.core.advantages import gae
-from tokencredit.runs.control_config import AgentConfig, EnvConfig
+from tokencredit.runs.config import RunConfig
+from tokencredit.runs.control_config import AgentConfig, ControlConfig, EnvConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 
 
@@ -100,12 +104,37 @@ def test_log_probabilities_and_values_are_those_of_an_update():
     [
         ("observation", r"environment 0 gave an observation that is not finite, at step 2"),
         ("reward", r"environment 0 gave a reward that is not finite, at step 1"),
-        ("raises", r"the environment raised ValueError: a wheel came off"),
+        ("raises", r"the environment with seed 1 raised ValueError: a wheel came off, in step 2 of an episode\nTrace"),
     ],
 )
 def test_what_an_environment_does_wrong_is_named(bad, message):
     with pytest.raises(RunStopped, match=message):
         collect(8, bad=bad)
+
+
+def test_an_environment_that_raises_in_its_process_is_named_with_its_line(tmp_path, recwarn):
+    args = ControlConfig(
+        env=EnvConfig("Counter-v0", number=2, processes=True, kwargs={"bad": "raises"}),
+        steps=16,
+        run=RunConfig(dir=str(tmp_path / "run"), trackers=[], show_every=0),
+    )
+    with pytest.raises(RunStopped) as caught:
+        ControlTrainer(args).train()
+    message = str(caught.value)
+    assert message.startswith("stopped in iteration 1: the environment with seed ")
+    assert 'raise ValueError("a wheel came off")' in message
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "an error"
+    assert not [w for w in recwarn if "Worker" in str(w.message)], "it is said once"
+
+
+def test_a_process_that_is_killed_is_named(tmp_path):
+    agent, _ = collect(2)
+    envs = make_envs(EnvConfig("Counter-v0", processes=True), 2, 0.99)
+    collector = Collector(envs, agent, seed=1)
+    envs.unwrapped.processes[1].kill()
+    envs.unwrapped.processes[1].join()
+    with pytest.raises(RunStopped, match="a process that ran an environment has ended"):
+        collector.collect(4)
 
 
 class Square(gym.Env):

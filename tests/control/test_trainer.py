@@ -5,12 +5,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from safetensors.torch import load_file
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.collecting import Collector
 from tokencredit.control.environments import make_envs, statistics
-from tokencredit.control.trainer import ControlTrainer, play
+from tokencredit.control.trainer import ControlTrainer
 from tokencredit.runs.config import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
 from tokencredit.runs.control_config import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
 from tokencredit.runs.errors import ConfigError
@@ -87,7 +88,7 @@ def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advanta
     trainer = ControlTrainer(args)
     rollout = trainer.collector.collect(16)
     advantages, returns = trainer.credit(rollout)
-    logprobs, _ = trainer.agent.distribution.logprobs(trainer.agent.outputs(rollout.observations), rollout.actions)
+    logprobs = trainer.agent.distribution.logprobs(trainer.agent.outputs(rollout.observations), rollout.actions)
     loss = -(logprobs * advantages)[rollout.mask].mean()
     expected = torch.autograd.grad(loss, list(trainer.agent.parameters()))
     norm = math.sqrt(sum(g.square().sum() for g in expected))
@@ -167,16 +168,6 @@ def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
             torch.testing.assert_close(value, other.state_dict()[name], atol=1e-5, rtol=1e-5)
 
 
-def test_a_solved_environment_is_played_well(tmp_path):
-    """A hand-made policy: push the cart the way the pole falls."""
-    envs = make_envs(EnvConfig("CartPole-v1"), 4, 0.99, training=False)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[]))
-    with torch.no_grad():
-        agent.actor_head.weight.copy_(torch.tensor([[0.0] * 4, [0.0, 0.5, 10.0, 3.0]]))
-    episodes = play(envs, agent, 6, greedy=True, seed=1)
-    assert episodes == [(500.0, 500)] * 6
-
-
 def test_observations_are_normalised_with_what_training_saw(tmp_path):
     trainer = ControlTrainer(small(tmp_path / "run", env=EnvConfig("Pendulum-v1", normalize_observations=True)))
     trainer.train()
@@ -185,7 +176,7 @@ def test_observations_are_normalised_with_what_training_saw(tmp_path):
     assert saved["observations.mean"].tolist() == pytest.approx(seen.mean.tolist())
     count = seen.count
     assert count > 3 * 64
-    trainer.evaluate()
+    trainer.evaluate(1)
     assert statistics(trainer.envs)["observations"].count == count, "evaluation changes nothing"
 
 
@@ -225,3 +216,47 @@ def test_returns_are_counted_before_normalisation(tmp_path):
     metrics = trainer.iteration(1)
     assert metrics["train/average_return"] == pytest.approx(metrics["train/average_length"])
     assert np.isfinite(metrics["train/average_return"])
+
+
+def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
+    """The reward is for repeating what was seen two steps ago."""
+    args = small(
+        tmp_path / "run",
+        env=EnvConfig("Memory-v0", number=8),
+        steps=32,
+        agent=AgentConfig(policy="transformer", hidden=[16], context=4, heads=2, activation="gelu"),
+        optim=OptimConfig(lr=1e-2, value_lr=1e-2, warmup=0, schedule="constant"),
+        run=RunConfig(dir=str(tmp_path / "run"), iterations=30, trackers=[], show_every=0),
+    )
+    ControlTrainer(args).train()
+    metrics = lines(tmp_path / "run")
+    assert metrics[0]["ratio_min"] < 1 < metrics[0]["ratio_max"]
+    assert metrics[0]["train/average_return"] < 13  # chance is 10 of 20
+    assert metrics[-1]["train/average_return"] > 16
+
+
+def test_a_transformer_reads_nothing_of_what_comes_later():
+    args = AgentConfig("transformer", [8, 8], context=4, heads=2)
+    agent = Agent(spaces.Box(-1, 1, (12,)), spaces.Discrete(2), args)
+    states = []
+    agent.actor_body.blocks[-1].register_forward_hook(lambda module, inputs, output: states.append(output))
+    one = torch.randn(5, 12)
+    other = one.clone()
+    other[:, -3:] += 1
+    assert agent.outputs(one).shape == (5, 2)
+    agent.outputs(other)
+    assert torch.equal(states[0][:, :-1], states[1][:, :-1])
+    assert not torch.equal(states[0][:, -1], states[1][:, -1])
+
+
+def test_a_stack_of_observations_starts_with_the_first_one():
+    envs = make_envs(EnvConfig("Memory-v0"), 1, 0.99, stack=3)
+    first = envs.reset(seed=1)[0][0].tolist()
+    assert first == [first[0]] * 3
+    second = envs.step(np.array([0]))[0][0].tolist()
+    assert second[:2] == first[1:]
+
+
+def test_a_transformer_of_several_widths_is_refused():
+    with pytest.raises(ConfigError, match=r"agent\.hidden is \[64, 32\]; .* a multiple of agent\.heads, 4"):
+        AgentConfig("transformer", [64, 32])

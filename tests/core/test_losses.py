@@ -257,7 +257,7 @@ X = torch.zeros(2, 3)
         (lambda: token_weights(X != 0), "count is 0"),
         (lambda: token_weights(X == 0, count=0), "count is 0"),
         (lambda: reduction_count(X == 0, "rows"), "by is 'rows'"),
-        (lambda: weighted_sum(X, X[0]), "mask has shape"),
+        (lambda: weighted_sum(X, X[0]), "weights has shape"),
         (lambda: ratio_stats(X, X[0]), "old_logprobs has shape"),
     ],
 )

@@ -122,7 +122,7 @@ def test_the_yaml_says_the_same_as_the_script(folder):
     )
     (folder / "run.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     parser = build_parser()[1]["train"]
-    config = to_config(parser, parser.parse_args(["--config", "run.yaml"]))
+    config = to_config(parser, parser.parse_args(["--config", "run.yaml"]), PPOConfig)
     for group in call.keywords:
         for setting in group.value.keywords:
             got = getattr(getattr(config, group.arg), setting.arg)

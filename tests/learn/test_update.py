@@ -11,7 +11,7 @@ from torch import nn
 from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, backward, ppo_update
+from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, backward, measure, ppo_update
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7
 OBJECTIVE = Objective(clip=0.2, value_clip=0.3, value_coef=0.5, entropy_coef=0.01)
@@ -97,6 +97,8 @@ def test_micro_batches_change_no_gradient(world, tokens):
     parts = backward(experience, policy, OBJECTIVE, policy, accelerator, tokens)
     for parameter, wanted in zip(policy.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, wanted)
+    assert len(parts) > 1 or tokens == 1000
+    parts, whole = (measure(seen, OBJECTIVE) for seen in (parts, whole))
     torch.testing.assert_close(parts.losses, whole.losses)
     assert parts.ratios.metrics() == pytest.approx(whole.ratios.metrics())
 
@@ -106,7 +108,7 @@ def test_every_reduction_adds_up(world, reduction):
     policy, experience, _, accelerator = world
     objective = replace(OBJECTIVE, reduction=reduction)
     losses = [
-        backward(experience, policy, objective, policy, accelerator, tokens).losses["loss"]
+        measure(backward(experience, policy, objective, policy, accelerator, tokens), objective).losses["loss"]
         for tokens in (None, 2 * TIME)
     ]
     torch.testing.assert_close(*losses)
@@ -119,7 +121,7 @@ def test_kl_in_the_loss_has_its_price(world):
         return policy(inputs, policy_loss, kl=torch.square)
 
     objective = Objective(clip=0.2, value_coef=0.0, kl_coef=0.3)
-    stats = backward(experience, evaluate, objective, policy, accelerator, None)
+    stats = measure(backward(experience, evaluate, objective, policy, accelerator, None), objective)
     kl = experience.logprobs.square()[experience.mask].mean()
     torch.testing.assert_close(stats.losses["kl_in_update"], kl)
     torch.testing.assert_close(stats.losses["loss"], stats.losses["policy_loss"] + 0.3 * kl)

@@ -87,4 +87,4 @@ def test_a_run_reads_its_own_configuration_back(tmp_path):
         reward=[RewardTerm(classifier="builtin:reviews", label="POSITIVE", weight=-1.0)],
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
-    assert read_config(tmp_path / "config.yaml") == config
+    assert read_config(tmp_path / "config.yaml", PPOConfig) == config

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tokencredit.cli import build_parser, to_config
-from tokencredit.runs.config import RewardTerm
+from tokencredit.runs.config import PPOConfig, RewardTerm
 from tokencredit.runs.errors import ConfigError
 from tokencredit.text.loading import resolve
 from tokencredit.text.reward_functions import count, length, reference_fluency
@@ -603,10 +603,10 @@ def test_terms_from_yaml_and_from_flags(tmp_path):
     file = tmp_path / "run.yaml"
     terms = [{"function": "count", "kwargs": {"text": "."}, "weight": 0.1}, {"classifier": BUILTIN, "output": "logit"}]
     file.write_text(yaml.safe_dump({"reward": terms}))
-    config = to_config(parser, parser.parse_args(["--config", str(file)]))
+    config = to_config(parser, parser.parse_args(["--config", str(file)]), PPOConfig)
     assert config.reward == [RewardTerm(**term) for term in terms]
     flag = "[{function: length, weight: 0.1}, {function: distinct, kwargs: {n: 3}}]"
-    config = to_config(parser, parser.parse_args(["--reward", flag]))
+    config = to_config(parser, parser.parse_args(["--reward", flag]), PPOConfig)
     assert config.reward == [
         RewardTerm(function="length", weight=0.1),
         RewardTerm(function="distinct", kwargs={"n": 3}),

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from tokencredit.runs.errors import ConfigError
 
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
 
 class Categorical(nn.Module):
     """Independent choices, each from its own logits."""
@@ -23,33 +25,33 @@ class Categorical(nn.Module):
         single = isinstance(space, spaces.Discrete)
         self.sizes = [int(space.n)] if single else [int(n) for n in space.nvec.flatten()]
         self.space, self.parts, self.outputs = space, len(self.sizes), sum(self.sizes)
-        self.dtype = torch.int64
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """The random numbers that `sample` turns into actions, `[*shape, parts]`."""
-        return torch.rand(*shape, self.parts, generator=generator)
+        """The random numbers that `sample` turns into actions, `[*shape, outputs]`: Gumbel's, −log(−log u)."""
+        exponential = torch.empty(*shape, self.outputs).exponential_(generator=generator)
+        return exponential.log_().neg_()
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """Actions by inverse transform of uniform numbers."""
-        chosen = []
-        for part, uniform in zip(logits.split(self.sizes, -1), noise.unbind(-1), strict=True):
-            cumulated = part.softmax(-1).cumsum(-1)
-            below = cumulated[..., :-1] <= uniform.unsqueeze(-1) * cumulated[..., -1:]
-            chosen.append(below.sum(-1))
-        return torch.stack(chosen, -1)
+        """Actions, as the largest of logits plus Gumbel noise: two operations on small tensors, and no softmax."""
+        return self.greedy(logits + noise)
 
     def greedy(self, logits: Tensor) -> Tensor:
         """The likeliest actions."""
+        if self.parts == 1:
+            return logits.argmax(-1, keepdim=True)
         return torch.stack([part.argmax(-1) for part in logits.split(self.sizes, -1)], -1)
 
-    def logprobs(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of actions, and entropies; both `[...]`, nats."""
-        logprobs, entropy = [], []
-        for part, action in zip(logits.split(self.sizes, -1), actions.unbind(-1), strict=True):
-            log_p = part.log_softmax(-1)
-            logprobs.append(log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1))
-            entropy.append(-(log_p.exp() * log_p).sum(-1))
-        return sum(logprobs[1:], logprobs[0]), sum(entropy[1:], entropy[0])
+    def logprobs(self, logits: Tensor, actions: Tensor) -> Tensor:
+        """Log-probabilities of actions, `[...]`, nats."""
+        parts = zip(logits.split(self.sizes, -1), actions.split(1, -1), strict=True)
+        logprobs = [part.log_softmax(-1).gather(-1, action).squeeze(-1) for part, action in parts]
+        return sum(logprobs[1:], logprobs[0])
+
+    def entropy(self, logits: Tensor) -> Tensor:
+        """Entropies, `[...]`, nats."""
+        log_p = [part.log_softmax(-1) for part in logits.split(self.sizes, -1)]
+        entropies = [-(x.exp() * x).sum(-1) for x in log_p]
+        return sum(entropies[1:], entropies[0])
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions `[copies, parts]` as the environment takes them."""
@@ -66,7 +68,6 @@ class Gaussian(nn.Module):
         self.space, self.mapping = space, mapping
         self.parts = self.outputs = int(np.prod(space.shape))
         self.log_std = nn.Parameter(torch.full((self.parts,), float(log_std)))
-        self.dtype = torch.float32
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """The random numbers that `sample` turns into actions, `[*shape, parts]`."""
@@ -80,13 +81,14 @@ class Gaussian(nn.Module):
         """The likeliest actions."""
         return mean
 
-    def logprobs(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-densities of actions, Σ −½ ((a − μ)/σ)² − log σ − ½ log 2π, and entropies, Σ log σ + ½ (1 + log 2π)."""
+    def logprobs(self, mean: Tensor, actions: Tensor) -> Tensor:
+        """Log-densities of actions, Σ −½ ((a − μ)/σ)² − log σ − ½ log 2π, `[...]`."""
         standard = (actions - mean) * (-self.log_std).exp()
-        log_scale = self.log_std.sum()
-        half_log_2pi = 0.5 * self.parts * math.log(2 * math.pi)
-        logprobs = -0.5 * standard.square().sum(-1) - log_scale - half_log_2pi
-        return logprobs, (log_scale + half_log_2pi + 0.5 * self.parts).expand_as(logprobs)
+        return -0.5 * standard.square().sum(-1) - (self.log_std.sum() + self.parts * HALF_LOG_2PI)
+
+    def entropy(self, mean: Tensor) -> Tensor:
+        """Entropies, Σ log σ + ½ (1 + log 2π), `[...]`."""
+        return (self.log_std.sum() + self.parts * (HALF_LOG_2PI + 0.5)).expand(mean.shape[:-1])
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions `[copies, parts]` within the environment's bounds."""

@@ -1,10 +1,11 @@
-"""The actor-critic of the Gymnasium world: multilayer perceptrons on flat observations."""
+"""The actor-critic of the Gymnasium world, on flat observations: multilayer perceptrons, or transformers."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
 
+import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from tokencredit.core.projection import TokenLoss, TokenStats
 from tokencredit.learn.update import Evaluation
 from tokencredit.runs.control_config import AgentConfig
 
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU}
 
 
 class Agent(nn.Module):
@@ -25,7 +26,7 @@ class Agent(nn.Module):
         Huang et al. 2022, "The 37 implementation details of PPO", core detail 2.
 
         Args:
-            observations: a flat Box.
+            observations: a flat Box, of `args.observations()` observations one after another.
             actions: the environment's space.
             args: sizes and kinds.
 
@@ -34,11 +35,12 @@ class Agent(nn.Module):
         """
         super().__init__()
         self.distribution = actions_of(actions, args.log_std, args.actions)
-        sizes, activation = [observations.shape[0], *args.hidden], ACTIVATIONS[args.activation]
-        self.actor_body = layers(sizes, activation)
-        self.actor_head = linear(sizes[-1], self.distribution.outputs, 0.01)
-        self.critic_body = layers(sizes, activation) if args.critic == "separate" else None
-        self.critic_head = linear(sizes[-1], 1, 1.0) if args.critic != "none" else None
+        size = observations.shape[0] // args.observations()
+        width = args.hidden[-1] if args.hidden else size
+        self.actor_body = body(size, args)
+        self.actor_head = linear(width, self.distribution.outputs, 0.01)
+        self.critic_body = body(size, args) if args.critic == "separate" else None
+        self.critic_head = linear(width, 1, 1.0) if args.critic != "none" else None
 
     def critic_parts(self) -> nn.ModuleList:
         """What belongs to the critic alone."""
@@ -65,19 +67,58 @@ class Agent(nn.Module):
             policy_loss: what to minimise of the actions' log-probabilities and entropies.
             entropy: whether the loss needs the entropies.
         """
-        logprobs, entropies = self.distribution.logprobs(self.outputs(observations), actions)
-        wanted = entropies if entropy else None
-        loss = policy_loss(
-            TokenStats(logprobs.flatten(), None if wanted is None else wanted.flatten(), None), slice(None)
-        )
+        shape = observations.shape[:2]
+        rows = observations.flatten(0, 1)  # a layer on three dimensions takes twice the operations
+        outputs = self.outputs(rows)
+        logprobs = self.distribution.logprobs(outputs, actions.flatten(0, 1))
+        entropies = self.distribution.entropy(outputs) if entropy else None
+        loss = policy_loss(TokenStats(logprobs, entropies, None), slice(None))
         return Evaluation(
-            loss, self.values(observations), logprobs.detach(), None if wanted is None else wanted.detach()
+            loss,
+            self.values(rows).view(shape),
+            logprobs.detach().view(shape),
+            None if entropies is None else entropies.detach().reshape(shape),
         )
 
 
-def layers(sizes: list[int], activation: type[nn.Module]) -> nn.Sequential:
-    """Linear layers from each size to the next, each followed by the activation."""
+def body(size: int, args: AgentConfig) -> nn.Module:
+    """The hidden layers, from observations of this size."""
+    if args.policy == "transformer":
+        return Transformer(size, args)
+    sizes, activation = [size, *args.hidden], ACTIVATIONS[args.activation]
     return nn.Sequential(*(m for a, b in pairwise(sizes) for m in (linear(a, b, math.sqrt(2)), activation())))
+
+
+class Transformer(nn.Module):
+    """A causal transformer on the last observations; what it says of the last one."""
+
+    def __init__(self, size: int, args: AgentConfig):
+        super().__init__()
+        width, self.shape = args.hidden[0], (args.context, size)
+        self.embedding = linear(size, width, 1.0)
+        self.positions = nn.Parameter(torch.empty(args.context, width).normal_(std=0.02))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width,
+                args.heads,
+                4 * width,
+                dropout=0.0,
+                activation=ACTIVATIONS[args.activation](),
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in args.hidden
+        )
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(args.context), persistent=False)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """States `[..., width]` from observations `[..., context · size]`, the oldest first."""
+        leading = observations.shape[:-1]
+        x = self.embedding(observations.reshape(-1, *self.shape)) + self.positions
+        for block in self.blocks:
+            x = block(x, src_mask=self.causal, is_causal=True)
+        return self.norm(x[:, -1]).unflatten(0, leading)
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import FlattenObservation as FlattenOne
+from gymnasium.wrappers import FrameStackObservation, RecordVideo
 from gymnasium.wrappers.vector import (
     DtypeObservation,
     FlattenObservation,
@@ -23,23 +29,91 @@ from gymnasium.wrappers.vector import (
 from tokencredit.runs.control_config import EnvConfig
 from tokencredit.runs.errors import ConfigError
 
+EXPECTED = ("ERROR: ", "precision lowered by casting to float32", "Overwriting existing videos")
+"""Warnings of Gymnasium's about what is meant so, or what an exception says again."""
 
-def make_envs(args: EnvConfig, number: int, gamma: float, *, training: bool = True) -> VectorEnv:
+
+class EnvironmentRaised(RuntimeError):
+    """An exception of an environment's own, as text, since it may come from another process."""
+
+
+class Witness(gym.Wrapper):
+    """Says which environment raised an exception, when and where."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.seed, self.steps = None, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset, and remember the seed that the environment's randomness goes back to."""
+        self.seed, self.steps = self.seed if seed is None else seed, 0
+        return self._call(self.env.reset, seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        """Step, and count."""
+        self.steps += 1
+        return self._call(self.env.step, action)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise EnvironmentRaised(
+                f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
+                f"of an episode\n{traceback.format_exc().rstrip()}"
+            ) from None
+
+
+def make_envs(
+    args: EnvConfig,
+    number: int,
+    gamma: float,
+    *,
+    stack: int = 1,
+    training: bool = True,
+    videos: Path | None = None,
+    prefix: str = "",
+) -> VectorEnv:
     """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
 
     Inside out: the episodes' own returns are recorded, observations become flat float32, and observations and rewards
     are normalised if asked for, rewards only in training.
 
+    Args:
+        args: which environment, and how.
+        number: of copies.
+        gamma: of the discounted return whose deviation rewards are divided by.
+        stack: how many of the last observations are one, the oldest first; an episode's first one is repeated.
+        training: whether rewards are normalised, and processes used.
+        videos: the folder in which every episode is recorded; None records none.
+        prefix: of the videos' names.
+
     Raises:
         ConfigError: no such environment, something that it needs is missing, or observations that are not supported.
     """
+    for message in EXPECTED:
+        warnings.filterwarnings("ignore", f".*{message}", UserWarning)
+    if "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", "")):
+        warn_of_mujoco()
+    layers: list[Callable[[gym.Env], gym.Env]] = [Witness]
+    rendered = {}
+    if videos is not None:
+        rendered = {"render_mode": "rgb_array"}
+        layers.append(
+            partial(RecordVideo, video_folder=str(videos), name_prefix=prefix, episode_trigger=lambda _: True)
+        )
+    if stack > 1:
+        layers += [flat, partial(FrameStackObservation, stack_size=stack)]
     try:
         envs = gym.make_vec(
             args.id,
             num_envs=number,
             vectorization_mode="async" if args.processes and training else "sync",
-            vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP},
+            # Whoever steps them copies the observations that it keeps.
+            vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False},
+            wrappers=layers,
             **args.kwargs,
+            **rendered,
         )
     except gym.error.DependencyNotInstalled as error:
         raise ConfigError(
@@ -73,6 +147,22 @@ def make_envs(args: EnvConfig, number: int, gamma: float, *, training: bool = Tr
         envs = NormalizeReward(envs, gamma=gamma)
         envs = TransformReward(envs, lambda x: np.clip(x, -args.clip, args.clip))
     return envs
+
+
+def flat(env: gym.Env) -> gym.Env:
+    """The environment with observations in one row."""
+    space = env.observation_space
+    return env if isinstance(space, spaces.Box) and len(space.shape) == 1 else FlattenOne(env)
+
+
+def warn_of_mujoco() -> None:
+    """Let MuJoCo's messages be Python's warnings, and not lines on the screen and in a file; old models are no news."""
+    try:
+        import mujoco
+    except ImportError:
+        return  # Gymnasium says what is missing
+    warnings.filterwarnings("ignore", ".* is deprecated and will be removed", UserWarning)
+    mujoco.set_mju_user_warning(lambda message: warnings.warn(message, UserWarning, stacklevel=2))
 
 
 def statistics(envs: VectorEnv) -> dict[str, Any]:

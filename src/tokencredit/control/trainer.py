@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections import deque
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.collecting import Collector, Rollout
-from tokencredit.control.environments import make_envs, share_statistics, statistics
+from tokencredit.control.environments import make_envs
+from tokencredit.control.playing import Player, check_videos, episode_metrics, save_agent
 from tokencredit.core.advantages import estimate
 from tokencredit.core.masked import explained_variance, moments, whiten
 from tokencredit.core.projection import TokenLoss
@@ -27,12 +22,13 @@ from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
 from tokencredit.runs.control_config import ControlConfig
-from tokencredit.runs.errors import RunStopped
+from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.record import RunRecord
 
 EPISODES = 100
 """How many of the last training episodes train/average_return is the mean of."""
-EVALUATION_COPIES = 10
+EVALUATION_SEED = 10_000
+"""Added to the run's seed, so that evaluations meet other episodes than training."""
 
 
 class ControlTrainer:
@@ -47,9 +43,16 @@ class ControlTrainer:
         self.args = args = args or ControlConfig()
         self.record = RunRecord(args.run, "no", headline="train/average_return", unit="steps")
         self.accelerator = self.record.accelerator
+        if self.accelerator.num_processes > 1:
+            raise ConfigError("agents are trained by one process; env.processes gives each environment one of its own")
+        if args.threads is not None:
+            torch.set_num_threads(args.threads)
         torch.manual_seed(args.seed)
-        self.envs = make_envs(args.env, args.env.number, args.advantage.gamma)
+        self.envs = make_envs(args.env, args.env.number, args.advantage.gamma, stack=args.agent.observations())
         self.agent = Agent(self.envs.single_observation_space, self.envs.single_action_space, args.agent)
+        if args.eval.videos:
+            check_videos(args)
+        self.player = Player(args, self.agent, self.envs)
         critic = list(self.agent.critic_parts().parameters())
         self.actor = [p for p in self.agent.parameters() if all(p is not q for q in critic)]
         optim = args.optim
@@ -63,7 +66,8 @@ class ControlTrainer:
         total = max(args.run.iterations, optim.warmup + 1)
         factor = schedule(optim.schedule, warmup=optim.warmup, total=total, final_scale=optim.final_scale)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        self.model, self.optimizer = self.accelerator.prepare(self.agent, optimizer)
+        # In one process nothing wraps them, and Accelerate's own step looks for packages on the disk each time.
+        self.model, self.optimizer = self.agent, optimizer
         self.shuffling = torch.Generator().manual_seed(args.seed + 1)
         self.collector = Collector(self.envs, self.agent, args.seed)
         self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
@@ -85,8 +89,8 @@ class ControlTrainer:
                 for number in range(1, args.run.iterations + 1):
                     metrics = self.iteration(number)
                     last = number == args.run.iterations
-                    if args.eval.episodes and (last or (args.eval.every and number % args.eval.every == 0)):
-                        metrics |= self.evaluate()
+                    if last or (args.eval.every and number % args.eval.every == 0):
+                        metrics |= self.evaluate(number)
                     self.record.iteration(metrics, [])
                     if self.stopping.update(reward=metrics["train/average_return"], kl=0.0) is not None:
                         return self._end("stop.reward")
@@ -171,15 +175,13 @@ class ControlTrainer:
             frozen=self.actor if number <= ppo.critic_warmup else (),
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """Run whole episodes in copies of their own, with the training's statistics, and measure their returns."""
-        args = self.args
-        number = min(args.eval.episodes, EVALUATION_COPIES)
-        envs = make_envs(args.env, number, args.advantage.gamma, training=False)
-        share_statistics(envs, self.envs)
-        episodes = play(envs, self.agent, args.eval.episodes, greedy=args.eval.greedy, seed=args.seed + 10_000)
-        envs.close()
-        return episode_metrics("eval", episodes)
+    def evaluate(self, number: int) -> dict[str, float]:
+        """Run whole episodes in copies of their own, with the training's statistics; some of them are filmed."""
+        settings, seed = self.args.eval, self.args.seed + EVALUATION_SEED
+        metrics = self.player.measure(settings, seed) if settings.episodes else {}
+        if settings.videos:
+            self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
+        return metrics
 
     def _evaluate(self, inputs: dict[str, Tensor], policy_loss: TokenLoss) -> Evaluation:
         return self.model(**inputs, policy_loss=policy_loss, entropy=self.args.ppo.entropy_coef > 0)
@@ -190,17 +192,7 @@ class ControlTrainer:
         return summary
 
     def _save(self, folder: Path, summary: dict[str, Any]) -> None:
-        """The agent's weights, the statistics that its observations were normalised with, and what it is made of."""
-        folder.mkdir(exist_ok=True)
-        tensors = {f"agent.{name}": value.contiguous() for name, value in self.agent.state_dict().items()}
-        for name, rms in statistics(self.envs).items():
-            tensors |= {
-                f"{name}.{part}": torch.as_tensor(np.array(getattr(rms, part))) for part in ("mean", "var", "count")
-            }
-        save_file(tensors, folder / "agent.safetensors")
-        (folder / "agent.json").write_text(
-            json.dumps(asdict(self.args.agent) | {"env": asdict(self.args.env)}, indent=2)
-        )
+        save_agent(folder, self.args, self.agent, self.envs)
 
 
 def transitions(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
@@ -220,36 +212,3 @@ def transitions(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experi
         advantages=rows(advantages),
         returns=rows(returns),
     )
-
-
-@torch.no_grad()
-def play(envs: VectorEnv, agent: Agent, count: int, *, greedy: bool, seed: int) -> list[tuple[float, int]]:
-    """Return and length of `count` whole episodes, the first that each copy finishes before the second."""
-    generator = torch.Generator().manual_seed(seed)
-    distribution = agent.distribution
-    observation, _ = envs.reset(seed=seed)
-    share = [count // envs.num_envs + (i < count % envs.num_envs) for i in range(envs.num_envs)]
-    episodes: list[list[tuple[float, int]]] = [[] for _ in share]
-    while any(len(done) < wanted for done, wanted in zip(episodes, share, strict=True)):
-        outputs = agent.outputs(torch.from_numpy(observation))
-        if greedy:
-            actions = distribution.greedy(outputs)
-        else:
-            actions = distribution.sample(outputs, distribution.noise((envs.num_envs,), generator))
-        observation, _, _, _, info = envs.step(distribution.to_env(actions.numpy()))
-        for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
-            if len(episodes[copy]) < share[copy]:
-                episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
-    return [episode for done in episodes for episode in done]
-
-
-def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str, float]:
-    """Mean and deviation of returns, and mean length; NaN before the first episode has ended."""
-    if not episodes:
-        return {f"{prefix}/{name}": math.nan for name in ("average_return", "std_return", "average_length")}
-    returns, lengths = zip(*episodes, strict=True)
-    return {
-        f"{prefix}/average_return": float(np.mean(returns)),
-        f"{prefix}/std_return": float(np.std(returns)),
-        f"{prefix}/average_length": float(np.mean(lengths)),
-    }

@@ -175,7 +175,9 @@ def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None 
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     """Σ weightₜ · xₜ, where whatever stands at a weight of 0 counts as 0. Same shapes; returns a scalar."""
-    return (zero_outside(x, weights != 0) * weights).sum()
+    require_shape("weights", weights, x.shape)
+    x = at_least_float32(x).masked_fill(weights == 0, 0.0)
+    return torch.dot(x.flatten(), weights.flatten().to(x.dtype))
 
 
 def total_loss(

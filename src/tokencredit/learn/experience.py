@@ -55,6 +55,12 @@ class Experience:
         yield from order.to(self.mask.device).tensor_split(count)
 
 
+def together(parts: list[Experience]) -> Experience:
+    """The rows of several experiences, without their inputs."""
+    names = ("mask", "lengths", "logprobs", "values", "advantages", "returns")
+    return Experience(inputs={}, **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
 def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
     """Cut rows into batches of like length, so that little of what a model reads is padding.
 

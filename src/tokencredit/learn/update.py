@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from tokencredit.core.losses import (
 )
 from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenLoss, TokenStats
-from tokencredit.learn.experience import Experience, like_lengths
+from tokencredit.learn.experience import Experience, like_lengths, together
 from tokencredit.learn.optim import clip_gradients
 from tokencredit.learn.stopping import past_target_kl
 
@@ -100,9 +101,19 @@ class NonFiniteUpdate(ArithmeticError):
         self.term, self.row = term, row
 
 
+class Seen(NamedTuple):
+    """One micro-batch and what policy and critic said of it, without gradients: what the metrics are made of."""
+
+    part: Experience
+    """Without its inputs."""
+    weights: Tensor
+    now: Evaluation
+    loss: Tensor
+
+
 @dataclass(frozen=True)
 class UpdateStats:
-    """What optimiser steps saw, in a form that adds up over micro-batches, steps and processes.
+    """What optimiser steps saw, in a form that adds up over steps and processes.
 
     `losses` holds the sum over steps of the loss and of each of its parts.
     """
@@ -173,45 +184,54 @@ def ppo_update(
     Raises:
         NonFiniteUpdate: a loss or gradient was not finite.
     """
-    frozen = list(frozen)
+    frozen, alone = list(frozen), accelerator.num_processes == 1
+    total = None if alone else partial(accelerator.reduce, reduction="sum")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stats: UpdateStats | None = None
-    seen = 0
+    seen: list[Seen] = []  # since the last epoch's end; measured together, since each small operation has its price
+    minibatches_seen = 0
     grad_norms: list[float] = []
     for rows in (rows for _ in range(epochs) for rows in experience.minibatches(minibatches, generator)):
-        optimizer.zero_grad()
+        drop_gradients(parameters)
         minibatch = experience.select(rows)
         if whiten_minibatches:
-            advantages = whiten(
-                minibatch.advantages, minibatch.mask, reduce=partial(accelerator.reduce, reduction="sum")
-            )
+            advantages = whiten(minibatch.advantages, minibatch.mask, reduce=total)
             minibatch = replace(minibatch, advantages=advantages)
         step = backward(minibatch, evaluate, objective, model, accelerator, micro_batch_tokens)
-        stats = step if stats is None else stats + step
-        seen += 1
-        for parameter in frozen:
-            parameter.grad = None
+        seen += step
+        minibatches_seen += 1
+        if minibatches_seen % minibatches == 0:
+            stats, seen = measure(seen, objective, stats), []
+        drop_gradients(frozen)
         if target_kl is not None:
-            kl = step.over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
+            kl = measure(step, objective).over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
             if past_target_kl(kl, target_kl):
                 break
-        if max_grad_norm is None:
-            grad_norm = float(clip_gradients(parameters, None, grad_norm_type))
+        if max_grad_norm is None or alone:
+            grad_norm = float(clip_gradients(parameters, max_grad_norm, grad_norm_type))
         else:
             grad_norm = float(accelerator.clip_grad_norm_(parameters, max_grad_norm, norm_type=grad_norm_type))
-        if not torch.isfinite(step.losses["loss"] + grad_norm):
+        if not math.isfinite(sum(float(micro.loss) for micro in step) + grad_norm):
             raise blame(experience, rows, evaluate, objective)
         optimizer.step()
         grad_norms.append(grad_norm)
-    optimizer.zero_grad()  # gradients are as large as the weights, and sampling needs the room
+    drop_gradients(parameters)  # they are as large as the weights, and sampling needs the room
+    if seen:
+        stats = measure(seen, objective, stats)
     assert stats is not None, "an update has at least one minibatch"
     stats = stats.over_processes(accelerator)
     return {
-        **{name: float(loss) / seen for name, loss in stats.losses.items()},
+        **{name: float(loss) / minibatches_seen for name, loss in stats.losses.items()},
         **stats.ratios.metrics(),
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
         "steps": len(grad_norms),
     }
+
+
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Free the memory of gradients; Accelerate's own way costs an inspection of a signature each time."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def backward(
@@ -221,35 +241,52 @@ def backward(
     model: nn.Module,
     accelerator: Accelerator,
     micro_batch_tokens: int | None,
-) -> UpdateStats:
+) -> list[Seen]:
     """Add a minibatch's gradient to the parameters, a micro-batch of like lengths at a time.
 
     Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
     and processes add up to the same gradient however they are cut. Processes exchange gradients once, with the last
     micro-batch, so that each may have a number of its own.
     """
-    count = accelerator.reduce(reduction_count(minibatch.mask, objective.reduction), "sum")
-    stats: UpdateStats | None = None
+    count = reduction_count(minibatch.mask, objective.reduction)
+    if accelerator.num_processes > 1:
+        count = accelerator.reduce(count, "sum")
+    seen = []
     batches = like_lengths(minibatch.lengths, micro_batch_tokens)
     for rows in batches:
-        part = minibatch.select(rows)
+        part = minibatch if len(batches) == 1 else minibatch.select(rows)
         weights = token_weights(part.mask, by=objective.reduction, count=count)
         with nullcontext() if rows is batches[-1] else accelerator.no_sync(model):
             now = evaluate(part.inputs, policy_loss(objective, part, weights))
             loss = now.policy_loss + objective.critic_loss(now.values, part, weights)
             accelerator.backward(loss * accelerator.num_processes)  # it averages over processes; ours must add up
-        losses = {name: weighted_sum(x, weights) for name, x in objective.token_losses(part, now).items()}
-        ratios = ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
-        seen = UpdateStats({"loss": loss.detach()} | losses, ratios)
-        stats = seen if stats is None else stats + seen
-    assert stats is not None, "a minibatch has at least one row"
-    return stats
+        now = now._replace(policy_loss=loss.detach(), values=now.values.detach())
+        seen.append(Seen(replace(part, inputs={}), weights, now, loss.detach()))
+    return seen
+
+
+def measure(seen: list[Seen], objective: Objective, before: UpdateStats | None = None) -> UpdateStats:
+    """The statistics of micro-batches, added to those of earlier ones."""
+    if len(seen) == 1:
+        part, weights, now, loss = seen[0]
+    else:
+        part = together([micro.part for micro in seen])
+        weights = torch.cat([micro.weights for micro in seen])
+        loss = torch.stack([micro.loss for micro in seen]).sum()
+        values, logprobs, entropy, kl = zip(*(micro.now[1:] for micro in seen), strict=True)
+        entropy, kl = (None if column[0] is None else torch.cat(column) for column in (entropy, kl))
+        now = Evaluation(loss, torch.cat(values), torch.cat(logprobs), entropy, kl)
+    losses = {name: weighted_sum(x, weights) for name, x in objective.token_losses(part, now).items()}
+    stats = UpdateStats(
+        {"loss": loss} | losses, ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
+    )
+    return stats if before is None else before + stats
 
 
 def policy_loss(objective: Objective, part: Experience, weights: Tensor) -> TokenLoss:
     """The policy's part of the objective, as a function of statistics of the acted tokens, one after another."""
-    mask = part.mask
-    old_logprobs, advantages, weights = part.logprobs[mask], part.advantages[mask], weights[mask]
+    acted = part.mask.flatten().nonzero().squeeze(1)
+    old_logprobs, advantages, weights = (x.flatten()[acted] for x in (part.logprobs, part.advantages, weights))
     return lambda now, at: objective.policy_loss(now, old_logprobs[at], advantages[at], weights[at])
 
 

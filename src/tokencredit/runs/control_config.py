@@ -33,16 +33,36 @@ class EnvConfig:
 class AgentConfig:
     """The actor and its critic."""
 
+    policy: Literal["mlp", "transformer"] = "mlp"
+    """Linear layers on the last observation, or a causal transformer on the last `context` ones of the episode."""
     hidden: list[int] = field(default_factory=lambda: [64, 64])
-    """Widths of the hidden layers."""
-    activation: Literal["tanh", "relu"] = "tanh"
-    """What follows each of them."""
+    """Widths of the hidden layers; a transformer has a block for each, all of the same width."""
+    activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    """What follows each of them; in a transformer, within each block."""
+    context: int = setting(8, at_least=1)
+    """Observations that a transformer reads; before there are as many, the episode's first one is repeated."""
+    heads: int = setting(4, at_least=1)
+    """A transformer's attention heads; they divide its width."""
     critic: Literal["separate", "shared", "none"] = "separate"
     """Whether the critic has layers of its own, shares the actor's hidden ones, or does not exist."""
     log_std: float = 0.0
     """First log-deviation of continuous actions; it does not depend on the state."""
     actions: Literal["clip", "scale"] = "clip"
     """Continuous actions outside the environment's bounds are clipped to them; or [-1, 1] is scaled to the bounds."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for widths that no transformer has."""
+        if self.policy == "transformer" and (
+            not self.hidden or len(set(self.hidden)) > 1 or self.hidden[0] % self.heads
+        ):
+            raise ConfigError(
+                f"agent.hidden is {self.hidden}; a transformer's blocks are of one width, a multiple of agent.heads, "
+                f"{self.heads}"
+            )
+
+    def observations(self) -> int:
+        """How many of the last observations the agent reads at once."""
+        return self.context if self.policy == "transformer" else 1
 
 
 @dataclass
@@ -55,6 +75,8 @@ class EpisodesConfig:
     """Episodes an evaluation; 0 for none."""
     greedy: bool = True
     """Whether the likeliest action is taken, or one is drawn as in training."""
+    videos: int = setting(0, at_least=0)
+    """Further episodes an evaluation that are recorded in `videos/`; needs `tokencredit[video]`."""
 
 
 @dataclass
@@ -84,6 +106,8 @@ class ControlConfig:
         )
     )
     """The optimiser, with a learning rate for the actor and one for the critic."""
+    threads: int | None = setting(1, at_least=1)
+    """PyTorch's threads; null for a processor's number of cores. Small networks are fastest on one."""
     stop: StopConfig = field(default_factory=StopConfig)
     """When a run ends before its last iteration."""
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
