@@ -38,7 +38,10 @@ class EnvironmentRaised(RuntimeError):
 
 
 class Witness(gym.Wrapper):
-    """Says which environment raised an exception, when and where."""
+    """Says which environment raised an exception, when and where; and keeps back `info`, which nobody here reads.
+
+    To gather a few numbers of MuJoCo's from all copies at each step takes as long as the step itself.
+    """
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -47,12 +50,14 @@ class Witness(gym.Wrapper):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset, and remember the seed that the environment's randomness goes back to."""
         self.seed, self.steps = self.seed if seed is None else seed, 0
-        return self._call(self.env.reset, seed=seed, options=options)
+        observation, _ = self._call(self.env.reset, seed=seed, options=options)
+        return observation, {}
 
     def step(self, action: Any) -> Any:
         """Step, and count."""
         self.steps += 1
-        return self._call(self.env.step, action)
+        observation, reward, terminated, truncated, _ = self._call(self.env.step, action)
+        return observation, reward, terminated, truncated, {}
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

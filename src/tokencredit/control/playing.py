@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def check_videos(args: ControlConfig) -> None:
     Raises:
         ConfigError: something that filming needs is missing, or the environment has no picture.
     """
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws for a film, and would look for a screen
     try:
         import moviepy  # noqa: F401
 

@@ -259,7 +259,8 @@ def backward(
         with nullcontext() if rows is batches[-1] else accelerator.no_sync(model):
             now = evaluate(part.inputs, policy_loss(objective, part, weights))
             loss = now.policy_loss + objective.critic_loss(now.values, part, weights)
-            accelerator.backward(loss * accelerator.num_processes)  # it averages over processes; ours must add up
+            # Accelerate averages over processes; ours must add up.
+            accelerator.backward(loss if accelerator.num_processes == 1 else loss * accelerator.num_processes)
         now = now._replace(policy_loss=loss.detach(), values=now.values.detach())
         seen.append(Seen(replace(part, inputs={}), weights, now, loss.detach()))
     return seen
