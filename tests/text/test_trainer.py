@@ -489,8 +489,11 @@ def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_or_not_a_run_is_the_same(tmp_path):
+def test_compiled_or_not_a_run_is_the_same(tmp_path, monkeypatch):
+    compiled, really = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled.append(f) or really(f, **options))
     assert_same(two_iterations(tmp_path / "plain"), two_iterations(tmp_path / "compiled", compile=True))
+    assert len(compiled) == 2, "policy and reference"
 
 
 def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):

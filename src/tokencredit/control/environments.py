@@ -109,31 +109,15 @@ def make_envs(
         )
     if stack > 1:
         layers += [flat, partial(FrameStackObservation, stack_size=stack)]
-    try:
-        envs = gym.make_vec(
-            args.id,
-            num_envs=number,
-            vectorization_mode="async" if args.processes and training else "sync",
-            # Whoever steps them copies the observations that it keeps.
-            vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False},
-            wrappers=layers,
-            **args.kwargs,
-            **rendered,
-        )
-    except gym.error.DependencyNotInstalled as error:
-        raise ConfigError(
-            f"env.id {args.id} needs what is not installed ({error}): pip install tokencredit[control]"
-        ) from error
-    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
-        near = difflib.get_close_matches(args.id, gym.registry, n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError(f"env.id is {args.id!r}, which is not registered{hint}") from error
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"env.id is {args.id!r}: {error}") from error
-    except (TypeError, gym.error.Error) as error:
-        raise ConfigError(
-            f"env.id is {args.id!r}, which cannot be made with env.kwargs {args.kwargs}: {error}"
-        ) from error
+    envs = make_copies(
+        args,
+        num_envs=number,
+        vectorization_mode="async" if args.processes and training else "sync",
+        # Whoever steps them copies the observations that it keeps.
+        vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False},
+        wrappers=layers,
+        **rendered,
+    )
     if not isinstance(envs.single_observation_space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.Dict):
         envs.close()
         raise ConfigError(
@@ -152,6 +136,26 @@ def make_envs(
         envs = NormalizeReward(envs, gamma=gamma)
         envs = TransformReward(envs, lambda x: np.clip(x, -args.clip, args.clip))
     return envs
+
+
+def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
+    """What `gymnasium.make_vec` makes of the environment with these options, or a `ConfigError` that says why not."""
+    try:
+        return gym.make_vec(args.id, **options, **args.kwargs)
+    except gym.error.DependencyNotInstalled as error:
+        raise ConfigError(
+            f"env.id {args.id} needs what is not installed ({error}): pip install tokencredit[control]"
+        ) from error
+    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
+        near = difflib.get_close_matches(args.id, gym.registry, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(f"env.id is {args.id!r}, which is not registered{hint}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"env.id is {args.id!r}: {error}") from error
+    except (TypeError, gym.error.Error) as error:
+        raise ConfigError(
+            f"env.id is {args.id!r}, which cannot be made with env.kwargs {args.kwargs}: {error}"
+        ) from error
 
 
 def flat(env: gym.Env) -> gym.Env:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +119,13 @@ def check_videos(args: ControlConfig) -> None:
         raise ConfigError(f"eval.videos: {args.env.id} draws no pictures in the mode rgb_array")
 
 
-def save_agent(folder: Path, args: ControlConfig, agent: Agent, envs: VectorEnv) -> None:
-    """Write the agent's weights, the statistics that its observations were normalised with, and what it is made of."""
+def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
+    """Write the agent's weights and the statistics of its environments; its form stands in the run's config.yaml."""
     folder.mkdir(exist_ok=True)
     tensors = {f"agent.{name}": value.contiguous() for name, value in agent.state_dict().items()}
     for name, rms in statistics(envs).items():
         tensors |= {f"{name}.{part}": torch.as_tensor(np.array(getattr(rms, part))) for part in MOMENTS}
     save_file(tensors, folder / AGENT_FILE)
-    (folder / "agent.json").write_text(json.dumps(asdict(args.agent) | {"env": asdict(args.env)}, indent=2))
 
 
 def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:

@@ -192,7 +192,7 @@ class ControlTrainer:
         return summary
 
     def _save(self, folder: Path, summary: dict[str, Any]) -> None:
-        save_agent(folder, self.args, self.agent, self.envs)
+        save_agent(folder, self.agent, self.envs)
 
 
 def transitions(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:

@@ -107,7 +107,7 @@ class ControlConfig:
     )
     """The optimiser, with a learning rate for the actor and one for the critic."""
     threads: int | None = setting(1, at_least=1)
-    """PyTorch's threads; null for a processor's number of cores. Small networks are fastest on one."""
+    """PyTorch's threads; null leaves their number to PyTorch. Small networks are fastest on one."""
     stop: StopConfig = field(default_factory=StopConfig)
     """When a run ends before its last iteration."""
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
