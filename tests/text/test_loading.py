@@ -1,15 +1,18 @@
 import json
 import shutil
+from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers.activations import NewGELUActivation
 
 from tokencredit.runs.config import LoraConfig, ModelConfig
 from tokencredit.runs.errors import ConfigError
 from tokencredit.text.loading import (
     build_actor_critic,
     end_ids,
+    fuse_gelu,
     load_language_model,
     load_value_head,
     resolve,
@@ -188,3 +191,17 @@ def test_an_adapter_that_fits_no_layer(model_folders, targets, message):
     args = ModelConfig(name=str(model_folders["llama"]), lora=LoraConfig(rank=4, target_modules=targets))
     with pytest.raises(ConfigError, match=message):
         build_actor_critic(*load_language_model(args), args)
+
+
+def test_fused_gelu_gives_what_the_model_gives():
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2)).eval()
+    fused = deepcopy(plain)
+    fuse_gelu(fused)
+    assert not any(isinstance(module, NewGELUActivation) for module in fused.modules())
+    ids = torch.arange(20).view(2, 10)
+    for model in (plain, fused):
+        model(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(fused(ids).logits, plain(ids).logits, atol=1e-6, rtol=1e-6)
+    for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)

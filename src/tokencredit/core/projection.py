@@ -14,6 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from tokencredit.core.masked import at_least_float32
 
+WEIGHT_ROWS = 4096
+"""Rows of the weight whose gradient is in memory in half precision at once."""
+
 
 class TokenStats(NamedTuple):
     """Log-probability, entropy and exact KL of each token; None for what was not asked for."""
@@ -28,6 +31,24 @@ TokenLoss = Callable[[TokenStats, slice], Tensor]
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 """Hidden states [rows, D], weight [vocabulary, D] and bias [vocabulary] of a projection."""
+
+
+class Room(NamedTuple):
+    """Memory for a chunk, taken once: chunk after chunk of new memory costs time and leaves the heap in pieces."""
+
+    logits: Tensor
+    """[rows, vocabulary] in float32 at least."""
+    product: Tensor
+    """The same in the projection's dtype; the very same tensor where that is float32."""
+
+    @classmethod
+    def take(cls, linear: Linear, size: int) -> "Room":
+        """For chunks of at most `size` of the rows of cast operands."""
+        hidden, weight, _ = linear
+        rows = min(size, len(hidden))
+        product = weight.new_empty(len(weight), rows).T if in_columns(hidden) else weight.new_empty(rows, len(weight))
+        dtype = at_least_float32(product[:0]).dtype
+        return cls(product if product.dtype == dtype else torch.empty_like(product, dtype=dtype), product)
 
 
 class Shaping(NamedTuple):
@@ -45,15 +66,14 @@ class Shaping(NamedTuple):
         hidden, weight, bias = linear
         return hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
-    def logits(self, linear: Linear, part: slice, buffer: Tensor) -> Tensor:
-        """Those of some rows, from operands in `dtype`, in the buffer."""
+    def logits(self, linear: Linear, part: slice, room: Room) -> Tensor:
+        """Those of some rows, from operands in `dtype`, in their room."""
         hidden, weight, bias = linear
         hidden = hidden[part]
-        z = buffer[: len(hidden)]
-        if buffer.dtype == self.dtype:
-            torch.mm(hidden, weight.T, out=z)
-        else:
-            z.copy_(hidden @ weight.T)
+        z, product = room.logits[: len(hidden)], room.product[: len(hidden)]
+        torch.mm(hidden, weight.T, out=product)
+        if room.product is not room.logits:
+            z.copy_(product)
         if bias is not None:
             z.add_(bias)
         if self.softcap is not None:
@@ -83,11 +103,11 @@ class Chunk:
         ref: Linear | None,
         shaping: Shaping,
         entropy: bool,
-        buffer: Tensor,
+        room: Room,
     ) -> None:
-        """`buffer`, [at least as many rows, vocabulary], is written over."""
-        z = shaping.logits(linear, part, buffer)
-        self.shaping = shaping
+        """What stands in `room` is written over."""
+        z = shaping.logits(linear, part, room)
+        self.shaping, self.room = shaping, room
         self.peak = z.amax(dim=-1, keepdim=True)
         y = z.sub_(self.peak)
         self.targets = None if targets is None else targets[part, None]
@@ -102,7 +122,7 @@ class Chunk:
         if entropy:
             entropies = (log_sum - self._mean(y)).squeeze(-1)
         if ref is not None:
-            self.log_ratio = y - shaping.logits(ref, part, torch.empty_like(z)).log_softmax(dim=-1)
+            self.log_ratio = y - shaping.logits(ref, part, Room.take(ref, len(z))).log_softmax(dim=-1)
             kl = (self._mean(self.log_ratio) - log_sum).squeeze(-1)
         self.log_sum = log_sum
         self.stats = TokenStats(None if chosen is None else (chosen - log_sum).squeeze(-1), entropies, kl)
@@ -139,7 +159,9 @@ class Chunk:
             grad.mul_(self.shaping.slope(self.y.add_(self.peak)))
         elif self.shaping.temperature != 1.0:
             grad.div_(self.shaping.temperature)
-        return grad.to(self.shaping.dtype)
+        if self.room.product is self.room.logits:
+            return grad
+        return self.room.product[: len(grad)].copy_(grad)
 
 
 class Gradients:
@@ -170,8 +192,10 @@ class Gradients:
         if of_weight is not None and of_weight.dtype == grad.dtype:
             torch.addmm(of_weight, grad.T, hidden[part], beta=0.0 if first else 1.0, out=of_weight)
         elif of_weight is not None:
-            of_part = grad.T @ hidden[part]
-            of_weight.copy_(of_part) if first else of_weight.add_(of_part)
+            # Some rows at a time: the whole part, and again in the sum's dtype, would be as large as the weight.
+            for rows in parts(of_weight, WEIGHT_ROWS):
+                of_rows = grad[:, rows].T @ hidden[part]
+                of_weight[rows].copy_(of_rows) if first else of_weight[rows].add_(of_rows)
         if of_bias is not None:
             of_part = grad.sum(dim=0, dtype=of_bias.dtype)
             of_bias.copy_(of_part) if first else of_bias.add_(of_part)
@@ -203,9 +227,9 @@ class ChunkedStats(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             linear = shaping.cast((hidden, weight, bias))
             cast_ref = None if ref is None else shaping.cast(ref)
-            buffer = logits_buffer(linear, size)
+            room = Room.take(linear, size)
             chunks = [
-                Chunk(part, linear, targets, cast_ref, shaping, entropy, buffer).stats for part in parts(hidden, size)
+                Chunk(part, linear, targets, cast_ref, shaping, entropy, room).stats for part in parts(hidden, size)
             ]
         ctx.save_for_backward(hidden, weight, bias, targets, *(ref or (None, None, None)))
         ctx.shaping, ctx.size, ctx.entropy = shaping, size, entropy
@@ -221,9 +245,9 @@ class ChunkedStats(torch.autograd.Function):
             linear = shaping.cast((hidden, weight, bias))
             cast_ref = None if ref[0] is None else shaping.cast(ref)
             gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), linear)
-            buffer = logits_buffer(linear, ctx.size)
+            room = Room.take(linear, ctx.size)
             for part in parts(hidden, ctx.size):
-                chunk = Chunk(part, linear, targets, cast_ref, shaping, ctx.entropy, buffer)
+                chunk = Chunk(part, linear, targets, cast_ref, shaping, ctx.entropy, room)
                 gradients.add(part, chunk.gradient(TokenStats(*(None if g is None else g[part] for g in grads))))
         return *gradients.results(), None, None, None, None, None
 
@@ -252,9 +276,9 @@ class ChunkedLoss(torch.autograd.Function):
             linear = shaping.cast((hidden, weight, bias))
             cast_ref = None if ref is None else shaping.cast(ref)
             gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), linear)
-            buffer = logits_buffer(linear, size)
+            room = Room.take(linear, size)
             for part in parts(hidden, size):
-                chunk = Chunk(part, linear, targets, cast_ref, shaping, entropy, buffer)
+                chunk = Chunk(part, linear, targets, cast_ref, shaping, entropy, room)
                 chunks.append(chunk.stats)
                 with torch.set_grad_enabled(wanted):
                     leaves = TokenStats(
@@ -288,13 +312,6 @@ def slopes(loss: Tensor, leaves: TokenStats) -> TokenStats:
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(loss, given, allow_unused=True))
     return TokenStats(*(None if x is None else next(found) for x in leaves))
-
-
-def logits_buffer(linear: Linear, size: int) -> Tensor:
-    """Room for a chunk's logits, taken once: chunk after chunk of new memory leaves the heap in pieces."""
-    hidden, weight, _ = linear
-    rows, empty = min(size, len(hidden)), at_least_float32(weight[:0, 0])
-    return empty.new_empty(len(weight), rows).T if in_columns(hidden) else empty.new_empty(rows, len(weight))
 
 
 def in_columns(hidden: Tensor) -> bool:

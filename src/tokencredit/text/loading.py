@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.activations import NewGELUActivation
 
 from tokencredit.runs.config import LoraConfig, ModelConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
@@ -99,6 +100,7 @@ def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreT
     Raises:
         ConfigError: it cannot end a text, its tokenizer is another model's, or its logits take an unknown form.
     """
+    fuse_gelu(lm)
     if not args.dropout:
         disable_dropout(lm)
     if not end_ids(lm, tokenizer):
@@ -222,6 +224,18 @@ def check_projection(name: str, lm: PreTrainedModel) -> None:
         raise ConfigError(f"{name!r} shapes its logits in a way that is not supported: {type(lm).__name__}")
 
 
+def fuse_gelu(model: nn.Module) -> None:
+    """Let each tanh-approximated GELU, written as eight operations in GPT-2 and its kin, be PyTorch's one.
+
+    The formula is the same, x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))); it takes half the time and keeps one tensor
+    for the backward pass instead of four.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout rate to 0, those of layers and those that attention reads from a number."""
     for module in model.modules():
@@ -268,6 +282,7 @@ def _load(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedMod
         model = kind.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=args.trust_remote_code
         )
+    fuse_gelu(model)
     if not args.dropout:
         disable_dropout(model)
     return model

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.runs.errors import ConfigError
-from tokencredit.text.loading import resolve
+from tokencredit.text.loading import fuse_gelu, resolve
 from tokencredit.text.reward_texts import Text, joined, messages, plain
 
 BATCH_SIZE = 64
@@ -63,6 +63,7 @@ class Reader:
         # A decoder is read at its last token that is no padding, and finds it by this id.
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         tokenizer.padding_side, tokenizer.truncation_side = "right", "left"
+        fuse_gelu(model)
         self.name, self.model, self.tokenizer = name, model.eval(), tokenizer
         self.text, self.batch_size = text, batch_size
         self.limit = context(model, tokenizer)
