@@ -57,6 +57,8 @@ class ControlTrainer:
         self.actor = [p for p in self.agent.parameters() if all(p is not q for q in critic)]
         optim = args.optim
         parts = [(self.actor, optim.lr), (critic, optim.value_lr)]
+        if optim.lr == optim.value_lr:  # one group takes half the time of two
+            parts = [(self.actor + critic, optim.lr)]
         optimizer = build_optimizer(
             [{"params": p, "lr": lr, "weight_decay": optim.weight_decay} for p, lr in parts if p],
             optim.name,

@@ -15,6 +15,7 @@ the critic should have said. `estimate` calls any of them by name. The conventio
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -263,6 +264,7 @@ def estimate(
     return estimator(rewards, values, **taken, **where)
 
 
+@cache  # to inspect a signature takes longer than to estimate a small rollout
 def _options(estimator: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The keyword arguments of an estimator that are its own."""
     parameters = inspect.signature(estimator).parameters

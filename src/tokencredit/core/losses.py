@@ -224,10 +224,6 @@ class RatioStats:
     sums: Tensor
     extremes: Tensor
 
-    def __add__(self, other: "RatioStats") -> "RatioStats":
-        """The same for the tokens of both."""
-        return RatioStats(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
-
     def metrics(self) -> dict[str, float]:
         """Per token: clip_fraction, approx_kl_k1 and approx_kl_k3 (old policy ‖ new, nats), ratio_max and ratio_min.
 

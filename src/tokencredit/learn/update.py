@@ -113,18 +113,13 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What optimiser steps saw, in a form that adds up over steps and processes.
+    """What optimiser steps saw, in a form that adds up over processes.
 
     `losses` holds the sum over steps of the loss and of each of its parts.
     """
 
     losses: dict[str, Tensor]
     ratios: RatioStats
-
-    def __add__(self, other: UpdateStats) -> UpdateStats:
-        """The same for the steps of both."""
-        losses = {name: loss + other.losses[name] for name, loss in self.losses.items()}
-        return UpdateStats(losses, self.ratios + other.ratios)
 
     def over_processes(self, accelerator: Accelerator) -> UpdateStats:
         """The same for all processes together."""
@@ -187,8 +182,7 @@ def ppo_update(
     frozen, alone = list(frozen), accelerator.num_processes == 1
     total = None if alone else partial(accelerator.reduce, reduction="sum")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stats: UpdateStats | None = None
-    seen: list[Seen] = []  # since the last epoch's end; measured together, since each small operation has its price
+    seen: list[Seen] = []  # measured together at the end, since each small operation has its price
     minibatches_seen = 0
     grad_norms: list[float] = []
     for rows in (rows for _ in range(epochs) for rows in experience.minibatches(minibatches, generator)):
@@ -200,8 +194,6 @@ def ppo_update(
         step = backward(minibatch, evaluate, objective, model, accelerator, micro_batch_tokens)
         seen += step
         minibatches_seen += 1
-        if minibatches_seen % minibatches == 0:
-            stats, seen = measure(seen, objective, stats), []
         drop_gradients(frozen)
         if target_kl is not None:
             kl = measure(step, objective).over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
@@ -216,10 +208,7 @@ def ppo_update(
         optimizer.step()
         grad_norms.append(grad_norm)
     drop_gradients(parameters)  # they are as large as the weights, and sampling needs the room
-    if seen:
-        stats = measure(seen, objective, stats)
-    assert stats is not None, "an update has at least one minibatch"
-    stats = stats.over_processes(accelerator)
+    stats = measure(seen, objective).over_processes(accelerator)
     return {
         **{name: float(loss) / minibatches_seen for name, loss in stats.losses.items()},
         **stats.ratios.metrics(),
@@ -266,8 +255,8 @@ def backward(
     return seen
 
 
-def measure(seen: list[Seen], objective: Objective, before: UpdateStats | None = None) -> UpdateStats:
-    """The statistics of micro-batches, added to those of earlier ones."""
+def measure(seen: list[Seen], objective: Objective) -> UpdateStats:
+    """The statistics of micro-batches."""
     if len(seen) == 1:
         part, weights, now, loss = seen[0]
     else:
@@ -278,10 +267,8 @@ def measure(seen: list[Seen], objective: Objective, before: UpdateStats | None =
         entropy, kl = (None if column[0] is None else torch.cat(column) for column in (entropy, kl))
         now = Evaluation(loss, torch.cat(values), torch.cat(logprobs), entropy, kl)
     losses = {name: weighted_sum(x, weights) for name, x in objective.token_losses(part, now).items()}
-    stats = UpdateStats(
-        {"loss": loss} | losses, ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
-    )
-    return stats if before is None else before + stats
+    ratios = ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
+    return UpdateStats({"loss": loss} | losses, ratios)
 
 
 def policy_loss(objective: Objective, part: Experience, weights: Tensor) -> TokenLoss:
