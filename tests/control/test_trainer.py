@@ -133,8 +133,8 @@ def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
         device="cpu",
     )
     pairs = [
-        *zip(trainer.agent.actor_body, theirs.policy.mlp_extractor.policy_net, strict=True),
-        *zip(trainer.agent.critic_body, theirs.policy.mlp_extractor.value_net, strict=True),
+        *zip(trainer.agent.actor_body.layers, theirs.policy.mlp_extractor.policy_net[::2], strict=True),
+        *zip(trainer.agent.critic_body.layers, theirs.policy.mlp_extractor.value_net[::2], strict=True),
         (trainer.agent.actor_head, theirs.policy.action_net),
         (trainer.agent.critic_head, theirs.policy.value_net),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ from tokencredit.core.projection import TokenLoss, TokenStats
 from tokencredit.learn.update import Evaluation
 from tokencredit.runs.control_config import AgentConfig
 
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU}
+ACTIVATIONS = {"tanh": torch.tanh, "relu": nn.functional.relu, "gelu": nn.functional.gelu}
 
 
 class Agent(nn.Module):
@@ -85,8 +86,22 @@ def body(size: int, args: AgentConfig) -> nn.Module:
     """The hidden layers, from observations of this size."""
     if args.policy == "transformer":
         return Transformer(size, args)
-    sizes, activation = [size, *args.hidden], ACTIVATIONS[args.activation]
-    return nn.Sequential(*(m for a, b in pairwise(sizes) for m in (linear(a, b, math.sqrt(2)), activation())))
+    return Perceptron([size, *args.hidden], ACTIVATIONS[args.activation])
+
+
+class Perceptron(nn.Module):
+    """Linear layers with an activation after each."""
+
+    def __init__(self, sizes: list[int], activation: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.layers = nn.ModuleList(linear(a, b, math.sqrt(2)) for a, b in pairwise(sizes))
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """States `[..., width]` of observations; functions, since in a network this small each module called shows."""
+        for layer in self.layers:
+            x = self.activation(nn.functional.linear(x, layer.weight, layer.bias))
+        return x
 
 
 class Transformer(nn.Module):
@@ -103,7 +118,7 @@ class Transformer(nn.Module):
                 args.heads,
                 4 * width,
                 dropout=0.0,
-                activation=ACTIVATIONS[args.activation](),
+                activation=ACTIVATIONS[args.activation],
                 batch_first=True,
                 norm_first=True,
             )

@@ -50,23 +50,26 @@ class Witness(gym.Wrapper):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset, and remember the seed that the environment's randomness goes back to."""
         self.seed, self.steps = self.seed if seed is None else seed, 0
-        observation, _ = self._call(self.env.reset, seed=seed, options=options)
+        try:
+            observation, _ = self.env.reset(seed=seed, options=options)
+        except Exception as error:
+            raise self._raised(error) from None
         return observation, {}
 
     def step(self, action: Any) -> Any:
         """Step, and count."""
         self.steps += 1
-        observation, reward, terminated, truncated, _ = self._call(self.env.step, action)
+        try:
+            observation, reward, terminated, truncated, _ = self.env.step(action)
+        except Exception as error:
+            raise self._raised(error) from None
         return observation, reward, terminated, truncated, {}
 
-    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            raise EnvironmentRaised(
-                f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
-                f"of an episode\n{traceback.format_exc().rstrip()}"
-            ) from None
+    def _raised(self, error: Exception) -> EnvironmentRaised:
+        return EnvironmentRaised(
+            f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
+            f"of an episode\n{traceback.format_exc().rstrip()}"
+        )
 
 
 def make_envs(

@@ -143,18 +143,21 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
 
 def _moments_and_centred(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result of `moments`, and x − μ without the rounding that μ itself would bring in."""
-    total = reduce or _alone
     x = zero_outside(x, mask)
-    count, first_sum = total(torch.stack([mask.sum().to(x.dtype), x.sum()]))
+    count, first_sum = _over_processes(mask.sum(), x.sum(), reduce)
     if count == 0:
         raise ValueError("mask has no true element; moments need one")
     shift = first_sum / count
     rest = (x - shift).masked_fill(~mask, 0.0)
-    rest_sum, square_sum = total(torch.stack([rest.sum(), rest.square().sum()]))
+    rest_sum, square_sum = _over_processes(rest.sum(), rest.square().sum(), reduce)
     correction = rest_sum / count
     variance = (square_sum / count - correction.square()).clamp(min=0.0)
     return count, shift + correction, variance, rest - correction
 
 
-def _alone(x: Tensor) -> Tensor:
-    return x
+def _over_processes(a: Tensor, b: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+    """Two sums, in the dtype of the second, over all processes."""
+    if reduce is None:
+        return a.to(b.dtype), b
+    a, b = reduce(torch.stack([a.to(b.dtype), b]))
+    return a, b
