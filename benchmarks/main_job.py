@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
+from tokencredit.report.reading import read_run
 from tokencredit.runs.config import ModelConfig, PPOConfig
+from tokencredit.runs.diagnosis import diagnose
 from tokencredit.text.loading import end_ids, load_language_model
 from tokencredit.text.models import ActorCritic
 from tokencredit.text.prompts import Prompts
@@ -32,6 +34,7 @@ TARGETS = {
     "fluency lost, nats": "≤ 1.0",
     "length kept": "≥ 0.75",
     "peak GB": "≤ 1.5",
+    "warnings": "≤ 0",
 }
 
 
@@ -81,7 +84,16 @@ def measure(seed: int, folder: Path) -> dict[str, float]:
         "fluency lost, nats": base_logprob - logprob,
         "length kept": length / base_length,
         "peak GB": peak,
+        "warnings": warnings(folder),
     }
+
+
+def warnings(folder: Path) -> int:
+    """How many different things the diagnosis named, while the run went on and at its end."""
+    run = read_run(folder)
+    last = len(run.metrics)
+    found = (diagnose(run.metrics[:n], run.config, ended=n == last) for n in range(1, last + 1))
+    return len({finding.name for findings in found for finding in findings})
 
 
 def met(name: str, value: float) -> bool:

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import sys
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -97,10 +98,27 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     play.add_argument("--videos", type=NonNegativeInt, default=0, help="Further episodes that are filmed.")
     play.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
 
+    report = ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, description="Write a run's page, which opens in any browser."
+    )
+    report.add_argument("run", help="The folder of a run; it may still be going on.")
+    report.add_argument("--open", action="store_true", help="Open the page.")
+
+    doctor = ArgumentParser(exit_on_error=False, allow_abbrev=False, description="Say what is wrong with a run.")
+    doctor.add_argument("run", help="The folder of a run; it may still be going on.")
+
     parser = ArgumentParser(
         prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models and agents."
     )
-    commands = {"train": train, "control": control, "generate": generate, "evaluate": evaluate, "play": play}
+    commands = {
+        "train": train,
+        "control": control,
+        "generate": generate,
+        "evaluate": evaluate,
+        "play": play,
+        "report": report,
+        "doctor": doctor,
+    }
     chosen = parser.add_subcommands(dest="command", required=False)
     for name, command in commands.items():
         command.add_argument("--debug", action="store_true", help="Show tracebacks.")
@@ -184,7 +202,38 @@ def evaluate(parser: ArgumentParser, options: Namespace) -> None:
     evaluate_run(Path(options.run), config, "base" if options.base else "best" if options.best else "policy")
 
 
-COMMANDS = {"train": train, "control": control, "generate": generate, "evaluate": evaluate, "play": play}
+def report(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit report`."""
+    from tokencredit.report.page import write_report
+
+    page = write_report(Path(options.run))
+    print(page)
+    if options.open:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def doctor(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit doctor`."""
+    from tokencredit.report.reading import read_run
+    from tokencredit.runs.console import Screen
+    from tokencredit.runs.diagnosis import diagnose
+
+    run = read_run(Path(options.run))
+    screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
+    screen.findings(findings)
+    if not findings:
+        screen.say("nothing that the checks know of is wrong with this run")
+
+
+COMMANDS = {
+    "train": train,
+    "control": control,
+    "generate": generate,
+    "evaluate": evaluate,
+    "play": play,
+    "report": report,
+    "doctor": doctor,
+}
 
 
 def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config]) -> Config:

@@ -21,6 +21,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
+from tokencredit.report.page import write_report
 from tokencredit.runs.control_config import ControlConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.record import RunRecord
@@ -190,6 +191,8 @@ class ControlTrainer:
 
     def _end(self, stopped_by: str) -> dict[str, Any]:
         summary = self.record.end(stopped_by, self._save)
+        if self.record.history:
+            write_report(self.record.folder.path)
         self.envs.close()
         return summary
 

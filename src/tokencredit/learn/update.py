@@ -173,8 +173,8 @@ def ppo_update(
         frozen: parameters of the optimizer that this update leaves alone.
 
     Returns:
-        `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen, and the
-        number of `steps` taken.
+        `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen,
+        `first_ratio_error`, and the number of `steps` taken.
 
     Raises:
         NonFiniteUpdate: a loss or gradient was not finite.
@@ -184,6 +184,7 @@ def ppo_update(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     seen: list[Seen] = []  # measured together at the end, since each small operation has its price
     minibatches_seen = 0
+    first_error = math.nan
     grad_norms: list[float] = []
     for rows in (rows for _ in range(epochs) for rows in experience.minibatches(minibatches, generator)):
         drop_gradients(parameters)
@@ -193,6 +194,8 @@ def ppo_update(
             minibatch = replace(minibatch, advantages=advantages)
         step = backward(minibatch, evaluate, objective, model, accelerator, micro_batch_tokens)
         seen += step
+        if not minibatches_seen:
+            first_error = ratio_error(step, accelerator)
         minibatches_seen += 1
         drop_gradients(frozen)
         if target_kl is not None:
@@ -212,6 +215,7 @@ def ppo_update(
     return {
         **{name: float(loss) / minibatches_seen for name, loss in stats.losses.items()},
         **stats.ratios.metrics(),
+        "first_ratio_error": first_error,
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
         "steps": len(grad_norms),
     }
@@ -269,6 +273,15 @@ def measure(seen: list[Seen], objective: Objective) -> UpdateStats:
     losses = {name: weighted_sum(x, weights) for name, x in objective.token_losses(part, now).items()}
     ratios = ratio_stats(now.logprobs, part.logprobs, part.mask, clip=objective.clip)
     return UpdateStats({"loss": loss} | losses, ratios)
+
+
+def ratio_error(step: list[Seen], accelerator: Accelerator) -> float:
+    """How far the ratio is from 1 at the worst token of a minibatch, e^|log r| − 1.
+
+    In an update's first minibatch the policy is still the one that sampled, so anything but 0 is a bug somewhere.
+    """
+    apart = [(now.logprobs - part.logprobs).masked_fill(~part.mask, 0.0).abs().max() for part, _, now, _ in step]
+    return float(accelerator.gather(torch.stack(apart).amax(0, keepdim=True)).max().expm1())
 
 
 def policy_loss(objective: Objective, part: Experience, weights: Tensor) -> TokenLoss:

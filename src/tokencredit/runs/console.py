@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from tokencredit.runs.diagnosis import Finding
+
 SIDE_BY_SIDE = 4
 LIVE = {
     "train/average_return": "return",
@@ -113,6 +115,14 @@ class Screen:
         if summary["stopped_by"] != "iterations":
             self.say(f"stopped by: {summary['stopped_by']}")
         self.say(f"the run: {folder}   the policy: {folder}/policy")
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """What is wrong with a run, the weightiest first."""
+        for finding in findings:
+            self.console.print(Text(visible(finding.title), style="bold yellow"), soft_wrap=True)
+            self.say(f"  {finding.evidence}")
+            self.say(f"  {finding.meaning}")
+            self.say(f"  What to change: {finding.advice}.")
 
 
 def _figure(value: float | None) -> str:

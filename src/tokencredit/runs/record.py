@@ -18,6 +18,7 @@ from accelerate.utils import ProjectConfiguration
 
 from tokencredit.runs.config import RunConfig
 from tokencredit.runs.console import Screen
+from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.errors import ConfigError
 from tokencredit.runs.folder import RunFolder
 
@@ -57,15 +58,17 @@ class RunRecord:
         if self.main:
             self.folder.refuse_if_used()
         self.screen = Screen(args.iterations, enabled=self.main)
+        self.warned: set[str] = set()
         self.history: list[dict[str, float]] = []
         self.first_samples: Sequence[Mapping[str, Any]] = []
         self.last_samples: Sequence[Mapping[str, Any]] = []
 
     def begin(self, config: Any, reserve: int) -> None:
         """Make the folder, with room for what will be written at the end, and write the configuration into it."""
+        self.config = asdict(config)
         if self.main:
             self.folder.create(reserve)
-            self.folder.write("config.yaml", yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+            self.folder.write("config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
         if self.args.trackers:
             self.accelerator.init_trackers("tokencredit")
         self.started = time.perf_counter()
@@ -81,6 +84,10 @@ class RunRecord:
         self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
         self.folder.append("samples.jsonl", *samples)
         self.screen.iteration(metrics)
+        for finding in diagnose(self.history, self.config, ended=False):
+            if finding.name not in self.warned:
+                self.warned.add(finding.name)
+                self.screen.say(f"iteration {number}: {finding.line()}")
         if samples and self.args.show_every and number % self.args.show_every == 0:
             self.screen.samples(number, samples)
 
@@ -104,6 +111,7 @@ class RunRecord:
             self.screen.finish(
                 summary, str(self.folder.path), self.first_samples, self.last_samples, headline=name, unit=self.unit
             )
+            self.screen.findings(diagnose(self.history, self.config))
         self.accelerator.end_training()
         return summary
 

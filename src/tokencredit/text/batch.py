@@ -46,9 +46,15 @@ class Batch:
             return reduce(torch.tensor([float(x) for x in values], device=mask.device)).tolist()
 
         texts = len(set(zip(self.prompts, self.completions, strict=True)))
-        rows, tokens, logprobs, cut, distinct = total(
-            len(mask), mask.sum(), rollout.logprobs.sum(), rollout.truncated.sum(), texts
+        rows, tokens, logprobs, cut, distinct, *pairs = total(
+            len(mask),
+            mask.sum(),
+            rollout.logprobs.sum(),
+            rollout.truncated.sum(),
+            texts,
+            *token_pairs(rollout.response_ids, mask),
         )
+        all_pairs, distinct_pairs, distinct_in_rows = pairs
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
@@ -58,6 +64,8 @@ class Batch:
             "length": tokens / rows,
             "truncated": cut / rows,
             "distinct": distinct / rows,
+            "distinct_2": distinct_pairs / max(all_pairs, 1),
+            "repetition": 1 - distinct_in_rows / max(all_pairs, 1),
             "explained_variance": float(explained_variance(rollout.values, self.returns, mask, reduce)),
         }
         if self.ref_logprobs is not None:
@@ -65,11 +73,16 @@ class Batch:
             metrics |= {"kl": kl / rows, "ref_logprob": ref_logprobs / tokens}
         return metrics
 
-    def samples(self, count: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-        """The first `count` completions, token by token, as records for samples.jsonl."""
-        return [self._sample(row, tokenizer) for row in range(min(count, len(self.prompts)))]
+    def samples(self, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor) -> list[dict[str, Any]]:
+        """The first completions, token by token, as records for samples.jsonl.
 
-    def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        Args:
+            tokenizer: the policy's.
+            new_logprobs: `[count, time]`, of the first `count` completions under the policy after the update.
+        """
+        return [self._sample(row, tokenizer, new_logprobs) for row in range(len(new_logprobs))]
+
+    def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor) -> dict[str, Any]:
         acted = self.rollout.mask[row]
 
         def numbers(tensor: Tensor) -> list[float]:
@@ -85,6 +98,7 @@ class Batch:
             "token_ids": ids,
             "tokens": [tokenizer.decode([i]) for i in ids],
             "logprobs": numbers(self.rollout.logprobs),
+            "new_logprobs": numbers(new_logprobs),
             "values": numbers(self.rollout.values),
             "rewards": numbers(self.rewards),
             "advantages": numbers(self.advantages),
@@ -93,6 +107,20 @@ class Batch:
         if self.ref_logprobs is not None:
             sample["ref_logprobs"] = numbers(self.ref_logprobs)
         return sample
+
+
+def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, int, int]:
+    """Pairs of neighbouring tokens: how many, how many distinct, and how many distinct within their own row.
+
+    Args:
+        ids: `[batch, time]`, int64.
+        mask: `[batch, time]`, true at tokens.
+    """
+    both = mask[:, 1:] & mask[:, :-1]
+    size = int(ids.max()) + 1
+    pairs = (ids[:, :-1] * size + ids[:, 1:])[both]
+    rows = both.nonzero()[:, 0]
+    return len(pairs), len(pairs.unique()), len((rows * size * size + pairs).unique())
 
 
 def _rounded(value: float | None) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class Rollout:
             "response_ids": self.response_ids,
             "mask": self.mask,
         }
+
+    def head(self, count: int) -> Rollout:
+        """The first rows."""
+        return Rollout(*(getattr(self, field.name)[:count] for field in fields(self)))
 
     def lengths(self) -> Tensor:
         """Tokens of each prompt and its response."""

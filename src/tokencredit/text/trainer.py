@@ -24,6 +24,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
+from tokencredit.report.page import write_report
 from tokencredit.runs.config import PPOConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.record import RunRecord
@@ -192,7 +193,7 @@ class PPOTrainer:
                 self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
-            samples = [{"iteration": number, **s} for s in batch.samples(self.args.run.samples, self.tokenizer)]
+            samples = [{"iteration": number, **s} for s in batch.samples(self.tokenizer, self._logprobs_now(batch))]
             results |= {"metrics": metrics, "samples": samples}
         seconds = self.seconds.pop("iteration")
         metrics |= {"seconds": seconds, **{f"seconds/{stage}": spent for stage, spent in self.seconds.items()}}
@@ -308,6 +309,17 @@ class PPOTrainer:
                     save_policy(folder, self.policy, self.tokenizer)
         return metrics
 
+    def _logprobs_now(self, batch: Batch) -> Tensor:
+        """Log-probabilities of the completions that are written down, under the policy as it is."""
+        rollout = batch.rollout.head(self.args.run.samples)
+        if not len(rollout.mask):
+            return rollout.logprobs
+        with self._no_grad():
+            now = evaluate_rollout(
+                self.policy, rollout, self.args.rollout.temperature, self.args.ppo.micro_batch_tokens
+            )
+        return now.logprobs
+
     def _refer(self, rollout: Rollout, temperature: float) -> Reference:
         with self._no_grad():
             return refer(
@@ -394,6 +406,8 @@ class PPOTrainer:
 
     def _end(self, stopped_by: str) -> dict[str, Any]:
         summary = self.record.end(stopped_by, self._save)
+        if self.record.main and self.record.history:
+            write_report(self.record.folder.path)
         if self.args.run.push_to_hub and self.record.main:
             upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
         return summary

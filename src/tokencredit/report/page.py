@@ -1,0 +1,208 @@
+"""A run as one page that needs nothing else: no network, no server."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from tokencredit.core.losses import clip_range
+from tokencredit.report.reading import Run, read_run
+from tokencredit.report.what_if import ALTERNATIVES, what_if
+from tokencredit.runs.console import visible
+from tokencredit.runs.diagnosis import WINDOW, diagnose
+
+NAME = "report.html"
+POINTS = 1000
+"""Of a curve; longer ones show the mean of neighbours."""
+TOKENS = 20_000
+"""In the credit view altogether: what fits into a page of a few megabytes."""
+DECIMALS = 4
+PHRASE = 3
+"""Words of a phrase whose repetition is counted."""
+GROUPS = {
+    "Reward": ("reward", "train/average_return", "eval/"),
+    "Distance from the reference": ("kl", "ref_logprob"),
+    "Exploration": ("entropy", "distinct", "repetition"),
+    "Ratio and clipping": ("clip_fraction", "approx_kl", "ratio", "first_ratio"),
+    "Losses": ("loss", "policy_loss", "value_loss"),
+    "Critic and advantages": ("explained_variance", "advantage"),
+    "Length": ("length", "truncated", "train/average_length", "train/"),
+    "Optimiser": ("grad_norm", "lr", "value_lr", "steps"),
+    "Time": ("seconds", "tokens_per_second", "steps_per_second"),
+}
+"""Curves that belong together, by the beginnings of their names; whatever fits nowhere comes last."""
+
+
+def write_report(folder: Path) -> Path:
+    """Write a run's `report.html` into its folder, and return where it is.
+
+    Raises:
+        ConfigError: it is no run's folder, or one of its files cannot be understood.
+    """
+    page = render(read_run(folder))
+    target = folder / NAME
+    temporary = folder / f".{NAME}.part"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, target)
+    return target
+
+
+def render(run: Run) -> str:
+    """The page."""
+    # Autoescape for what stands in the page; `tojson` for its data, which then holds no character that HTML knows.
+    pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
+    pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    return pages.get_template("page.html").render(
+        name=visible(run.path.resolve().name),
+        story=story(run),
+        findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
+        plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
+        data={"curves": curves(run.metrics), "credit": credit(run), "alternatives": list(ALTERNATIVES)},
+        phrases=phrases(run.samples),
+        has_samples=bool(run.samples),
+    )
+
+
+def story(run: Run) -> list[tuple[str, str]]:
+    """What was trained, on what, from where to where: pairs of a word and a text."""
+    config, metrics, summary = run.config, run.metrics, run.summary
+    first, last = (mean([row.get(run.headline) for row in part]) for part in (metrics[:1], metrics[-WINDOW:]))
+    name = run.headline.split("/")[-1].replace("_", " ")
+    seconds = sum(row.get("seconds") or 0.0 for row in metrics)
+    if "env" in config:
+        told = [("trained", f"an agent in {config['env'].get('id')}")]
+    else:
+        told = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(config)))]
+    told.append((name, f"{figure(first)} → {figure(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)"))
+    if (kl := mean([row.get("kl") for row in metrics[-WINDOW:]])) is not None:
+        told.append(("KL to the reference", f"{kl:.2f} nats a sequence"))
+    told.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
+    stopped = summary.get("stopped_by")
+    if stopped is None:
+        told.append(("state", "not finished: this page shows what it wrote so far"))
+    elif stopped != "iterations":
+        told.append(("stopped by", str(stopped)))
+    return [(word, visible(text)) for word, text in told]
+
+
+def terms(config: Mapping[str, Any]) -> list[str]:
+    """What the terms of a reward read, as the configuration names them."""
+    kinds = ("name", "function", "classifier", "reward_model")
+    listed = config.get("reward") or []
+    return [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
+
+
+def mean(values: Sequence[Any]) -> float | None:
+    """Of those that are numbers; None of none."""
+    numbers = [x for x in values if isinstance(x, int | float)]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def figure(value: float | None) -> str:
+    """A number for a reader."""
+    return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time for a reader."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def curves(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of curves: `title`, and `lines` of `name`, `x` and `y`, at most `POINTS` long; None for no number."""
+    names = dict.fromkeys(name for row in metrics for name in row if name != "iteration")
+    groups: dict[str, list[dict[str, Any]]] = {title: [] for title in (*GROUPS, "Other")}
+    width = math.ceil(len(metrics) / POINTS)
+    blocks = [metrics[start : start + width] for start in range(0, len(metrics), width)]
+    x = [block[-1]["iteration"] for block in blocks]
+    for name in names:
+        y = [mean([row.get(name) for row in block]) for block in blocks]
+        if any(value is not None for value in y):
+            line = {"name": visible(name), "x": x, "y": [None if v is None else float(f"{v:.5g}") for v in y]}
+            groups[group_of(name)].append(line)
+    return [{"title": title, "lines": lines} for title, lines in groups.items() if lines]
+
+
+def group_of(name: str) -> str:
+    """The group whose beginning of this name is the longest."""
+    fits = [(len(start), title) for title, starts in GROUPS.items() for start in starts if name.startswith(start)]
+    return max(fits)[1] if fits else "Other"
+
+
+def credit(run: Run) -> list[dict[str, Any]]:
+    """The samples of the credit view, as far as they fit: whole iterations, evenly spread, with the first and last."""
+    by_iteration: dict[int, list[Mapping[str, Any]]] = {}
+    for sample in run.samples:
+        by_iteration.setdefault(sample["iteration"], []).append(sample)
+    numbers = list(by_iteration)
+    most = max((sum(len(s["tokens"]) for s in samples) for samples in by_iteration.values()), default=0)
+    room = max(TOKENS // max(most, 1), 2)
+    if len(numbers) > room:
+        numbers = [numbers[round(i * (len(numbers) - 1) / (room - 1))] for i in range(room)]
+    advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
+    gamma = float(advantage.get("gamma", 1.0))
+    return [shown(sample, gamma, ppo.get("clip")) for number in numbers for sample in by_iteration[number]]
+
+
+def shown(sample: Mapping[str, Any], gamma: float, clip: Any) -> dict[str, Any]:
+    """One sample of the credit view: its texts without anything that acts, and a list of numbers a quantity."""
+    logprobs = sample["logprobs"]
+    numbers = {
+        "advantage": sample["advantages"],
+        "value": sample["values"],
+        "reward": sample["rewards"],
+        "log-probability": logprobs,
+    }
+    if "ref_logprobs" in sample:
+        numbers["KL"] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
+    if "new_logprobs" in sample:
+        ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(logprobs, sample["new_logprobs"], strict=True)]
+        numbers["ratio after the update"] = ratios
+        if clip is not None:
+            low, high = clip_range(tuple(clip) if isinstance(clip, list) else clip)
+            pairs = zip(ratios, sample["advantages"], strict=True)
+            numbers["clipped"] = [float(r > high if a > 0 else r < low) for r, a in pairs]
+    return {
+        "iteration": sample["iteration"],
+        "prompt": visible(sample["prompt"]),
+        "reward": sample["reward"],
+        "truncated": sample["truncated"],
+        "tokens": [visible(token) for token in sample["tokens"]],
+        "numbers": {name: rounded(values) for name, values in numbers.items()},
+        "what_if": [rounded(values) for values in what_if(sample, gamma).values()],
+    }
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """The numbers as the page holds them."""
+    return [round(value, DECIMALS) for value in values]
+
+
+def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """The phrases that most completions of the last iterations hold, with their shares at the beginning and there."""
+    numbers = list(dict.fromkeys(sample["iteration"] for sample in samples))
+    before, after = (
+        [words(s["completion"]) for s in samples if s["iteration"] in part]
+        for part in (set(numbers[:WINDOW]), set(numbers[-WINDOW:]))
+    )
+    then, now = Counter(p for found in before for p in found), Counter(p for found in after for p in found)
+    return [
+        (visible(phrase), f"{then[phrase] / len(before):.0%}", f"{count / len(after):.0%}")
+        for phrase, count in now.most_common(10)
+        if count > 1
+    ]
+
+
+def words(text: str) -> set[str]:
+    """The phrases of a text."""
+    found = text.split()
+    return {" ".join(found[i : i + PHRASE]) for i in range(len(found) - PHRASE + 1)}

@@ -1,0 +1,367 @@
+"""What went wrong in a run, or may: each check looks at the metrics of the first and of the last iterations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW = 5
+"""Iterations that count as the beginning, and as where a run stands."""
+SETTLED = 10
+"""Iterations before which a run is too young to judge."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a run."""
+
+    name: str
+    weight: int
+    """The larger, the more it matters: above 80, the other numbers of the run cannot be trusted."""
+    title: str
+    evidence: str
+    """Which metrics, of which iterations."""
+    meaning: str
+    advice: str
+
+    def line(self) -> str:
+        """All in one line, for a run that goes on."""
+        return f"{self.title} ({self.evidence}); {self.advice}"
+
+
+class History:
+    """Metrics of the iterations so far, a column at a time."""
+
+    def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
+        """`config` is the run's configuration in plain dicts."""
+        self.metrics, self.config = metrics, config
+        self.reward = "train/average_return" if "env" in config else "reward"
+
+    def __len__(self) -> int:
+        """Iterations."""
+        return len(self.metrics)
+
+    def setting(self, key: str) -> Any:
+        """A setting by its key, such as `optim.warmup`; None if the run has none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def values(self, name: str, part: slice) -> list[float]:
+        """A metric in some iterations, as far as it is a finite number there."""
+        found = (row.get(name) for row in self.metrics[part])
+        return [float(x) for x in found if isinstance(x, int | float) and math.isfinite(x)]
+
+    def mean(self, name: str, part: slice) -> float:
+        """Its mean there; NaN if it is nowhere."""
+        values = self.values(name, part)
+        return sum(values) / len(values) if values else math.nan
+
+    def first(self, name: str) -> float:
+        """Its mean over the first iterations."""
+        return self.mean(name, slice(0, WINDOW))
+
+    def last(self, name: str) -> float:
+        """Its mean over the last iterations."""
+        return self.mean(name, slice(-WINDOW, None))
+
+    def where(self, name: str) -> str:
+        """The evidence of a metric: where it stood, where it stands."""
+        first, last = self.metrics[0]["iteration"], self.metrics[-1]["iteration"]
+        then = min(first + WINDOW - 1, last)
+        now = max(last - WINDOW + 1, first)
+        return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"
+
+    def gain(self) -> float:
+        """How far the reward has risen, in deviations of a single completion at the beginning; NaN if unknown."""
+        deviation = self.first("train/std_return" if self.reward != "reward" else "reward_std")
+        rise = self.last(self.reward) - self.first(self.reward)
+        return rise / deviation if deviation > 0 else math.nan
+
+
+Check = Callable[[History], Finding | None]
+
+
+def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
+    """What is wrong with a run, the weightiest first; nothing if all is well.
+
+    Args:
+        metrics: one mapping an iteration, as in metrics.jsonl.
+        config: the run's configuration in plain dicts.
+        ended: whether this is the whole run; some things can only be told at the end.
+    """
+    history = History(metrics, config)
+    if not len(history):
+        return []
+    checks = CHECKS + FINAL_CHECKS if ended else CHECKS
+    return sorted(filter(None, (check(history) for check in checks)), key=lambda finding: -finding.weight)
+
+
+def mismatch(run: History) -> Finding | None:
+    """Sampling and training disagree about the probability of the same tokens."""
+    if not run.last("first_ratio_error") > 0.01:
+        return None
+    return Finding(
+        "mismatch",
+        100,
+        "sampling and training disagree",
+        run.where("first_ratio_error"),
+        "In the first minibatch of an update the policy is the one that sampled, so each ratio must be 1. Where it is "
+        "not, gradients point at something else than the reward.",
+        "switch dropout off (model.dropout, model.lora.dropout), and look for code that changes the model between "
+        "rollout and update",
+    )
+
+
+def negative_kl(run: History) -> Finding | None:
+    """The estimate of the KL to the reference is below 0 by more than chance."""
+    if not run.last("kl") < -0.5:
+        return None
+    return Finding(
+        "negative_kl",
+        90,
+        "the KL estimate is negative",
+        run.where("kl"),
+        "A KL divergence cannot be negative. Tokens were not drawn from the distribution whose log-probabilities were "
+        "recorded: top_k, top_p or min_p cut it off, or sampling and training disagree.",
+        "sample from the whole distribution (rollout.top_k, top_p, min_p), or take kl.estimator k3 or full",
+    )
+
+
+def degenerate(run: History) -> Finding | None:
+    """The reward rises while the texts fall apart."""
+    if len(run) < SETTLED or not run.gain() > 0.2:
+        return None
+    signs = {
+        "distinct": run.last("distinct") < 0.5 * run.first("distinct"),
+        "distinct_2": run.last("distinct_2") < 0.4 * run.first("distinct_2"),
+        "repetition": run.last("repetition") > run.first("repetition") + 0.25,
+        "length": run.last("length") < 0.4 * run.first("length"),
+        "ref_logprob": run.last("ref_logprob") < run.first("ref_logprob") - 2.0,
+    }
+    found = [name for name, is_so in signs.items() if is_so]
+    if not found:
+        return None
+    return Finding(
+        "degenerate",
+        85,
+        "the reward rises, and the texts fall apart",
+        "; ".join(map(run.where, [run.reward, *found])),
+        "The policy has found texts that the reward likes and people would not: repeated, shortened, or unlike "
+        "anything that the reference would write.",
+        "raise kl.coef or ppo.entropy_coef, lower optim.lr, add a term to the reward that such texts fail, or stop "
+        "earlier (stop.kl, stop.reward)",
+    )
+
+
+def kl_runaway(run: History) -> Finding | None:
+    """The policy is far from the reference, and goes on leaving."""
+    per_token = run.last("kl") / run.last("length")
+    if len(run) < SETTLED or not (per_token > 1.0 and run.last("kl") > 1.5 * run.mean("kl", slice(0, len(run) // 2))):
+        return None
+    return Finding(
+        "kl_runaway",
+        75,
+        "the KL to the reference runs away",
+        f"{run.where('kl')}, {per_token:.2f} nats a token",
+        "The policy no longer writes like the model it came from, and what the reward model says of such texts is a "
+        "guess.",
+        "raise kl.coef, set kl.target, lower optim.lr, or stop earlier (stop.kl)",
+    )
+
+
+def entropy_collapse(run: History) -> Finding | None:
+    """Hardly anything is left to chance."""
+    first, last = run.first("entropy"), run.last("entropy")
+    if len(run) < SETTLED or not (first > 0.05 and last < 0.1 * first):
+        return None
+    return Finding(
+        "entropy_collapse",
+        70,
+        "the entropy has collapsed",
+        run.where("entropy"),
+        "The policy writes the same thing each time, so it explores nothing more.",
+        "raise ppo.entropy_coef or kl.coef, or lower optim.lr",
+    )
+
+
+def clip_high(run: History) -> Finding | None:
+    """Most tokens leave the trust region."""
+    if len(run) < WINDOW or not run.last("clip_fraction") > 0.4:
+        return None
+    return Finding(
+        "clip_high",
+        55,
+        "most of an update is clipped",
+        run.where("clip_fraction"),
+        "The policy leaves the range in which the surrogate means anything within a few steps.",
+        "lower optim.lr, ppo.epochs or ppo.minibatches, or set ppo.target_kl",
+    )
+
+
+def clip_low(run: History) -> Finding | None:
+    """Nothing ever reaches the clip range."""
+    if len(run) < SETTLED or run.setting("algorithm") == "policy_gradient":
+        return None
+    steps = (run.setting("ppo.epochs") or 1) * (run.setting("ppo.minibatches") or 1)
+    if steps == 1 or not run.mean("clip_fraction", slice(-SETTLED, None)) < 1e-4:
+        return None
+    return Finding(
+        "clip_low",
+        30,
+        "updates hardly change the policy",
+        run.where("clip_fraction"),
+        "No ratio reaches the clip range: the steps are much smaller than PPO allows.",
+        "raise optim.lr or ppo.epochs",
+    )
+
+
+def explained_variance(run: History) -> Finding | None:
+    """The critic is worse than a constant."""
+    if len(run) < SETTLED or not run.mean("explained_variance", slice(-SETTLED, None)) < 0:
+        return None
+    return Finding(
+        "explained_variance",
+        50,
+        "the critic explains nothing",
+        run.where("explained_variance"),
+        "Its values are further from the returns than their own mean would be, so advantages carry more noise than "
+        "without it.",
+        "raise optim.value_lr or ppo.value_coef, give the critic a head start (ppo.critic_warmup), or normalise the "
+        "score (score.normalize)",
+    )
+
+
+def value_loss(run: History) -> Finding | None:
+    """The value loss grows without end."""
+    if len(run) < SETTLED:
+        return None
+    last, early = run.last("value_loss"), run.mean("value_loss", slice(0, SETTLED))
+    if not (last > 10 * early and run.last("explained_variance") < 0.5):
+        return None
+    return Finding(
+        "value_loss",
+        65,
+        "the value loss explodes",
+        run.where("value_loss"),
+        "Returns grow faster than the critic can follow; a reward on every step that adds up, or a critic that "
+        "learns from its own values, does this.",
+        "pay the reward at the end, normalise it (score.normalize), lower optim.value_lr, or set ppo.value_clip",
+    )
+
+
+def truncated(run: History) -> Finding | None:
+    """Most completions run into the length limit."""
+    if run.setting("rollout.stop_at_eos") is False or not run.last("truncated") > 0.8:
+        return None
+    return Finding(
+        "truncated",
+        40,
+        "most completions are cut off",
+        run.where("truncated"),
+        "The reward judges texts without an end, and the policy never learns to finish.",
+        "raise rollout.max_new_tokens, or set score.missing_eos_penalty",
+    )
+
+
+def constant_term(run: History) -> Finding | None:
+    """A term of the reward says the same of everything."""
+    names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
+    flat = [name for name in names if len(run) >= WINDOW and run.last(name) < 1e-8]
+    if not flat:
+        return None
+    return Finding(
+        "constant_term",
+        80,
+        f"the reward's term {flat[0].removeprefix('reward_std/')} does not vary",
+        run.where(flat[0]),
+        "It says the same of every completion, so nothing can be learnt from it.",
+        "check what it reads and returns, on a few texts by hand",
+    )
+
+
+def dominant_term(run: History) -> Finding | None:
+    """One of several terms decides everything."""
+    terms = run.setting("reward") or []
+    names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
+    if len(run) < WINDOW or len(names) < 2 or len(names) != len(terms):
+        return None
+    shares = {name: abs(term.get("weight", 1.0)) * run.last(name) for name, term in zip(names, terms, strict=True)}
+    largest = max(shares, key=lambda name: shares[name])
+    if not shares[largest] > 0.9 * sum(shares.values()):
+        return None
+    share = shares[largest] / sum(shares.values())
+    return Finding(
+        "dominant_term",
+        35,
+        f"the reward's term {largest.removeprefix('reward_std/')} drowns the others",
+        f"{share:.0%} of the terms' weighted deviations; {run.where(largest)}",
+        "What the other terms say hardly changes which completion is the better one.",
+        "lower its weight, or raise that of the others",
+    )
+
+
+def always_clipped(run: History) -> Finding | None:
+    """The gradient is longer than allowed in every step."""
+    limit = run.setting("optim.max_grad_norm")
+    norms = run.values("grad_norm", slice(-2 * SETTLED, None))
+    if limit is None or len(norms) < 2 * SETTLED or not min(norms) > 2 * limit:
+        return None
+    return Finding(
+        "always_clipped",
+        25,
+        "the gradient is always clipped",
+        f"{run.where('grad_norm')}; optim.max_grad_norm {limit:g}",
+        "Each step has the same length, whatever the gradient says, so the learning rate alone decides.",
+        "raise optim.max_grad_norm, or lower ppo.value_coef if it is the critic's",
+    )
+
+
+def flat_reward(run: History) -> Finding | None:
+    """Nothing was learnt."""
+    if len(run) < 2 * SETTLED or not run.gain() < 0.2:
+        return None
+    return Finding(
+        "flat_reward",
+        60,
+        "the reward has not risen",
+        run.where(run.reward),
+        "It ends less than a fifth of one completion's deviation above where it began.",
+        "raise optim.lr, lower kl.coef, take larger batches, and check that the reward can tell good from bad",
+    )
+
+
+def still_warming(run: History) -> Finding | None:
+    """The learning rate never got where it should."""
+    warmup = run.setting("optim.warmup") or 0
+    if not warmup >= len(run):
+        return None
+    return Finding(
+        "still_warming",
+        45,
+        "the learning rate was still warming up at the end",
+        f"optim.warmup {warmup}, iterations {len(run)}",
+        "The run never trained at the rate it was given.",
+        "shorten optim.warmup, or run longer",
+    )
+
+
+CHECKS: tuple[Check, ...] = (
+    mismatch,
+    negative_kl,
+    degenerate,
+    kl_runaway,
+    entropy_collapse,
+    clip_high,
+    clip_low,
+    explained_variance,
+    value_loss,
+    truncated,
+    constant_term,
+    dominant_term,
+    always_clipped,
+)
+FINAL_CHECKS: tuple[Check, ...] = (flat_reward, still_warming)

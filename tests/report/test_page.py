@@ -1,0 +1,113 @@
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tokencredit.report.page import TOKENS, render, write_report
+from tokencredit.report.reading import Run, read_run
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp\ud800 {{ 7 * 7 }} <!--"
+
+
+def data_of(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def made(samples=(), metrics=None, **config):
+    metrics = metrics or [{"iteration": i, "reward": 0.1 * i, "seconds": 1.0} for i in range(1, 4)]
+    base = {
+        "model": {"name": "m"},
+        "reward": [{"function": "f.py:f"}],
+        "advantage": {"gamma": 1.0},
+        "ppo": {"clip": 0.2},
+    }
+    return Run(Path("runs/made"), base | config, metrics, list(samples), {"stopped_by": "iterations"})
+
+
+def sample(iteration=1, text="a", tokens=3, **changes):
+    row = {
+        "iteration": iteration,
+        "prompt": text,
+        "completion": text * tokens,
+        "reward": 1.0,
+        "truncated": False,
+        "tokens": [text] * tokens,
+        "logprobs": [-1.0] * tokens,
+        "new_logprobs": [-0.7] * tokens,
+        "ref_logprobs": [-1.5] * tokens,
+        "values": [0.5] * tokens,
+        "rewards": [0.0] * (tokens - 1) + [1.0],
+        "advantages": [0.5, -0.5, 0.5][:tokens] + [0.0] * (tokens - 3),
+    }
+    return row | changes
+
+
+def test_every_run_leaves_one(run_folder):
+    page = (run_folder / "report.html").read_text()
+    assert len(page) < 8e6
+    assert "film &lt;b&gt;reviews</h1>" in page
+    assert not re.search(r'<(script|link|img|iframe)[^>]* (src|href)="(?!data:)', page)
+
+
+def test_its_numbers_are_those_of_the_samples(run_folder):
+    shown = data_of((run_folder / "report.html").read_text())["credit"]
+    written = read_run(run_folder).samples
+    assert len(shown) == len(written) == 12
+    for ours, theirs in zip(shown, written, strict=True):
+        assert ours["numbers"]["advantage"] == pytest.approx(theirs["advantages"], abs=1e-4)
+        assert ours["numbers"]["value"] == pytest.approx(theirs["values"], abs=1e-4)
+        kl = [a - b for a, b in zip(theirs["logprobs"], theirs["ref_logprobs"], strict=True)]
+        assert ours["numbers"]["KL"] == pytest.approx(kl, abs=1e-4)
+        assert len(ours["tokens"]) == len(theirs["tokens"])
+
+
+def test_ratio_and_clipping_by_hand():
+    numbers = data_of(render(made([sample()])))["credit"][0]["numbers"]
+    assert numbers["ratio after the update"] == pytest.approx([1.3499] * 3)  # e^0.3
+    assert numbers["clipped"] == [1.0, 0.0, 1.0]  # above 1.2, where the advantage pushes on
+    lower = data_of(render(made([sample()], ppo={"clip": [0.2, 0.4]})))["credit"][0]["numbers"]
+    assert lower["clipped"] == [0.0, 0.0, 0.0]
+
+
+def test_model_output_is_text(tmp_path):
+    page = render(made([sample(text=HOSTILE), sample(2, text=HOSTILE)], model={"name": HOSTILE}))
+    assert "<img" not in page.replace('"<img', "")  # Plotly's own code has it in a string
+    assert "</script><img" not in page
+    shown = data_of(page)["credit"][0]["tokens"][0]
+    assert shown == "</script><img src=x onerror=alert(1)>\\x1b[31m\\u202egnp\\ud800 {{ 7 * 7 }} <!--"
+    page.encode("utf-8")
+
+
+def test_a_run_of_ten_thousand_iterations_stays_small():
+    metrics = [{"iteration": i, "seconds": 1.0} | {f"metric_{k}": i * k for k in range(40)} for i in range(1, 10_001)]
+    samples = [sample(i, tokens=24, advantages=[0.1] * 24) for i in range(1, 10_001) for _ in range(8)]
+    started = time.process_time()
+    page = render(made(samples, [row | {"reward": 1.0} for row in metrics]))
+    assert len(page) < 8e6
+    data = data_of(page)
+    assert sum(len(s["tokens"]) for s in data["credit"]) <= TOKENS
+    assert data["credit"][0]["iteration"] == 1
+    assert data["credit"][-1]["iteration"] == 10_000
+    assert all(len(line["x"]) <= 1000 for group in data["curves"] for line in group["lines"])
+    print(f"{time.process_time() - started:.1f} s")
+
+
+def test_curves_keep_the_means(run_folder):
+    metrics = [{"iteration": i, "reward": float(i)} for i in range(1, 2001)]
+    line = data_of(render(made(metrics=metrics)))["curves"][0]["lines"][0]
+    assert (line["x"][0], line["y"][0]) == (2, 1.5)
+
+
+def test_a_run_without_samples_has_its_curves():
+    page = render(made(metrics=[{"iteration": 1, "train/average_return": 20.0}], env={"id": "CartPole-v1"}))
+    assert "an agent in CartPole-v1" in page
+    assert "Where the credit went" not in page
+
+
+def test_a_run_that_goes_on_says_so(run_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    (copy / "summary.json").unlink()
+    assert "not finished" in write_report(copy).read_text()

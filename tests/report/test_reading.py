@@ -1,0 +1,54 @@
+import shutil
+
+import pytest
+
+from tokencredit.report.reading import read_run
+from tokencredit.runs.errors import ConfigError
+
+
+@pytest.fixture
+def copy(run_folder, tmp_path):
+    return shutil.copytree(run_folder, tmp_path / "copy")
+
+
+def test_a_run_is_read_back(run_folder):
+    run = read_run(run_folder)
+    assert [row["iteration"] for row in run.metrics] == [1, 2, 3]
+    assert len(run.samples) == 12
+    assert run.config["seed"] == 1
+    assert run.summary["stopped_by"] == "iterations"
+    assert run.headline == "reward"
+
+
+def test_a_line_that_is_still_being_written_is_left_out(copy):
+    text = (copy / "metrics.jsonl").read_bytes()
+    (copy / "metrics.jsonl").write_bytes(text[:-20])
+    (copy / "summary.json").unlink()
+    run = read_run(copy)
+    assert len(run.metrics) == 2
+    assert run.summary == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", b'{"iteration": 1}\n{"iteration"\n', "metrics.jsonl, line 2 is not JSON"),
+        ("metrics.jsonl", b"[1]\n", "metrics.jsonl, line 1 is not a JSON object"),
+        ("metrics.jsonl", b"\xff\n", "metrics.jsonl, line 1 is not JSON"),
+        ("metrics.jsonl", b"", "has no finished iteration yet"),
+        ("samples.jsonl", b"{}\n[" + b"[" * 100_000 + b"\n", "samples.jsonl, line 2 is not JSON"),
+        ("summary.json", b"no", "summary.json is not JSON"),
+        ("config.yaml", b"a: [", "config.yaml: while parsing"),
+        ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: could not determine a constructor"),
+        ("config.yaml", b"nothing", "config.yaml holds no configuration"),
+    ],
+)
+def test_damage_is_named(copy, name, content, message):
+    (copy / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_run(copy)
+
+
+def test_another_folder_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.yaml"):
+        read_run(tmp_path)

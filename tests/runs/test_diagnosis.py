@@ -1,0 +1,127 @@
+"""Each check on metrics made for it: the disease is named, and everything short of it is not."""
+
+import math
+
+import pytest
+
+from tokencredit.runs.diagnosis import CHECKS, FINAL_CHECKS, diagnose
+
+CONFIG = {
+    "reward": [{"classifier": "a", "weight": 1.0}, {"function": "b", "weight": 2.0}],
+    "rollout": {"stop_at_eos": True},
+    "ppo": {"epochs": 4, "minibatches": 4},
+    "optim": {"warmup": 5, "max_grad_norm": 1.0},
+}
+
+
+def healthy(iterations=40):
+    return [
+        {
+            "iteration": i + 1,
+            "reward": 0.5 + 0.01 * i,
+            "reward_std": 0.2,
+            "reward_std/a": 0.1,
+            "reward_std/b": 0.08,
+            "entropy": 2.0 - 0.02 * i,
+            "length": 20.0,
+            "truncated": 0.1,
+            "distinct": 1.0,
+            "distinct_2": 0.6 - 0.003 * i,
+            "repetition": 0.02,
+            "kl": 0.2 * i,
+            "ref_logprob": -2.0,
+            "explained_variance": 0.5 if i else -1.0,
+            "value_loss": 0.02,
+            "clip_fraction": 0.1,
+            "first_ratio_error": 0.0,
+            "grad_norm": 1.5,
+        }
+        for i in range(iterations)
+    ]
+
+
+def ramp(start, end):
+    return lambda i: start + (end - start) * i / 39
+
+
+DISEASES = {
+    "mismatch": {"first_ratio_error": lambda i: 0.05},
+    "negative_kl": {"kl": lambda i: -2.0},
+    "degenerate": {"distinct_2": ramp(0.6, 0.05)},
+    "kl_runaway": {"kl": ramp(0.0, 60.0)},
+    "entropy_collapse": {"entropy": ramp(2.0, 0.01)},
+    "clip_high": {"clip_fraction": lambda i: 0.6},
+    "clip_low": {"clip_fraction": lambda i: 0.0},
+    "explained_variance": {"explained_variance": lambda i: -0.5},
+    "value_loss": {"value_loss": lambda i: 0.02 * 1.3**i, "explained_variance": lambda i: 0.1},
+    "truncated": {"truncated": lambda i: 0.9},
+    "constant_term": {"reward_std/b": lambda i: 0.0},
+    "dominant_term": {"reward_std/b": lambda i: 5.0},
+    "always_clipped": {"grad_norm": lambda i: 30.0},
+    "flat_reward": {"reward": lambda i: 0.5},
+}
+
+
+def sick(name):
+    columns = DISEASES[name]
+    return [row | {key: column(i) for key, column in columns.items()} for i, row in enumerate(healthy())]
+
+
+def names(metrics, config=CONFIG, **options):
+    return [finding.name for finding in diagnose(metrics, config, **options)]
+
+
+def test_a_healthy_run_has_nothing():
+    assert names(healthy()) == []
+
+
+@pytest.mark.parametrize("iterations", range(1, 12))
+def test_nor_has_a_young_one(iterations):
+    assert names(healthy(iterations), ended=False) == []
+
+
+@pytest.mark.parametrize("name", DISEASES)
+def test_each_disease_is_named(name):
+    found = diagnose(sick(name), CONFIG)
+    assert name in [finding.name for finding in found]
+    finding = next(finding for finding in found if finding.name == name)
+    column = next(iter(DISEASES[name]))
+    assert column in finding.evidence
+    assert finding.advice in finding.line()
+
+
+def test_every_check_has_its_disease():
+    assert {check.__name__ for check in (*CHECKS, *FINAL_CHECKS)} == {*DISEASES, "still_warming"}
+
+
+def test_a_warm_up_longer_than_the_run():
+    config = CONFIG | {"optim": {"warmup": 40}}
+    assert names(healthy(), config) == ["still_warming"]
+    assert names(healthy(), config, ended=False) == []
+
+
+def test_the_weightiest_comes_first():
+    both = [a | {"first_ratio_error": 0.05} for a in sick("clip_low")]
+    assert names(both) == ["mismatch", "clip_low"]
+
+
+def test_short_texts_are_a_sign_of_degeneration():
+    rows = [row | {"kl": 1.0, "length": 20.0 - 0.4 * i} for i, row in enumerate(healthy())]
+    assert names(rows) == ["degenerate"]
+    assert names([row | {"reward": 0.5} for row in rows]) == ["flat_reward"]
+
+
+def test_texts_of_a_fixed_length_are_never_cut_off():
+    assert names(sick("truncated"), CONFIG | {"rollout": {"stop_at_eos": False}}) == []
+
+
+def test_numbers_that_are_missing_or_not_finite_are_passed_over():
+    rows = [{k: v for k, v in row.items() if k in ("iteration", "reward", "reward_std")} for row in healthy()]
+    assert names(rows) == []
+    assert names([row | {"kl": None, "entropy": math.nan} for row in rows]) == []
+    assert names([]) == []
+
+
+def test_agents_are_judged_by_their_return():
+    rows = [{"iteration": i, "train/average_return": 20.0, "train/std_return": 5.0} for i in range(1, 41)]
+    assert names(rows, {"env": {"id": "CartPole-v1"}}) == ["flat_reward"]
