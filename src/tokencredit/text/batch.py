@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,8 @@ class Batch:
     advantages: Tensor
     returns: Tensor
 
-    def metrics(self, reduce: Reduce) -> dict[str, float]:
-        """Means over all completions; `reduce` sums a tensor over processes."""
+    def metrics(self, reduce: Reduce, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Means over all completions; `reduce` sums a tensor over processes, `gather` puts their rows together."""
         rollout, mask = self.rollout, self.rollout.mask
         everyone = torch.ones_like(self.scores, dtype=torch.bool)
         _, reward, variance = moments(self.scores, everyone, reduce)
@@ -46,15 +47,17 @@ class Batch:
             return reduce(torch.tensor([float(x) for x in values], device=mask.device)).tolist()
 
         texts = len(set(zip(self.prompts, self.completions, strict=True)))
-        rows, tokens, logprobs, cut, distinct, *pairs = total(
+        all_pairs, pairs, distinct_in_rows = token_pairs(rollout.response_ids, mask)
+        rows, tokens, logprobs, cut, distinct, all_pairs, distinct_in_rows = total(
             len(mask),
             mask.sum(),
             rollout.logprobs.sum(),
             rollout.truncated.sum(),
             texts,
-            *token_pairs(rollout.response_ids, mask),
+            all_pairs,
+            distinct_in_rows,
         )
-        all_pairs, distinct_pairs, distinct_in_rows = pairs
+        distinct_pairs = len(gather(pairs).unique())
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
@@ -109,18 +112,20 @@ class Batch:
         return sample
 
 
-def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, int, int]:
-    """Pairs of neighbouring tokens: how many, how many distinct, and how many distinct within their own row.
+def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
+    """Pairs of neighbouring tokens: how many, those that are distinct, and how many are distinct within their row.
 
     Args:
-        ids: `[batch, time]`, int64.
+        ids: `[batch, time]`, int64, below 2³¹.
         mask: `[batch, time]`, true at tokens.
+
+    Returns:
+        The count, the pairs as one number each, and the count within rows.
     """
     both = mask[:, 1:] & mask[:, :-1]
-    size = int(ids.max()) + 1
-    pairs = (ids[:, :-1] * size + ids[:, 1:])[both]
-    rows = both.nonzero()[:, 0]
-    return len(pairs), len(pairs.unique()), len((rows * size * size + pairs).unique())
+    pairs = ((ids[:, :-1] << 32) + ids[:, 1:])[both]
+    in_rows = torch.stack([both.nonzero()[:, 0], pairs], dim=1).unique(dim=0)
+    return len(pairs), pairs.unique(), len(in_rows)
 
 
 def _rounded(value: float | None) -> float | None:

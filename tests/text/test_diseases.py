@@ -1,0 +1,120 @@
+"""Runs of the built-in world that are made ill on purpose, each in its own way: the diagnosis names it."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tokencredit.report.reading import read_run
+from tokencredit.runs.config import (
+    KLConfig,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
+from tokencredit.runs.diagnosis import diagnose
+from tokencredit.text.trainer import PPOTrainer
+
+
+def constant(completions, **columns):
+    return [-1.0] * len(completions)
+
+
+def vowels(completions, **columns):
+    return [sum(text.count(v) for v in "aeiou") / max(len(text), 1) for text in completions]
+
+
+def short(completions, **columns):
+    return [-len(text) / 20 for text in completions]
+
+
+class Growing:
+    """A reward whose size doubles with each batch."""
+
+    __name__ = "growing"
+
+    def __init__(self):
+        self.size = 1.0
+
+    def __call__(self, completions, **columns):
+        self.size *= 2
+        return [self.size * x for x in vowels(completions)]
+
+
+class Scaled:
+    """Makes the policy's logits smaller or larger before a stage."""
+
+    def __init__(self, stage, factor):
+        def change(trainer):
+            with torch.no_grad():
+                trainer.policy.lm.get_input_embeddings().weight.mul_(factor)
+
+        setattr(self, f"before_{stage}", change)
+
+
+FAST = partial(OptimConfig, warmup=0, schedule="constant", max_grad_norm=None)
+STILL = FAST(lr=1e-12, value_lr=1e-12)
+LOOSE = KLConfig(coef=1e-6)
+
+DISEASES = {
+    "mismatch": {"iterations": 2, "callbacks": [Scaled("update", 1.05)]},
+    "negative_kl": {  # the likeliest tokens only, from a policy that is less sure of them than the reference
+        "iterations": 2,
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8, top_k=1),
+        "callbacks": [Scaled("rollout", 0.8)],
+        "optim": STILL,
+    },
+    "degenerate": {
+        "iterations": 16,
+        "rollout": RolloutConfig(batch_size=16, max_new_tokens=16),
+        "reward_funcs": short,
+        "optim": FAST(lr=1e-3),
+        "kl": LOOSE,
+    },
+    "kl_runaway": {"iterations": 16, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
+    "entropy_collapse": {"iterations": 20, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
+    "clip_high": {"iterations": 5, "reward_funcs": vowels, "optim": FAST(lr=5e-3), "kl": LOOSE},
+    "clip_low": {"iterations": 10, "optim": STILL},
+    "explained_variance": {
+        "iterations": 10,
+        "model": ModelConfig(dtype="float32", value_head_init="orthogonal"),
+        "optim": STILL,
+    },
+    "value_loss": {"iterations": 14, "reward_funcs": Growing()},
+    "truncated": {"iterations": 1, "rollout": RolloutConfig(batch_size=8, max_new_tokens=4)},
+    "constant_term": {"iterations": 5, "reward_funcs": constant},
+    "dominant_term": {
+        "iterations": 5,
+        "reward": [
+            RewardTerm(classifier="builtin:reviews", weight=100.0),
+            RewardTerm(function="repetition", weight=0.01),
+        ],
+    },
+    "always_clipped": {"iterations": 20, "optim": OptimConfig(warmup=0, max_grad_norm=1e-6)},
+    "flat_reward": {"iterations": 20, "optim": STILL},
+    "still_warming": {"iterations": 2, "optim": OptimConfig(warmup=10)},
+}
+
+
+@pytest.mark.parametrize("name", DISEASES)
+def test_an_illness_made_on_purpose_is_named(name, tmp_path, capsys):
+    options = dict(DISEASES[name])
+    run = RunConfig(
+        dir=str(tmp_path / "run"), iterations=options.pop("iterations"), samples=1, trackers=[], show_every=0
+    )
+    given = {key: options.pop(key) for key in ("reward_funcs", "callbacks") if key in options}
+    groups = {
+        "model": ModelConfig(dtype="float32"),
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
+        "ppo": UpdateConfig(epochs=2, minibatches=2),
+        "run": run,
+    }
+    PPOTrainer(args=PPOConfig(**(groups | options)), **given).train()
+    found = read_run(tmp_path / "run")
+    findings = {finding.name: finding for finding in diagnose(found.metrics, found.config)}
+    assert name in findings
+    assert findings[name].title in capsys.readouterr().out
