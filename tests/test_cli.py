@@ -62,6 +62,18 @@ def test_generate_takes_the_runs_own_prompts(run):
     assert [line.startswith("This movie was really") for line in done.stdout.splitlines()] == [True, True]
 
 
+def test_report_and_doctor_read_the_run(run):
+    folder, _ = run
+    (folder / "report.html").unlink()
+    done = command("report", str(folder))
+    assert (done.returncode, done.stdout) == (0, f"{folder / 'report.html'}\n")
+    assert (folder / "report.html").is_file()
+    done = command("doctor", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "the learning rate was still warming up at the end" in done.stdout
+    assert "What to change: shorten optim.warmup, or run longer." in done.stdout
+
+
 def test_evaluate_measures_the_policy_and_the_base(run):
     folder, _ = run
     for options in ([], ["--base"]):
@@ -119,6 +131,8 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["train", "--config", "nowhere.yaml"], "File does not exist"),
         (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder"),
         (["generate", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["report", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["doctor", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["generate", "nowhere", "-n", "0"], 'Parser key "samples"'),
         (["trane"], "invalid choice: 'trane'"),
     ],

@@ -61,9 +61,20 @@ def update(world, **changes):
     return ppo_update(experience, evaluate, OBJECTIVE, policy, optimizer, accelerator, generator, **settings)
 
 
+def test_a_policy_that_is_not_the_one_that_sampled_is_noticed(world):
+    policy, experience, *rest = world
+    shifted = experience.logprobs.clone()
+    row, step = experience.mask.nonzero()[-1].tolist()
+    shifted[row, step] += 0.1
+    shifted[~experience.mask] = 7.0  # says nothing
+    metrics = update((policy, replace(experience, logprobs=shifted), *rest), epochs=2)
+    assert metrics["first_ratio_error"] == pytest.approx(math.expm1(0.1), rel=1e-4)
+
+
 def test_the_ratio_is_exactly_1_before_the_first_step(world):
     metrics = update(world)
     assert metrics["ratio_max"] == metrics["ratio_min"] == 1.0
+    assert metrics["first_ratio_error"] == 0.0
     assert metrics["clip_fraction"] == metrics["approx_kl_k1"] == metrics["approx_kl_k3"] == 0.0
     assert metrics["steps"] == 1
 

@@ -111,13 +111,32 @@ def test_a_sample_adds_up(run):
     samples = lines(folder, "samples.jsonl")
     assert [s["iteration"] for s in samples] == [1, 1, 1, 2, 2, 2]
     for sample in samples:
-        columns = ("tokens", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+        assert sample["new_logprobs"] != sample["logprobs"]
+        columns = ("tokens", "logprobs", "new_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
         assert {len(sample[c]) for c in columns} == {len(sample["token_ids"])}
         kl = sum(sample["logprobs"]) - sum(sample["ref_logprobs"])
         assert sum(sample["rewards"]) == pytest.approx(sample["reward"] - trainer.args.kl.coef * kl, abs=1e-4)
         assert sample["returns"][-1] == pytest.approx(sample["rewards"][-1], abs=1e-5)
         text = trainer.tokenizer.decode(sample["token_ids"], skip_special_tokens=True)
         assert text == sample["completion"]
+
+
+def test_the_last_sample_has_the_final_policys_logprobs(run):
+    folder, trainer, _ = run
+    sample = lines(folder, "samples.jsonl")[-1]
+    prompt = trainer.tokenizer(sample["prompt"])["input_ids"]
+    ids = torch.tensor([prompt + sample["token_ids"]])
+    with torch.no_grad():
+        logprobs = trainer.policy.lm(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).tolist()
+    assert sample["new_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_without_samples_none_are_written(tmp_path):
+    args = small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=1, samples=0, trackers=[]))
+    PPOTrainer(args=args).train()
+    assert lines(tmp_path / "run", "samples.jsonl") == []
+    assert "Where the credit went" not in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_the_first_iteration_is_the_reference_itself(run):
@@ -163,6 +182,7 @@ def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_
         ppo=UpdateConfig(epochs=1, minibatches=1),
     )
     metrics, _ = PPOTrainer(args=args).iteration(1)
+    assert metrics["first_ratio_error"] == pytest.approx(0, abs=1e-4)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["ratio_min"] == pytest.approx(1, abs=1e-4)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.core.kl import k1
 from tokencredit.runs.config import EvalConfig, PPOConfig
 from tokencredit.runs.errors import ConfigError
+from tokencredit.text.batch import token_pairs
 from tokencredit.text.loading import end_ids, load_language_model, room_for_prompts
 from tokencredit.text.models import ActorCritic
 from tokencredit.text.prompts import Prompts, load_prompts
@@ -71,9 +71,9 @@ def evaluate(
     def reduce(tensor: Tensor) -> Tensor:
         return accelerator.reduce(tensor, "sum")
 
-    pairs = [tuple(pair) for ids in columns["completion_ids"] for pair in pairwise(ids)]
+    all_pairs, pairs, _ = token_pairs(rollout.response_ids, rollout.mask)
     sums = [len(totals), totals.sum(), totals.view(-1, settings.best_of).amax(1).sum(), rollout.mask.sum()]
-    sums += [len(set(zip(batch.texts, completions, strict=True))), len(set(pairs)), len(pairs)]
+    sums += [len(set(zip(batch.texts, completions, strict=True))), len(pairs), all_pairs]
     sums += [0 if reference is None else k1(rollout.logprobs, reference, rollout.mask).sum()]
     rows, reward, best, tokens, distinct, different, all_pairs, kl = reduce(
         torch.tensor([float(x) for x in sums], device=device)
