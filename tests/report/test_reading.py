@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import pytest
@@ -37,6 +38,7 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl, line 1 is not JSON"),
         ("metrics.jsonl", b"", "has no finished iteration yet"),
         ("samples.jsonl", b"{}\n[" + b"[" * 100_000 + b"\n", "samples.jsonl, line 2 is not JSON"),
+        ("samples.jsonl", b'{"iteration": 1}\n', "samples.jsonl, sample 1 has no prompt"),
         ("summary.json", b"no", "summary.json is not JSON"),
         ("config.yaml", b"a: [", "config.yaml: while parsing"),
         ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: could not determine a constructor"),
@@ -52,3 +54,12 @@ def test_damage_is_named(copy, name, content, message):
 def test_another_folder_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.yaml"):
         read_run(tmp_path)
+
+
+def test_lists_of_different_lengths_are_no_sample(copy):
+    first, *rest = (copy / "samples.jsonl").read_text().splitlines(keepends=True)
+    sample = json.loads(first)
+    sample["values"].pop()
+    (copy / "samples.jsonl").write_text("".join([json.dumps(sample) + "\n", *rest]))
+    with pytest.raises(ConfigError, match="sample 1 has lists of different lengths"):
+        read_run(copy)

@@ -12,6 +12,21 @@ import yaml
 from tokencredit.runs.errors import ConfigError
 
 
+SAMPLE: dict[str, Any] = {
+    "iteration": int,
+    "prompt": str,
+    "completion": str,
+    "reward": int | float,
+    "truncated": bool,
+    "tokens": list,
+    "logprobs": list,
+    "values": list,
+    "rewards": list,
+    "advantages": list,
+}
+"""What a completion's record holds at least, and of which kind; the lists have an entry a token."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What the files of a run hold; `config` is as written, in plain dicts and lists."""
@@ -50,7 +65,13 @@ def read_run(path: Path) -> Run:
         raise ConfigError(f"{str(path)!r} has no finished iteration yet")
     summary = path / "summary.json"
     found = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
-    return Run(path, config, metrics, read_lines(path / "samples.jsonl"), found)
+    samples = read_lines(path / "samples.jsonl")
+    for number, sample in enumerate(samples, start=1):
+        if wrong := next((name for name, kind in SAMPLE.items() if not isinstance(sample.get(name), kind)), None):
+            raise ConfigError(f"{path / 'samples.jsonl'}, sample {number} has no {wrong}")
+        if len({len(sample[name]) for name, kind in SAMPLE.items() if kind is list}) != 1:
+            raise ConfigError(f"{path / 'samples.jsonl'}, sample {number} has lists of different lengths")
+    return Run(path, config, metrics, samples, found)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -159,8 +159,10 @@ def degenerate(run: History) -> Finding | None:
 
 def kl_runaway(run: History) -> Finding | None:
     """The policy is far from the reference, and goes on leaving."""
-    per_token = run.last("kl") / run.last("length")
-    if len(run) < SETTLED or not (per_token > 1.0 and run.last("kl") > 1.5 * run.mean("kl", slice(0, len(run) // 2))):
+    if len(run) < SETTLED:
+        return None
+    per_token, half = run.last("kl") / run.last("length"), len(run) // 2
+    if not (per_token > 1.0 and run.last("kl") > 1.5 * run.mean("kl", slice(half - WINDOW, half))):
         return None
     return Finding(
         "kl_runaway",
@@ -207,7 +209,7 @@ def clip_low(run: History) -> Finding | None:
     if len(run) < SETTLED or run.setting("algorithm") == "policy_gradient":
         return None
     steps = (run.setting("ppo.epochs") or 1) * (run.setting("ppo.minibatches") or 1)
-    if steps == 1 or not run.mean("clip_fraction", slice(-SETTLED, None)) < 1e-4:
+    if steps == 1 or not run.mean("clip_fraction", slice(None)) < 1e-4:
         return None
     return Finding(
         "clip_low",
@@ -356,7 +358,6 @@ CHECKS: tuple[Check, ...] = (
     kl_runaway,
     entropy_collapse,
     clip_high,
-    clip_low,
     explained_variance,
     value_loss,
     truncated,
@@ -364,4 +365,4 @@ CHECKS: tuple[Check, ...] = (
     dominant_term,
     always_clipped,
 )
-FINAL_CHECKS: tuple[Check, ...] = (flat_reward, still_warming)
+FINAL_CHECKS: tuple[Check, ...] = (clip_low, flat_reward, still_warming)
