@@ -11,7 +11,6 @@ import yaml
 
 from tokencredit.runs.errors import ConfigError
 
-
 SAMPLE: dict[str, Any] = {
     "iteration": int,
     "prompt": str,
