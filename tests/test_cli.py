@@ -197,10 +197,10 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     policy = sum(p.stat().st_size for p in (run[0] / "policy").glob("*.safetensors"))
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=13m", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=21m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        (disk / "other").write_bytes(b"x" * (13 * 2**20 - policy - 2**20 - 400_000))
+        (disk / "other").write_bytes(b"x" * (21 * 2**20 - policy - 9 * 2**20 - 400_000))
         options = ["--rollout.batch_size", "32", "--run.samples", "32", "--run.iterations", "2000", "--ppo.epochs", "1"]
         done = command("train", *options, "--ppo.minibatches", "1", "--run.dir", str(disk / "run"))
         assert done.returncode == 1
@@ -210,5 +210,6 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
             for line in (disk / "run" / name).read_text().splitlines():
                 json.loads(line)
         AutoModelForCausalLM.from_pretrained(disk / "run" / "policy")
+        assert (disk / "run" / "report.html").read_text().endswith("</html>")
     finally:
         subprocess.run(["umount", disk], check=True)

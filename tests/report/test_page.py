@@ -81,6 +81,11 @@ def test_model_output_is_text(tmp_path):
     page.encode("utf-8")
 
 
+def test_lines_end_where_they_end():
+    shown = data_of(render(made([sample(tokens=3) | {"tokens": ["a\n", "\n", "\tb\r\n"]}])))["credit"][0]["tokens"]
+    assert shown == ["a⏎\n", "⏎\n", "\\tb\\r⏎\n"]
+
+
 def test_a_run_of_ten_thousand_iterations_stays_small():
     metrics = [{"iteration": i, "seconds": 1.0} | {f"metric_{k}": i * k for k in range(40)} for i in range(1, 10_001)]
     samples = [sample(i, tokens=24, advantages=[0.1] * 24) for i in range(1, 10_001) for _ in range(8)]

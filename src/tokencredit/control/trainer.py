@@ -21,7 +21,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
-from tokencredit.report.page import write_report
+from tokencredit.report.page import LARGEST, write_report
 from tokencredit.runs.control_config import ControlConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.record import RunRecord
@@ -85,7 +85,7 @@ class ControlTrainer:
             KeyboardInterrupt: likewise kept, then passed on.
         """
         args = self.args
-        self.record.begin(args, reserve=2**20)
+        self.record.begin(args, reserve=LARGEST + 2**20)
         number = 0
         try:
             with self.record.screen:

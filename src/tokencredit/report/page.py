@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -17,8 +16,11 @@ from tokencredit.report.reading import Run, read_run
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.console import visible
 from tokencredit.runs.diagnosis import WINDOW, diagnose
+from tokencredit.runs.folder import RunFolder
 
 NAME = "report.html"
+LARGEST = 8 * 2**20
+"""Bytes of a page, at most."""
 POINTS = 1000
 """Of a curve; longer ones show the mean of neighbours."""
 TOKENS = 20_000
@@ -46,12 +48,8 @@ def write_report(folder: Path) -> Path:
     Raises:
         ConfigError: it is no run's folder, or one of its files cannot be understood.
     """
-    page = render(read_run(folder))
-    target = folder / NAME
-    temporary = folder / f".{NAME}.part"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, target)
-    return target
+    RunFolder(str(folder)).write(NAME, render(read_run(folder)))
+    return folder / NAME
 
 
 def render(run: Run) -> str:
@@ -173,13 +171,18 @@ def shown(sample: Mapping[str, Any], gamma: float, clip: Any) -> dict[str, Any]:
             numbers["clipped"] = [float(r > high if a > 0 else r < low) for r, a in pairs]
     return {
         "iteration": sample["iteration"],
-        "prompt": visible(sample["prompt"]),
+        "prompt": readable(sample["prompt"]),
         "reward": sample["reward"],
         "truncated": sample["truncated"],
-        "tokens": [visible(token) for token in sample["tokens"]],
+        "tokens": [readable(token) for token in sample["tokens"]],
         "numbers": {name: rounded(values) for name, values in numbers.items()},
         "what_if": [rounded(values) for values in what_if(sample, gamma).values()],
     }
+
+
+def readable(text: str) -> str:
+    """A model's text with its lines, each end marked, and whatever else does not print spelt out."""
+    return "⏎\n".join(map(visible, text.split("\n")))
 
 
 def rounded(values: Sequence[float]) -> list[float]:

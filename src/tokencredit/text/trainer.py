@@ -24,7 +24,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
-from tokencredit.report.page import write_report
+from tokencredit.report.page import LARGEST, write_report
 from tokencredit.runs.config import PPOConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.record import RunRecord
@@ -138,7 +138,7 @@ class PPOTrainer:
             KeyboardInterrupt: likewise kept, then passed on.
         """
         weights = sum(p.numel() * p.element_size() for p in self.policy.parameters())
-        self.record.begin(self.args, reserve=weights * (2 if self.args.eval.every else 1) + 2**20)
+        self.record.begin(self.args, reserve=weights * (2 if self.args.eval.every else 1) + LARGEST + 2**20)
         number = 0
         for prompts in dict.fromkeys((self.prompts, self.eval_prompts)):
             if left_out := prompts.left_out():
