@@ -90,7 +90,7 @@ def measure(seed: int, folder: Path) -> dict[str, float]:
 
 def warnings(folder: Path) -> int:
     """How many different things the diagnosis named, while the run went on and at its end."""
-    run = read_run(folder)
+    run = read_run(folder, samples=False)
     last = len(run.metrics)
     found = (diagnose(run.metrics[:n], run.config, ended=n == last) for n in range(1, last + 1))
     return len({finding.name for findings in found for finding in findings})

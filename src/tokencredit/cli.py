@@ -218,7 +218,7 @@ def doctor(parser: ArgumentParser, options: Namespace) -> None:
     from tokencredit.runs.console import Screen
     from tokencredit.runs.diagnosis import diagnose
 
-    run = read_run(Path(options.run))
+    run = read_run(Path(options.run), samples=False)
     screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
     screen.findings(findings)
     if not findings:

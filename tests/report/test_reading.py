@@ -1,9 +1,11 @@
+import itertools
 import json
 import shutil
 
 import pytest
 
-from tokencredit.report.reading import read_run
+from tokencredit.report.reading import ITERATIONS, read_run
+from tokencredit.runs.diagnosis import WINDOW
 from tokencredit.runs.errors import ConfigError
 
 
@@ -37,8 +39,8 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("metrics.jsonl", b"[1]\n", "metrics.jsonl, line 1 is not a JSON object"),
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl, line 1 is not JSON"),
         ("metrics.jsonl", b"", "has no finished iteration yet"),
-        ("samples.jsonl", b"{}\n[" + b"[" * 100_000 + b"\n", "samples.jsonl, line 2 is not JSON"),
-        ("samples.jsonl", b'{"iteration": 1}\n', "samples.jsonl, sample 1 has no prompt"),
+        ("samples.jsonl", b"[" * 100_000 + b"\n", "samples.jsonl, line 1 is not JSON"),
+        ("samples.jsonl", b'{"iteration": 1}\n', "samples.jsonl, line 1 has no prompt"),
         ("summary.json", b"no", "summary.json is not JSON"),
         ("config.yaml", b"a: [", "config.yaml: while parsing"),
         ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: could not determine a constructor"),
@@ -61,5 +63,18 @@ def test_lists_of_different_lengths_are_no_sample(copy):
     sample = json.loads(first)
     sample["values"].pop()
     (copy / "samples.jsonl").write_text("".join([json.dumps(sample) + "\n", *rest]))
-    with pytest.raises(ConfigError, match="sample 1 has lists of different lengths"):
+    with pytest.raises(ConfigError, match="line 1 has lists of different lengths"):
         read_run(copy)
+
+
+def test_of_a_long_run_a_part_is_read(copy):
+    row, sample = (json.loads((copy / name).read_text().splitlines()[0]) for name in ("metrics.jsonl", "samples.jsonl"))
+    for name, record in (("metrics.jsonl", row), ("samples.jsonl", sample)):
+        lines = (json.dumps(record | {"iteration": i}) + "\n" for i in range(1, 3001))
+        (copy / name).write_text("".join(lines))
+    numbers = [s["iteration"] for s in read_run(copy).samples]
+    assert numbers[:5] == [1, 2, 3, 4, 5]
+    assert numbers[-5:] == [2996, 2997, 2998, 2999, 3000]
+    assert len(numbers) <= ITERATIONS + 2 * WINDOW
+    assert max(b - a for a, b in itertools.pairwise(numbers)) <= 8
+    assert read_run(copy, samples=False).samples == []
