@@ -590,3 +590,14 @@ def test_ctrl_c_keeps_what_was_earned(tmp_path):
     assert [m["iteration"] for m in done] == list(range(1, len(done) + 1))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == len(done)
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+def test_one_operation_for_the_gelu_changes_no_token_and_no_loss(tmp_path, monkeypatch):
+    fused, fused_samples = PPOTrainer(args=small(tmp_path / "fused")).iteration(1)
+    monkeypatch.setattr("tokencredit.text.loading.fuse_gelu", lambda model: None)
+    plain_trainer = PPOTrainer(args=small(tmp_path / "plain"))
+    assert any(type(module).__name__ == "NewGELUActivation" for module in plain_trainer.policy.modules())
+    plain, plain_samples = plain_trainer.iteration(1)
+    assert [s["token_ids"] for s in fused_samples] == [s["token_ids"] for s in plain_samples]
+    for name in ("loss", "policy_loss", "value_loss", "kl", "entropy", "grad_norm"):
+        assert fused[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-5), name
