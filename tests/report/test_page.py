@@ -68,6 +68,9 @@ def test_ratio_and_clipping_by_hand():
     numbers = data_of(render(made([sample()])))["credit"][0]["numbers"]
     assert numbers["ratio after the update"] == pytest.approx([1.3499] * 3)  # e^0.3
     assert numbers["clipped"] == [1.0, 0.0, 1.0]  # above 1.2, where the advantage pushes on
+    metrics = [{"iteration": 1, "reward": 1.0, "advantage_mean": 0.6}]
+    whitened = render(made([sample()], metrics, advantage={"gamma": 1.0, "whiten": True}))
+    assert data_of(whitened)["credit"][0]["numbers"]["clipped"] == [0.0, 0.0, 0.0]  # all are below the mean
     lower = data_of(render(made([sample()], ppo={"clip": [0.2, 0.4]})))["credit"][0]["numbers"]
     assert lower["clipped"] == [0.0, 0.0, 0.0]
 
@@ -78,6 +81,13 @@ def test_model_output_is_text(tmp_path):
     assert "</script><img" not in page
     shown = data_of(page)["credit"][0]["tokens"][0]
     assert shown == "</script><img src=x onerror=alert(1)>\\x1b[31m\\u202egnp\\ud800 {{ 7 * 7 }} <!--"
+    page.encode("utf-8")
+
+
+def test_names_of_reward_terms_are_text_too():
+    metrics = [{"iteration": i, "reward": 1.0, f"reward_std/{HOSTILE}": 0.0} for i in range(1, 6)]
+    page = render(made(metrics=metrics))
+    assert "&lt;img src=x onerror=alert(1)&gt;\\x1b[31m\\u202egnp\\ud800" in page
     page.encode("utf-8")
 
 

@@ -110,6 +110,7 @@ def test_a_sample_adds_up(run):
     folder, trainer, _ = run
     samples = lines(folder, "samples.jsonl")
     assert [s["iteration"] for s in samples] == [1, 1, 1, 2, 2, 2]
+    metrics = {row["iteration"]: row for row in lines(folder, "metrics.jsonl")}
     for sample in samples:
         assert sample["new_logprobs"] != sample["logprobs"]
         columns = ("tokens", "logprobs", "new_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
@@ -117,6 +118,7 @@ def test_a_sample_adds_up(run):
         kl = sum(sample["logprobs"]) - sum(sample["ref_logprobs"])
         assert sum(sample["rewards"]) == pytest.approx(sample["reward"] - trainer.args.kl.coef * kl, abs=1e-4)
         assert sample["returns"][-1] == pytest.approx(sample["rewards"][-1], abs=1e-5)
+        assert metrics[sample["iteration"]]["advantage_std"] > 0
         text = trainer.tokenizer.decode(sample["token_ids"], skip_special_tokens=True)
         assert text == sample["completion"]
 

@@ -56,6 +56,7 @@ def render(run: Run) -> str:
     """The page."""
     # Autoescape for what stands in the page; `tojson` for its data, which then holds no character that HTML knows.
     pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
+    pages.filters["visible"] = visible
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return pages.get_template("page.html").render(
         name=visible(run.path.resolve().name),
@@ -147,12 +148,16 @@ def credit(run: Run) -> list[dict[str, Any]]:
     if len(numbers) > room:
         numbers = [numbers[round(i * (len(numbers) - 1) / (room - 1))] for i in range(room)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
-    gamma = float(advantage.get("gamma", 1.0))
-    return [shown(sample, gamma, ppo.get("clip")) for number in numbers for sample in by_iteration[number]]
+    gamma, clip = float(advantage.get("gamma", 1.0)), ppo.get("clip")
+    means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten")}
+    return [shown(s, gamma, clip, means.get(number, 0.0)) for number in numbers for s in by_iteration[number]]
 
 
-def shown(sample: Mapping[str, Any], gamma: float, clip: Any) -> dict[str, Any]:
-    """One sample of the credit view: its texts without anything that acts, and a list of numbers a quantity."""
+def shown(sample: Mapping[str, Any], gamma: float, clip: Any, mean_advantage: float) -> dict[str, Any]:
+    """One sample of the credit view: its texts without anything that acts, and a list of numbers a quantity.
+
+    An update that whitens pushes a token up where its advantage is above the batch's `mean_advantage`.
+    """
     logprobs = sample["logprobs"]
     numbers = {
         "advantage": sample["advantages"],
@@ -168,7 +173,7 @@ def shown(sample: Mapping[str, Any], gamma: float, clip: Any) -> dict[str, Any]:
         if clip is not None:
             low, high = clip_range(tuple(clip) if isinstance(clip, list) else clip)
             pairs = zip(ratios, sample["advantages"], strict=True)
-            numbers["clipped"] = [float(r > high if a > 0 else r < low) for r, a in pairs]
+            numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
     return {
         "iteration": sample["iteration"],
         "prompt": readable(sample["prompt"]),

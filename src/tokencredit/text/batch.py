@@ -42,6 +42,7 @@ class Batch:
         rollout, mask = self.rollout, self.rollout.mask
         everyone = torch.ones_like(self.scores, dtype=torch.bool)
         _, reward, variance = moments(self.scores, everyone, reduce)
+        _, advantage, advantage_variance = moments(self.advantages, mask, reduce)
 
         def total(*values: Tensor | float) -> list[float]:
             return reduce(torch.tensor([float(x) for x in values], device=mask.device)).tolist()
@@ -69,6 +70,8 @@ class Batch:
             "distinct": distinct / rows,
             "distinct_2": distinct_pairs / max(all_pairs, 1),
             "repetition": 1 - distinct_in_rows / max(all_pairs, 1),
+            "advantage_mean": float(advantage),
+            "advantage_std": float(advantage_variance.sqrt()),
             "explained_variance": float(explained_variance(rollout.values, self.returns, mask, reduce)),
         }
         if self.ref_logprobs is not None:
