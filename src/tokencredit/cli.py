@@ -54,23 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def new_parser(description: str) -> ArgumentParser:
+    """A parser that raises what it does not understand, and takes no abbreviations, since keys are many and alike."""
+    return ArgumentParser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
+
+
 def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """The command's parser, and that of each subcommand by name."""
-    train = ArgumentParser(exit_on_error=False, allow_abbrev=False, description="Train a language model with PPO.")
+    train = new_parser("Train a language model with PPO.")
     train.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
     train.add_class_arguments(PPOConfig)
     # A tuple, because jsonargparse merges a list of the same length into the default item by item.
     train.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
 
-    control = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Train an agent in a Gymnasium environment."
-    )
+    control = new_parser("Train an agent in a Gymnasium environment.")
     control.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
     control.add_class_arguments(ControlConfig)
 
-    generate = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Write from the policy that a run trained."
-    )
+    generate = new_parser("Write from the policy that a run trained.")
     generate.add_argument("run", help="The folder of a run.")
     generate.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
     generate.add_argument(
@@ -82,34 +83,26 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     generate.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
     generate.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
 
-    evaluate = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Measure the policy that a run trained."
-    )
+    evaluate = new_parser("Measure the policy that a run trained.")
     evaluate.add_argument("run", help="The folder of a run.")
     evaluate.add_argument("--base", action="store_true", help="Measure the model that the run started from.")
     evaluate.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
 
-    play = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Play with the agent that a run trained."
-    )
+    play = new_parser("Play with the agent that a run trained.")
     play.add_argument("run", help="The folder of a run.")
     play.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="How many episodes.")
     play.add_argument("--sample", action="store_true", help="Draw actions as in training; else the likeliest is taken.")
     play.add_argument("--videos", type=NonNegativeInt, default=0, help="Further episodes that are filmed.")
     play.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
 
-    report = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Write a run's page, which opens in any browser."
-    )
+    report = new_parser("Write a run's page, which opens in any browser.")
     report.add_argument("run", help="The folder of a run; it may still be going on.")
     report.add_argument("--open", action="store_true", help="Open the page.")
 
-    doctor = ArgumentParser(exit_on_error=False, allow_abbrev=False, description="Say what is wrong with a run.")
+    doctor = new_parser("Say what is wrong with a run.")
     doctor.add_argument("run", help="The folder of a run; it may still be going on.")
 
-    parser = ArgumentParser(
-        prog="tokencredit", exit_on_error=False, allow_abbrev=False, description="PPO for language models and agents."
-    )
+    parser = new_parser("PPO for language models and agents.")
     commands = {
         "train": train,
         "control": control,

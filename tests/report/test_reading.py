@@ -20,7 +20,6 @@ def test_a_run_is_read_back(run_folder):
     assert len(run.samples) == 12
     assert run.config["seed"] == 1
     assert run.summary["stopped_by"] == "iterations"
-    assert run.headline == "reward"
 
 
 def test_a_line_that_is_still_being_written_is_left_out(copy):

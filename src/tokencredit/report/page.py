@@ -15,7 +15,7 @@ from tokencredit.core.losses import clip_range
 from tokencredit.report.reading import Run, read_run
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.console import visible
-from tokencredit.runs.diagnosis import WINDOW, diagnose
+from tokencredit.runs.diagnosis import WINDOW, diagnose, headline
 from tokencredit.runs.folder import RunFolder
 
 NAME = "report.html"
@@ -65,15 +65,15 @@ def render(run: Run) -> str:
         plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
         data={"curves": curves(run.metrics), "credit": credit(run), "alternatives": list(ALTERNATIVES)},
         phrases=phrases(run.samples),
-        has_samples=bool(run.samples),
     )
 
 
 def story(run: Run) -> list[tuple[str, str]]:
     """What was trained, on what, from where to where: pairs of a word and a text."""
     config, metrics, summary = run.config, run.metrics, run.summary
-    first, last = (mean([row.get(run.headline) for row in part]) for part in (metrics[:1], metrics[-WINDOW:]))
-    name = run.headline.split("/")[-1].replace("_", " ")
+    metric = headline(config)
+    first, last = (mean([row.get(metric) for row in part]) for part in (metrics[:1], metrics[-WINDOW:]))
+    name = metric.split("/")[-1].replace("_", " ")
     seconds = sum(row.get("seconds") or 0.0 for row in metrics)
     if "env" in config:
         told = [("trained", f"an agent in {config['env'].get('id')}")]

@@ -46,11 +46,6 @@ class Run:
     summary: dict[str, Any]
     """Empty while the run goes on."""
 
-    @property
-    def headline(self) -> str:
-        """The metric that says how well it goes."""
-        return "train/average_return" if "env" in self.config else "reward"
-
 
 def read_run(path: Path, *, samples: bool = True) -> Run:
     """Read a run's folder; its completions, which are much the most of it, only if they are wanted.

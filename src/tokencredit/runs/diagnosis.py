@@ -37,7 +37,7 @@ class History:
     def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
         """`config` is the run's configuration in plain dicts."""
         self.metrics, self.config = metrics, config
-        self.reward = "train/average_return" if "env" in config else "reward"
+        self.reward = headline(config)
 
     def __len__(self) -> int:
         """Iterations."""
@@ -80,6 +80,11 @@ class History:
         deviation = self.first("train/std_return" if self.reward != "reward" else "reward_std")
         rise = self.last(self.reward) - self.first(self.reward)
         return rise / deviation if deviation > 0 else math.nan
+
+
+def headline(config: Mapping[str, Any]) -> str:
+    """The metric that says how well a run goes, by its configuration: an agent's return, or the reward of texts."""
+    return "train/average_return" if "env" in config else "reward"
 
 
 Check = Callable[[History], Finding | None]
