@@ -19,6 +19,7 @@ OPTIONS = [
     "--ppo.minibatches",
     "1",
 ]
+OPTIONS += ["--eval.every", "3", "--eval.samples", "16", "--eval.max_new_tokens", "8"]
 OPTIONS += ["--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
 
 

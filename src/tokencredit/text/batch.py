@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -37,8 +37,8 @@ class Batch:
     advantages: Tensor
     returns: Tensor
 
-    def metrics(self, reduce: Reduce, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Means over all completions; `reduce` sums a tensor over processes, `gather` puts their rows together."""
+    def metrics(self, reduce: Reduce, accelerator: Accelerator) -> dict[str, float]:
+        """Means over all completions; `reduce` sums a tensor over the accelerator's processes."""
         rollout, mask = self.rollout, self.rollout.mask
         everyone = torch.ones_like(self.scores, dtype=torch.bool)
         _, reward, variance = moments(self.scores, everyone, reduce)
@@ -58,7 +58,7 @@ class Batch:
             all_pairs,
             distinct_in_rows,
         )
-        distinct_pairs = len(gather(pairs).unique())
+        distinct_pairs = distinct_over_processes(pairs, accelerator)
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
@@ -129,6 +129,13 @@ def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
     pairs = ((ids[:, :-1] << 32) + ids[:, 1:])[both]
     in_rows = torch.stack([both.nonzero()[:, 0], pairs], dim=1).unique(dim=0)
     return len(pairs), pairs.unique(), len(in_rows)
+
+
+def distinct_over_processes(pairs: Tensor, accelerator: Accelerator) -> int:
+    """How many different pairs the processes have together; what each has, `[n]`, may differ in length."""
+    padded = accelerator.pad_across_processes(pairs, pad_index=-1)
+    everyone: Tensor = accelerator.gather(padded)
+    return len(everyone[everyone >= 0].unique())
 
 
 def _rounded(value: float | None) -> float | None:

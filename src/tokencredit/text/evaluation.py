@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.core.kl import k1
 from tokencredit.runs.config import EvalConfig, PPOConfig
 from tokencredit.runs.errors import ConfigError
-from tokencredit.text.batch import token_pairs
+from tokencredit.text.batch import distinct_over_processes, token_pairs
 from tokencredit.text.loading import end_ids, load_language_model, room_for_prompts
 from tokencredit.text.models import ActorCritic
 from tokencredit.text.prompts import Prompts, load_prompts
@@ -73,9 +73,9 @@ def evaluate(
 
     all_pairs, pairs, _ = token_pairs(rollout.response_ids, rollout.mask)
     sums = [len(totals), totals.sum(), totals.view(-1, settings.best_of).amax(1).sum(), rollout.mask.sum()]
-    sums += [len(set(zip(batch.texts, completions, strict=True))), len(pairs), all_pairs]
+    sums += [len(set(zip(batch.texts, completions, strict=True))), all_pairs]
     sums += [0 if reference is None else k1(rollout.logprobs, reference, rollout.mask).sum()]
-    rows, reward, best, tokens, distinct, different, all_pairs, kl = reduce(
+    rows, reward, best, tokens, distinct, all_pairs, kl = reduce(
         torch.tensor([float(x) for x in sums], device=device)
     ).tolist()
     metrics = {
@@ -84,7 +84,7 @@ def evaluate(
         **term_metrics(rated.terms, reduce, device),
         "length": tokens / rows,
         "distinct": distinct / rows,
-        "distinct_2": different / max(all_pairs, 1),
+        "distinct_2": distinct_over_processes(pairs, accelerator) / max(all_pairs, 1),
     }
     if reference is not None:
         metrics["kl"] = kl / rows

@@ -183,7 +183,7 @@ class PPOTrainer:
             update = self.update(number, batch, experience)
             metrics = {
                 "iteration": number,
-                **batch.metrics(self._all_sum, self._all_rows),
+                **batch.metrics(self._all_sum, self.accelerator),
                 **update,
                 "kl_coef": kl_coef,
                 "lr": lr,
@@ -446,12 +446,6 @@ class PPOTrainer:
         """Passes that train nothing, in the number format of those that do."""
         with torch.no_grad(), self.accelerator.autocast():
             yield
-
-    def _all_rows(self, tensor: Tensor) -> Tensor:
-        """The rows of all processes, whose numbers of rows may differ; nothing in them is negative."""
-        padded = self.accelerator.pad_across_processes(tensor, pad_index=-1)
-        rows: Tensor = self.accelerator.gather(padded)
-        return rows[rows >= 0]
 
     def _all_sum(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor, "sum")
