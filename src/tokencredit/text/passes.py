@@ -57,6 +57,16 @@ def evaluate_rollout(policy: ActorCritic, rollout: Rollout, temperature: float, 
     return Evaluation(torch.zeros(()), **by_length(rollout, budget, read))
 
 
+def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> Tensor:
+    """Log-probabilities `[batch, time]` of a rollout under a policy, whose critic is not asked."""
+
+    def read(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = policy.response_hidden(**inputs)
+        return {"logprobs": policy.logprobs(hidden, inputs["response_ids"], inputs["mask"], temperature)}
+
+    return by_length(rollout, budget, read)["logprobs"]
+
+
 def critic_values(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
     """Values `[batch, time]` from a critic with a trunk of its own, whose states no sampling pass has computed."""
 

@@ -43,7 +43,7 @@ from tokencredit.text.loading import (
     upload,
 )
 from tokencredit.text.models import ActorCritic, width
-from tokencredit.text.passes import Reference, critic_values, evaluate_rollout, refer
+from tokencredit.text.passes import Reference, critic_values, evaluate_rollout, refer, rollout_logprobs
 from tokencredit.text.precision import choose, this_process
 from tokencredit.text.prompts import PromptBatch, load_prompts
 from tokencredit.text.rewards import NonFiniteReward, RewardError, as_terms, build_terms, score
@@ -315,10 +315,9 @@ class PPOTrainer:
         if not len(rollout.mask):
             return rollout.logprobs
         with self._no_grad():
-            now = evaluate_rollout(
+            return rollout_logprobs(
                 self.policy, rollout, self.args.rollout.temperature, self.args.ppo.micro_batch_tokens
             )
-        return now.logprobs
 
     def _refer(self, rollout: Rollout, temperature: float) -> Reference:
         with self._no_grad():
