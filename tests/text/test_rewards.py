@@ -39,6 +39,11 @@ COMPLETIONS = [" wonderful, and I loved every minute.", " awful. I hated the scr
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("tokencredit.text.reward_calls.FIRST_PAUSE", 0.0)
+
+
 def rate(terms, prompts=PROMPTS, completions=COMPLETIONS, lengths=(2, 3), **columns):
     return score(terms, prompts, completions, columns, lengths)
 
@@ -498,10 +503,10 @@ def test_a_coroutine_that_raises_is_named_too():
 def test_a_function_that_raises_on_the_whole_only():
     def small(completions):
         if len(completions) > 1:
-            raise MemoryError("too many")
+            raise ValueError("too many")
         return [0.0]
 
-    with pytest.raises(RewardError, match=r"MemoryError: too many; .* 2 completions together, on none of them alone"):
+    with pytest.raises(RewardError, match=r"ValueError: too many; .* 2 completions together, on none of them alone"):
         rate([Term("small", 1.0, small)])
 
 

@@ -140,6 +140,12 @@ class RewardTerm:
     """Factor of this term in the sum."""
     name: str | None = None
     """Its name in metrics and messages; by default that of the function, the label, or the reward model's folder."""
+    retries: int = setting(2, at_least=0)
+    """How often a call that failed is made again, after 1, 2, 4 and so on to 60 seconds: one that raised, gave no list
+    of numbers or ran into the timeout. Of any kind of term, though meant for functions that ask a service."""
+    timeout: float | None = setting(None, above=0)
+    """Seconds that a call, of all completions of the batch, may take; null for as long as it likes. With a timeout, a
+    function that is no coroutine runs in a thread."""
 
     def __post_init__(self) -> None:
         """Fill in the label of the built-in classifier."""

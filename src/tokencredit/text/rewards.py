@@ -6,13 +6,10 @@ where it does not apply, or a list of numbers, one a token.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -23,32 +20,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.runs.config import RewardTerm
 from tokencredit.runs.errors import ConfigError
-from tokencredit.text.reward_functions import RewardFunction
+from tokencredit.text.reward_calls import NonFiniteReward, RewardError, Term, begin
 from tokencredit.text.reward_loading import load_function
 from tokencredit.text.reward_models import Classifier, RewardModel, load
 from tokencredit.text.reward_texts import Text, joined
 
 Value = float | list[float] | None
 """What a term says of a completion."""
-
-
-class RewardError(RuntimeError):
-    """A reward that could not be had; the message names the term and, where it can, the text."""
-
-
-class NonFiniteReward(RewardError):
-    """A reward that is NaN or infinite."""
-
-
-@dataclass
-class Term:
-    """A reward function with its name and weight."""
-
-    name: str
-    weight: float
-    function: RewardFunction
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that it gets at every call, before any column of the same name."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +73,7 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
         name = str(settings.label)
     else:
         function, name = RewardModel(source, *load(source, device), **options), Path(source).name
-    return Term(settings.name or name, settings.weight, function, kwargs)
+    return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout)
 
 
 def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term]:
@@ -154,7 +132,8 @@ def score(
 ) -> Scores:
     """Rate completions.
 
-    Coroutine functions start first, run concurrently with each other, and are waited for in the terms' order.
+    Coroutine functions start first, run concurrently with each other, and are waited for in the terms' order. A call
+    that fails is made again, `Term.retries` times.
 
     Args:
         terms: at least one.
@@ -165,21 +144,17 @@ def score(
         lengths: sampled tokens of each completion, the end-of-sequence token included.
 
     Raises:
-        RewardError: a function raised, or gave something other than a number, None or a list of `lengths[i]` numbers
-            for each completion; or no term said anything of any completion.
+        RewardError: a function raised, took longer than its timeout, or gave something other than a number, None or a
+            list of `lengths[i]` numbers for each completion, and did so or the like at each try; or no term said
+            anything of any completion.
         NonFiniteReward: a number is NaN or infinite.
+        MemoryError, RuntimeError: a function ran out of memory; see `memory.out_of_memory`.
         ConfigError: a function asks for a column that is not there.
     """
     offered = {**columns, "prompts": prompts, "completions": completions}
-    values: dict[str, list[Value]] = {}
-    for term, answer in [(term, _start(term, offered)) for term in terms]:
-        try:
-            result = answer()
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise RewardError(_blame(term, offered, error)) from error
-        values[term.name] = _read(term.name, result, prompts, completions, lengths)
+    read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths)
+    answers = [begin(term, offered, functools.partial(read, term.name)) for term in terms]
+    values = {term.name: answer() for term, answer in zip(terms, answers, strict=True)}
     if not any(value is not None for column in values.values() for value in column):
         raise RewardError(f"no reward term said anything of any completion: {', '.join(values)} gave None everywhere")
     return _add(terms, values, lengths)
@@ -198,61 +173,6 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
         summed[term.name] = [sum(value) if isinstance(value, list) else value for value in values[term.name]]
     is_dense = any(isinstance(value, list) for column in values.values() for value in column)
     return Scores(totals, dense if is_dense else None, summed)
-
-
-def _start(term: Term, offered: Mapping[str, Sequence[Any]]) -> Callable[[], Any]:
-    """Begin a call if it is a coroutine's; returns what waits for the result, or makes the call."""
-    args, kwargs = _arguments(term, offered)
-    function = term.function
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return asyncio.run_coroutine_threadsafe(function(*args, **kwargs), _loop()).result
-    return functools.partial(function, *args, **kwargs)
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all coroutine functions, in a thread of its own.
-
-    One loop for the whole process, because clients keep connections that belong to the loop they were opened in; a
-    thread, because the caller may have a loop that runs already, as a notebook does.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
-
-
-def _arguments(term: Term, offered: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
-    """What of all that is offered a function takes: by name, or prompts and completions in the first two places."""
-    parameters = inspect.signature(term.function).parameters
-    named = {**offered, **term.kwargs}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        named = {name: value for name, value in named.items() if name in parameters}
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    missing = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic and n not in named]
-    if not missing:
-        return [], named
-    if len(missing) == 2 and missing == list(parameters)[:2]:
-        rest = {name: value for name, value in named.items() if name not in ("prompts", "completions")}
-        return [offered["prompts"], offered["completions"]], rest
-    raise ConfigError(f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(offered))}")
-
-
-def _blame(term: Term, offered: Mapping[str, Sequence[Any]], error: Exception) -> str:
-    """Who raised, what, and on which completion: found by calling the function again on one at a time."""
-    for row in range(len(offered["prompts"])):
-        alone = {name: column[row : row + 1] for name, column in offered.items()}
-        try:
-            _start(term, alone)()
-        except Exception as again:
-            prompt, completion = alone["prompts"][0], alone["completions"][0]
-            return (
-                f"reward term {term.name!r} raised {type(again).__name__}: {again}; "
-                f"its prompt was {prompt!r} and its completion {completion!r}"
-            )
-    return (
-        f"reward term {term.name!r} raised {type(error).__name__}: {error}; "
-        f"it did so on {len(offered['prompts'])} completions together, on none of them alone"
-    )
 
 
 def _read(
