@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test lint types format benchmark bench world
+.PHONY: install train test lint types format benchmark bench chaos world
 
 install: .venv/installed
 
@@ -37,6 +37,10 @@ benchmark: install
 # The tables of benchmarks/RESULTS.md; TRL gets an environment of its own.
 bench: install .trl-venv/installed
 	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
+
+# Kills and damages real runs, resumes them, and compares with runs left in peace; as root, for the small disks.
+chaos: install
+	$(BIN)/python tests/chaos.py
 
 .trl-venv/installed:
 	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv

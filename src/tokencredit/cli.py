@@ -25,15 +25,19 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 Config = TypeVar("Config", PPOConfig, ControlConfig)
 
+RESUME = "The folder of a run that was cut short, to go on with, with its configuration; flags change that."
+
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
+NOT_SETTINGS = ("config", "debug", "resume")
+"""Options of `train` and `control` that are no keys of a configuration."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # jsonargparse leaves the comments out unless asked; a configuration without them explains nothing.
-    arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
+    arguments = ["--print_config=comments" if a == "--print_config" else a for a in with_resumed(arguments)]
     parser, commands = build_parser()
     try:
         chosen = parser.parse_args(arguments)
@@ -54,6 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def with_resumed(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--resume RUN` as what it also stands for: the run's configuration, which flags change."""
+    if "--resume" not in arguments[:-1]:
+        return list(arguments)
+    at = arguments.index("--resume")
+    run = arguments[at + 1]
+    own = ["--resume", run, "--config", str(Path(run) / "config.yaml"), "--run.dir", run]
+    return [arguments[0], *own, *arguments[1:at], *arguments[at + 2 :]]
+
+
 def new_parser(description: str) -> ArgumentParser:
     """A parser that raises what it does not understand, and takes no abbreviations, since keys are many and alike."""
     return ArgumentParser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
@@ -63,12 +77,14 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """The command's parser, and that of each subcommand by name."""
     train = new_parser("Train a language model with PPO.")
     train.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
+    train.add_argument("--resume", help=RESUME)
     train.add_class_arguments(PPOConfig)
     # A tuple, because jsonargparse merges a list of the same length into the default item by item.
     train.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
 
     control = new_parser("Train an agent in a Gymnasium environment.")
     control.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
+    control.add_argument("--resume", help=RESUME)
     control.add_class_arguments(ControlConfig)
 
     generate = new_parser("Write from the policy that a run trained.")
@@ -122,7 +138,9 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 def train(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit train`."""
     config = to_config(parser, options, PPOConfig)
-    if os.environ.get("RANK", "0") == "0":  # of the processes that a launcher starts, only the first writes
+    resume = resumes(options)
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher starts, only this one writes
+    if first and not resume:
         RunFolder(config.run.dir).refuse_if_used()  # before the seconds that the imports below take
     from transformers.utils.logging import disable_progress_bar
 
@@ -130,17 +148,24 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
 
     disable_progress_bar()  # one bar on the screen: ours
 
-    PPOTrainer(args=config).train()
+    PPOTrainer(args=config).train(resume_from_checkpoint=resume)
 
 
 def control(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit control`."""
     config = to_config(parser, options, ControlConfig)
-    RunFolder(config.run.dir).refuse_if_used()
+    resume = resumes(options)
+    if not resume:
+        RunFolder(config.run.dir).refuse_if_used()
     require_gymnasium()
     from tokencredit.control.trainer import ControlTrainer
 
-    ControlTrainer(config).train()
+    ControlTrainer(config).train(resume_from_checkpoint=resume)
+
+
+def resumes(options: Namespace) -> bool:
+    """Whether a run is to be resumed."""
+    return options.resume is not None
 
 
 def play(parser: ArgumentParser, options: Namespace) -> None:
@@ -232,7 +257,7 @@ COMMANDS = {
 def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config]) -> Config:
     """The checked configuration that parsed options stand for."""
     settings = vars(parser.instantiate(options))
-    return kind(**{key: value for key, value in settings.items() if key not in ("config", "debug")})
+    return kind(**{key: value for key, value in settings.items() if key not in NOT_SETTINGS})
 
 
 def read_config(file: Path, kind: type[Config]) -> Config:

@@ -213,7 +213,7 @@ def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
 def test_returns_are_counted_before_normalisation(tmp_path):
     args = small(tmp_path / "run", env=EnvConfig("CartPole-v1", normalize_rewards=True), steps=64)
     trainer = ControlTrainer(args)
-    metrics = trainer.iteration(1)
+    metrics, _ = trainer.iteration(1)
     assert metrics["train/average_return"] == pytest.approx(metrics["train/average_length"])
     assert np.isfinite(metrics["train/average_return"])
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.folder import RunFolder, replacing
 
 
 @contextmanager
@@ -94,18 +94,18 @@ def test_a_full_disk_leaves_the_old_file(folder):
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(folder):
-    with folder.replacing("policy") as temporary:
+    with replacing(folder.path / "policy") as temporary:
         (temporary / "weights").write_text("old")
 
     def interrupted():
-        with folder.replacing("policy") as temporary:
+        with replacing(folder.path / "policy") as temporary:
             (temporary / "weights").write_text("ne")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert (folder.path / "policy" / "weights").read_text() == "old"
-    with folder.replacing("policy") as temporary:
+    with replacing(folder.path / "policy") as temporary:
         (temporary / "weights").write_text("new")
     assert (folder.path / "policy" / "weights").read_text() == "new"
     assert os.listdir(folder.path) == ["policy"]

@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -74,6 +75,7 @@ def test_a_run_leaves_its_files(run):
         "summary.json",
         "tensorboard",
         "policy",
+        "checkpoints",
     }
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["iterations"] == 2
@@ -205,7 +207,7 @@ def test_every_estimator_by_its_name(estimator, tmp_path):
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4),
     )
     trainer = PPOTrainer(args=args)
-    batch, _ = trainer.collect(1)
+    batch, _ = trainer.collect()
     acted = batch.rollout.mask
     assert batch.advantages[acted].isfinite().all()
     assert (batch.advantages[~acted] == 0).all()
@@ -214,7 +216,7 @@ def test_every_estimator_by_its_name(estimator, tmp_path):
         expected = scores - (scores.view(2, 4).sum(1, keepdim=True).expand(2, 4).flatten() - scores) / 3
         torch.testing.assert_close(batch.advantages[:, 0], expected)
     if estimator == "uniform":
-        second, _ = trainer.collect(2)
+        second, _ = trainer.collect()
         torch.testing.assert_close(second.advantages[:, 0], second.rewards.sum(1) - scores.mean())
 
 
@@ -223,7 +225,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     kl = KLConfig(coef=0.5, place=place, estimator=estimator)
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
     trainer.iteration(1)
-    batch, experience = trainer.collect(2)
+    batch, experience = trainer.collect()
     rollout = batch.rollout
     with torch.no_grad():
         policy = trainer.policy.lm(torch.cat([rollout.prompt_ids, rollout.response_ids], 1)).logits
@@ -292,7 +294,7 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     assert trainer.reference is trainer.policy, "no second copy in memory"
     base = PPOTrainer(args=small(tmp_path / "other")).policy
     trainer.train()
-    batch, _ = trainer.collect(3)
+    batch, _ = trainer.collect()
     with torch.no_grad():
         expected = base(**batch.rollout.inputs(), temperature=1.0).logprobs
     acted = batch.rollout.mask
@@ -352,7 +354,7 @@ def test_evaluation_keeps_the_best_policy(tmp_path):
         assert m["eval/best"] >= m["eval/reward"] == pytest.approx(m["eval/reward/NEGATIVE"])
         assert 1 <= m["eval/length"] <= 8
         assert 0 < m["eval/distinct"] <= 1
-    assert trainer.best == max(rewards)
+    assert trainer.record.best == max(rewards)
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best").state_dict()
     expected = policies[rewards.index(max(rewards))]
     assert all(torch.equal(best[name], weights) for name, weights in expected.items())
@@ -434,7 +436,7 @@ def test_callbacks_hear_of_each_stage_with_its_results(tmp_path):
 @pytest.mark.parametrize(("normalize", "shift"), [("batch", True), ("batch", False), ("running", True)])
 def test_scores_are_normalised_as_asked(normalize, shift, tmp_path):
     args = small(tmp_path / "run", score=ScoreConfig(normalize=normalize, shift_mean=shift), kl=KLConfig(coef=0.0))
-    batch, _ = PPOTrainer(args=args).collect(1)
+    batch, _ = PPOTrainer(args=args).collect()
     paid, scores = batch.rewards.sum(1), batch.scores
     assert float(paid.std(correction=0)) == pytest.approx(1, rel=1e-3)
     assert float(paid.mean()) == pytest.approx(0 if shift else float(scores.mean()), abs=1e-4)
@@ -445,7 +447,7 @@ def test_dense_rewards_are_paid_where_they_stand(tmp_path):
         return [[float(place) for place in range(len(ids))] for ids in completion_ids]
 
     trainer = PPOTrainer(reward_funcs=places, args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
-    batch, _ = trainer.collect(1)
+    batch, _ = trainer.collect()
     expected = torch.arange(batch.rewards.shape[1]).expand_as(batch.rewards) * batch.rollout.mask
     torch.testing.assert_close(batch.rewards, expected.float())
     torch.testing.assert_close(batch.scores, expected.float().sum(1))
@@ -525,34 +527,89 @@ def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
         PPOTrainer(args=small(tmp_path / "run", model=ModelConfig(compile=True)))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_stops_the_run_and_keeps_what_was_earned(bad, tmp_path):
-    trainer = PPOTrainer(args=small(tmp_path / "run"))
-    honest = trainer.terms[0].function
+def odd_in(iterations, bad, honest):
+    """A reward that is `bad` in these iterations."""
     calls = []
 
     def sometimes(prompts, completions):
         calls.append(1)
-        return honest(prompts, completions) if len(calls) < 2 else [bad] * len(prompts)
+        return [bad] * len(prompts) if len(calls) in iterations else honest(prompts, completions)
 
-    trainer.terms = [Term("odd", 1.0, sometimes)]
+    return [Term("odd", 1.0, sometimes)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, tmp_path):
+    run = tmp_path / "run"
+    trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=9, max_bad_steps=2)))
+    trainer.terms = odd_in((2, 4, 5, 6), bad, trainer.terms[0].function)
     with pytest.raises(
-        RunStopped, match=r"stopped in iteration 2: reward term 'odd' is (nan|inf) for the text 'This movie"
+        RunStopped,
+        match=r"stopped in iteration 5: reward term 'odd' is (nan|inf) for the text 'This movie .*, in 2 steps in a "
+        r"row \(run\.max_bad_steps\); see .*bad_steps/000005-1; go on with: tokencredit train --resume",
     ):
         trainer.train()
-    assert [m["iteration"] for m in lines(tmp_path / "run", "metrics.jsonl")] == [1]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "a number that is not finite"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    metrics = lines(run, "metrics.jsonl")
+    assert [(m["iteration"], m["reward"] is None, m["bad_steps"]) for m in metrics] == [
+        (1, False, 0),
+        (2, True, 1),
+        (3, False, 0),
+        (4, True, 1),
+    ]
+    assert metrics[1]["steps"] == 0
+    assert json.loads((run / "summary.json").read_text())["stopped_by"] == "numbers that are not finite"
+    AutoModelForCausalLM.from_pretrained(run / "policy")
+    assert sorted(p.name for p in (run / "bad_steps").iterdir()) == ["000002-1", "000004-1", "000005-1"]
+    about = json.loads((run / "bad_steps" / "000002-1" / "about.json").read_text())
+    batch = load_file(run / "bad_steps" / "000002-1" / "batch.safetensors")
+    assert len(about["texts"]) == len(batch["response_ids"]) == trainer.args.rollout.batch_size
+    assert (run / "checkpoints" / "000004").is_dir(), "nothing was learned in iteration 5, so it can begin again"
 
 
-def test_a_loss_that_is_not_finite_names_the_text(tmp_path):
+def test_a_reward_that_is_not_finite_changes_nothing(tmp_path):
+    trainer = PPOTrainer(args=small(tmp_path / "run"))
+    trainer.record.folder.create(0)
+    trainer.record.config = {}
+    trainer.terms = odd_in((1,), math.nan, trainer.terms[0].function)
+    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    trainer.iteration(1)
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    trainer.iteration(2)
+    assert not all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+
+
+def test_a_loss_that_is_not_finite_names_the_text_and_leaves_the_weights_alone(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     with torch.no_grad():
         trainer.policy.value_head[-1].bias.fill_(1e30)  # its square is infinite in float32
+    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
     with pytest.raises(
         RunStopped, match=r"stopped in iteration 1: value loss of the text 'This movie was really.*' is not finite"
     ):
         trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    minibatch = load_file(tmp_path / "run" / "bad_steps" / "000001-1" / "batch.safetensors")
+    assert {"prompt_ids", "response_ids", "advantages", "returns", "logprobs"} <= set(minibatch)
+
+
+def test_a_gradient_that_is_not_finite_costs_one_step(tmp_path):
+    trainer = PPOTrainer(args=small(tmp_path / "run"))
+    weight = trainer.policy.value_head[-1].weight
+    seen = []
+
+    def spoil(gradient):
+        seen.append(1)
+        return gradient * math.nan if len(seen) == 2 else gradient
+
+    weight.register_hook(spoil)
+    trainer.train()
+    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    steps = trainer.args.ppo.epochs * trainer.args.ppo.minibatches
+    assert [(m["steps"], m["bad_steps"]) for m in metrics] == [(steps - 1, 1), (steps, 0)]
+    assert all(math.isfinite(m["loss"]) and math.isfinite(m["grad_norm"]) for m in metrics)
+    assert bool(weight.isfinite().all())
+    events = [event["event"] for event in lines(tmp_path / "run", "events.jsonl")]
+    assert any("gradient is not finite; the step was not taken" in event for event in events)
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,17 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environments import EnvironmentRaised
+from tokencredit.control.environments import EnvironmentRaised, follow_trails, leave_trails
 from tokencredit.runs.errors import RunStopped
+from tokencredit.runs.generators import from_text, to_text
+
+
+class NonFiniteReward(RunStopped):
+    """A reward that is NaN or infinite, with the rollout's observations and rewards, `[time, copies, …]`."""
+
+    def __init__(self, wrong: str, observations: np.ndarray, rewards: np.ndarray):
+        super().__init__(wrong)
+        self.observations, self.rewards = observations, rewards
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,8 @@ class Collector:
         """Take `steps` steps with every copy.
 
         Raises:
-            RunStopped: an observation or reward is not finite, or an environment raised.
+            NonFiniteReward: a reward is not finite; the environments have made their steps all the same.
+            RunStopped: an observation is not finite, or an environment raised.
         """
         copies, size = self.observation.shape
         distribution = self.agent.distribution
@@ -86,7 +97,10 @@ class Collector:
                     episodes += [(float(told["r"][i]), int(told["l"][i])) for i in np.flatnonzero(info["_episode"])]
         observations[steps] = self.observation
         actions = torch.stack(drawn)
-        self._check(observations, rewards)
+        if wrong := not_finite("an observation", observations):
+            raise RunStopped(wrong)
+        if wrong := not_finite("a reward", rewards):
+            raise NonFiniteReward(wrong, observations, rewards)
 
         # One pass over everything for what sampling did not need; so the ratio starts at exactly 1.
         logprobs = distribution.logprobs(self.agent.outputs(seen[:-1]), actions)
@@ -107,12 +121,31 @@ class Collector:
             episodes=episodes,
         )
 
-    def _check(self, observations: np.ndarray, rewards: np.ndarray) -> None:
-        """Refuse what is not finite, and say where it came from."""
-        for name, array in (("an observation", observations), ("a reward", rewards)):
-            if not np.isfinite(array.sum()) and not np.isfinite(array).all():
-                step, copy = np.argwhere(~np.isfinite(array))[0][:2]
-                raise RunStopped(f"environment {copy} gave {name} that is not finite, at step {step} of the rollout")
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as plain values and arrays."""
+        return {
+            "generator": to_text(self.generator.get_state()),
+            "observation": self.observation,
+            "ended": self.ended,
+            "envs": leave_trails(self.envs),
+        }
+
+    def load(self, state: dict[str, Any]) -> list[int]:
+        """Go on from what `state` gave; returns the copies that could not be brought back, and begin an episode."""
+        with blamed():
+            lost = follow_trails(self.envs, state["envs"])
+        self.generator.set_state(from_text(state["generator"]))
+        self.observation, self.ended = state["observation"], state["ended"]
+        self.ended[lost] = True
+        return lost
+
+
+def not_finite(name: str, array: np.ndarray) -> str | None:
+    """Which copy gave, at which step, something of `[time, copies, …]` that is not finite, in words."""
+    if np.isfinite(array.sum()) or np.isfinite(array).all():
+        return None
+    step, copy = np.argwhere(~np.isfinite(array))[0][:2]
+    return f"environment {copy} gave {name} that is not finite, at step {step} of the rollout"
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import multiprocessing
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import FlattenObservation as FlattenOne
 from gymnasium.wrappers import FrameStackObservation, RecordVideo
+from gymnasium.wrappers.utils import RunningMeanStd
 from gymnasium.wrappers.vector import (
     DtypeObservation,
     FlattenObservation,
@@ -33,37 +36,93 @@ EXPECTED = ("ERROR: ", "precision lowered by casting to float32", "Overwriting e
 """Warnings of Gymnasium's about what is meant so, or what an exception says again."""
 
 
+LONGEST = 100_000
+"""Steps of an episode that are remembered; one that is longer begins anew when a run is resumed."""
+
+
 class EnvironmentRaised(RuntimeError):
     """An exception of an environment's own, as text, since it may come from another process."""
 
 
 class Witness(gym.Wrapper):
-    """Says which environment raised an exception, when and where; and keeps back `info`, which nobody here reads.
+    """The outermost wrapper of one environment: knows how it came to be where it is.
 
-    To gather a few numbers of MuJoCo's from all copies at each step takes as long as the step itself.
+    So it can say which environment raised an exception, when and where; and, since no environment can be saved as it
+    is, lead another one there: to the randomness that its episode began with, and on through the episode's actions.
+
+    It keeps back `info`, which nobody here reads: to gather a few numbers of MuJoCo's from all copies at each step
+    takes as long as the step itself.
     """
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
         self.seed, self.steps = None, 0
+        self.began: dict[str, Any] = {}
+        self.actions: list[Any] = []
+        self.observation: Any = None
+        self.ended = self.must_reset = False
+        self.trail: dict[str, Any] = {}
+        """Where `follow` leads."""
+
+    def leave_trail(self) -> dict[str, Any]:
+        """What `follow` needs to come here."""
+        if self.ended:  # all that is left of it is the randomness of the episodes to come
+            return {"seed": self.seed, "ended": True, "began": self._beginning(None)}
+        here = {"steps": self.steps, "observation": self._flat_observation()}
+        return {"seed": self.seed, "ended": False, "began": self.began, "actions": np.array(self.actions)} | here
+
+    def follow(self) -> bool:
+        """Go where `trail` leads; False if that failed. The next step is then a reset, as after an episode's end."""
+        trail, began = self.trail, self.trail["began"]
+        self.must_reset = True
+        if began["seed"] is None and began["random"] is None:
+            return False
+        if began["random"] is not None:
+            self.unwrapped.np_random.bit_generator.state = began["random"]
+        if trail["ended"]:
+            self.seed = trail["seed"]
+            return True
+        self.reset(seed=began["seed"])
+        for action in trail["actions"]:
+            self.step(action)
+        self.seed = trail["seed"]
+        self.must_reset = not (
+            self.steps == trail["steps"] and np.array_equal(self._flat_observation(), trail["observation"])
+        )
+        return not self.must_reset
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset, and remember the seed that the environment's randomness goes back to."""
         self.seed, self.steps = self.seed if seed is None else seed, 0
+        self.began, self.actions, self.ended, self.must_reset = self._beginning(seed), [], False, False
         try:
-            observation, _ = self.env.reset(seed=seed, options=options)
+            self.observation, _ = self.env.reset(seed=seed, options=options)
         except Exception as error:
             raise self._raised(error) from None
-        return observation, {}
+        return self.observation, {}
 
     def step(self, action: Any) -> Any:
         """Step, and count."""
+        if self.must_reset:
+            return self.reset()[0], 0.0, False, False, {}
         self.steps += 1
+        if self.steps <= LONGEST:
+            self.actions.append(action)
         try:
-            observation, reward, terminated, truncated, _ = self.env.step(action)
+            self.observation, reward, terminated, truncated, _ = self.env.step(action)
         except Exception as error:
             raise self._raised(error) from None
-        return observation, reward, terminated, truncated, {}
+        self.ended = bool(terminated or truncated)
+        return self.observation, reward, terminated, truncated, {}
+
+    def _beginning(self, seed: int | None) -> dict[str, Any]:
+        """What decides the episode that a reset with this seed would begin now."""
+        generator = getattr(self.unwrapped, "np_random", None)
+        state = generator.bit_generator.state if seed is None and isinstance(generator, np.random.Generator) else None
+        return {"seed": seed, "random": state}
+
+    def _flat_observation(self) -> np.ndarray:
+        return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
 
     def _raised(self, error: Exception) -> EnvironmentRaised:
         return EnvironmentRaised(
@@ -103,7 +162,7 @@ def make_envs(
         warnings.filterwarnings("ignore", f".*{message}", UserWarning)
     if "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", "")):
         warn_of_mujoco()
-    layers: list[Callable[[gym.Env], gym.Env]] = [Witness]
+    layers: list[Callable[[gym.Env], gym.Env]] = [deaf_to_ctrl_c]
     rendered = {}
     if videos is not None:
         rendered = {"render_mode": "rgb_array"}
@@ -112,6 +171,7 @@ def make_envs(
         )
     if stack > 1:
         layers += [flat, partial(FrameStackObservation, stack_size=stack)]
+    layers.append(Witness)
     envs = make_copies(
         args,
         num_envs=number,
@@ -175,6 +235,56 @@ def warn_of_mujoco() -> None:
         return  # Gymnasium says what is missing
     warnings.filterwarnings("ignore", ".* is deprecated and will be removed", UserWarning)
     mujoco.set_mju_user_warning(lambda message: warnings.warn(message, UserWarning, stacklevel=2))
+
+
+def leave_trails(envs: VectorEnv) -> dict[str, Any]:
+    """What `follow_trails` needs to bring other copies of these environments where they are: plain values and arrays.
+
+    Of each copy its trail, and of each wrapper around all of them the arrays and running statistics that it holds.
+    """
+    return {
+        "copies": list(envs.unwrapped.call("leave_trail")),
+        "layers": [memory(layer) for layer in vector_layers(envs)],
+    }
+
+
+def follow_trails(envs: VectorEnv, trails: dict[str, Any]) -> list[int]:
+    """Bring environments where others were; returns the copies that cannot be brought there, and will be reset."""
+    envs.unwrapped.set_attr("trail", trails["copies"])
+    lost = [copy for copy, arrived in enumerate(envs.unwrapped.call("follow")) if not arrived]
+    for layer, remembered in zip(vector_layers(envs), trails["layers"], strict=True):
+        for name, value in remembered.items():
+            if isinstance(value, dict):
+                vars(getattr(layer, name)).update(value)
+            else:
+                setattr(layer, name, value)
+                if name.endswith("prev_dones"):
+                    value[lost] = True
+    return lost
+
+
+def vector_layers(envs: VectorEnv) -> list[VectorEnv]:
+    """The wrappers around all copies."""
+    return [layer for layer in wrappers(envs) if layer is not envs.unwrapped]
+
+
+def memory(layer: VectorEnv) -> dict[str, Any]:
+    """The arrays that a wrapper holds itself, and what its running statistics hold, each a dict."""
+    held: dict[str, Any] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, np.ndarray):
+            held[name] = value
+        elif isinstance(value, RunningMeanStd):
+            # A number of Python's must stay one: with one of NumPy's, sums with float32 would become float64.
+            held[name] = {part: np.asarray(x) if isinstance(x, np.generic) else x for part, x in vars(value).items()}
+    return held
+
+
+def deaf_to_ctrl_c(env: gym.Env) -> gym.Env:
+    """The environment as it is; a process of its own leaves Ctrl-C to the one that trains."""
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return env
 
 
 def statistics(envs: VectorEnv) -> dict[str, Any]:

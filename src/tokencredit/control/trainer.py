@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,22 @@ import torch
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.collecting import Collector, Rollout
+from tokencredit.control.collecting import Collector, NonFiniteReward, Rollout
 from tokencredit.control.environments import make_envs
 from tokencredit.control.playing import Player, check_videos, episode_metrics, save_agent
 from tokencredit.core.advantages import estimate
 from tokencredit.core.masked import explained_variance, moments, whiten
 from tokencredit.core.projection import TokenLoss
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule, set_rates
+from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
 from tokencredit.report.page import LARGEST, write_report
 from tokencredit.runs.control_config import ControlConfig
-from tokencredit.runs.errors import ConfigError, RunStopped
+from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.generators import from_text, random_state, set_random_state, to_text
+from tokencredit.runs.loop import State, run
 from tokencredit.runs.record import RunRecord
 
 EPISODES = 100
@@ -67,8 +71,7 @@ class ControlTrainer:
             eps=optim.eps,
         )
         total = max(args.run.iterations, optim.warmup + 1)
-        factor = schedule(optim.schedule, warmup=optim.warmup, total=total, final_scale=optim.final_scale)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        self.lr_factor = schedule(optim.schedule, warmup=optim.warmup, total=total, final_scale=optim.final_scale)
         # In one process nothing wraps them, and Accelerate's own step looks for packages on the disk each time.
         self.model, self.optimizer = self.agent, optimizer
         self.shuffling = torch.Generator().manual_seed(args.seed + 1)
@@ -77,64 +80,63 @@ class ControlTrainer:
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
         self.steps = 0
 
-    def train(self) -> dict[str, Any]:
+    def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
         """Run all iterations, leave the run's folder behind, and return its summary.
 
-        Raises:
-            RunStopped: something was not finite, or an environment raised. What was trained until then is kept.
-            KeyboardInterrupt: likewise kept, then passed on.
-        """
-        args = self.args
-        self.record.begin(args, reserve=LARGEST + 2**20)
-        number = 0
-        try:
-            with self.record.screen:
-                for number in range(1, args.run.iterations + 1):
-                    metrics = self.iteration(number)
-                    last = number == args.run.iterations
-                    if last or (args.eval.every and number % args.eval.every == 0):
-                        metrics |= self.evaluate(number)
-                    self.record.iteration(metrics, [])
-                    if self.stopping.update(reward=metrics["train/average_return"], kl=0.0) is not None:
-                        return self._end("stop.reward")
-        except KeyboardInterrupt:
-            self._end("interrupt")
-            raise
-        except (RunStopped, NonFiniteUpdate) as error:
-            self._end("an error")
-            raise RunStopped(f"stopped in iteration {number}: {error}") from error
-        return self._end("iterations")
+        Args:
+            resume_from_checkpoint: go on in `run.dir` where a run was cut short; docs/resuming.md says how.
 
-    def iteration(self, number: int) -> dict[str, float]:
-        """Step the environments, give credit, update; returns the iteration's metrics."""
+        Raises:
+            ConfigError: `run.dir` is in use, or holds nothing that can go on with these settings.
+            RunStopped: numbers were not finite several times in a row, or an environment raised. What was trained
+                until then is kept.
+            KeyboardInterrupt: likewise kept, then passed on; after a second Ctrl-C nothing more is written.
+        """
+        weights = sum(p.numel() * p.element_size() for p in self.agent.parameters())
+        return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)
+
+    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Step the environments, give credit, update, evaluate if it is time to: returns metrics, and no samples."""
         started = time.perf_counter()
         args = self.args
-        rollout = self.collector.collect(args.steps)
-        self.episodes.extend(rollout.episodes)
-        collected = time.perf_counter()
-        advantages, returns = self.credit(rollout)
-        mask = rollout.mask
-        _, mean, variance = moments(advantages, mask)
-        metrics = {
-            "iteration": number,
-            "advantage_mean": float(mean),
-            "advantage_std": float(variance.sqrt()),
-            "explained_variance": float(explained_variance(rollout.values, returns, mask)),
-            "lr": self.schedule.get_last_lr()[0],
-            **self.update(number, rollout, advantages, returns),
-        }
-        self.schedule.step()
+        metrics: dict[str, float] = {"iteration": number}
+        metrics["lr"] = set_rates(self.optimizer, self.lr_factor(number - 1))[0]
+        try:
+            rollout = self.collector.collect(args.steps)
+            collected, episodes = time.perf_counter(), rollout.episodes
+            metrics |= self._learn(number, rollout)
+        except NonFiniteReward as bad:
+            collected, episodes = time.perf_counter(), []
+            tensors = {"observations": torch.from_numpy(bad.observations), "rewards": torch.from_numpy(bad.rewards)}
+            self.record.bad_step(number, str(bad), tensors)
+            metrics |= {"steps": 0, "bad_steps": 1}
+        self.episodes.extend(episodes)
         seconds = time.perf_counter() - started
-        self.steps += mask.numel()
-        return metrics | {
+        taken = args.env.number * args.steps
+        self.steps += taken
+        metrics |= {
             **episode_metrics("train", list(self.episodes)),
-            "episodes": len(rollout.episodes),
-            "steps": mask.numel(),
+            "episodes": len(episodes),
+            "steps": taken,
             "total_steps": self.steps,
             "seconds": seconds,
             "seconds/rollout": collected - started,
             "seconds/update": seconds - (collected - started),
-            "steps_per_second": mask.numel() / seconds,
+            "steps_per_second": taken / seconds,
+        }
+        if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
+            metrics |= self.evaluate(number)
+        return metrics, []
+
+    def _learn(self, number: int, rollout: Rollout) -> dict[str, float]:
+        """Give credit and update; returns what there is to say of both."""
+        advantages, returns = self.credit(rollout)
+        _, mean, variance = moments(advantages, rollout.mask)
+        return {
+            "advantage_mean": float(mean),
+            "advantage_std": float(variance.sqrt()),
+            "explained_variance": float(explained_variance(rollout.values, returns, rollout.mask)),
+            **self.update(number, rollout, advantages, returns),
         }
 
     def credit(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
@@ -176,7 +178,52 @@ class ControlTrainer:
             max_grad_norm=optim.max_grad_norm,
             grad_norm_type=optim.norm_order(),
             frozen=self.actor if number <= ppo.critic_warmup else (),
+            on_step=partial(self._on_step, number),
         )
+
+    def _on_step(self, number: int, minibatch: Experience, error: NonFiniteUpdate | None) -> None:
+        """Count the steps in a row that could not be taken, and keep their minibatches."""
+        if error is None:
+            self.record.bad_in_a_row = 0
+        else:
+            self.record.bad_step(number, str(error), minibatch.tensors())
+
+    def state(self) -> tuple[State, State]:
+        """Everything that the next iteration depends on; agents are trained by one process."""
+        shared = {
+            "weights": trained_weights(self.agent),
+            "optimizer": optimizer_state(self.optimizer),
+            "collector": self.collector.state(),
+            "episodes": list(self.episodes),
+            "steps": self.steps,
+        }
+        return shared, {"shuffling": to_text(self.shuffling.get_state()), "random": random_state()}
+
+    def load(self, state: State, changed: set[str]) -> None:
+        """Go on from what `state` gave, its second part under `process`.
+
+        Raises:
+            ConfigError: the agent is not of the form that the run began with.
+        """
+        try:
+            load_trained_weights(self.agent, state["weights"])
+            load_optimizer_state(self.optimizer, state["optimizer"])
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint does not fit this agent: {error}") from error
+        if lost := self.collector.load(state["collector"]):
+            self.record.event(
+                f"environments {', '.join(map(str, lost))} could not be brought back to where they were (what they do "
+                "does not follow from seed and actions alone); they begin a new episode",
+                self.steps,
+            )
+        self.episodes.extend((score, length) for score, length in state["episodes"])
+        self.steps = state["steps"]
+        self.shuffling.set_state(from_text(state["process"]["shuffling"]))
+        set_random_state(state["process"]["random"])
+
+    def rewind(self) -> bool:
+        """Environments have no way back to the beginning of an iteration."""
+        return False
 
     def evaluate(self, number: int) -> dict[str, float]:
         """Run whole episodes in copies of their own, with the training's statistics; some of them are filmed."""
@@ -189,7 +236,8 @@ class ControlTrainer:
     def _evaluate(self, inputs: dict[str, Tensor], policy_loss: TokenLoss) -> Evaluation:
         return self.model(**inputs, policy_loss=policy_loss, entropy=self.args.ppo.entropy_coef > 0)
 
-    def _end(self, stopped_by: str) -> dict[str, Any]:
+    def finish(self, stopped_by: str) -> dict[str, Any]:
+        """Write what a run leaves at its end: agent, summary and report; returns the summary."""
         summary = self.record.end(stopped_by, self._save)
         if self.record.history:
             write_report(self.record.folder.path)

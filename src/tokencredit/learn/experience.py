@@ -37,6 +37,10 @@ class Experience:
         """Rows on the first axis."""
         return len(self.mask)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name, in one dict."""
+        return self.inputs | {name: tensor for name, tensor in vars(self).items() if name != "inputs"}
+
     def select(self, rows: Tensor | slice) -> Experience:
         """These rows, in this order."""
         return Experience(

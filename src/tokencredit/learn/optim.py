@@ -47,7 +47,9 @@ def build_optimizer(
         ValueError: no such name; "muon" with no hidden matrix.
     """
     require_choice("optimizer", name, OPTIMIZERS)
-    groups = [{"weight_decay": 0.0, **group, "params": list(group["params"])} for group in groups]
+    groups = [
+        {"weight_decay": 0.0, "initial_lr": group["lr"], **group, "params": list(group["params"])} for group in groups
+    ]
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=_can_fuse(groups))
     chosen = {id(parameter) for parameter in hidden}
@@ -104,6 +106,16 @@ class MuonAdamW(torch.optim.Optimizer):
             part.state = self.state
 
 
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> list[float]:
+    """Set each group's learning rate to a multiple of the one that it was built with; returns the rates.
+
+    PyTorch's LambdaLR does the same, and has a state, which a run that knows its iteration does not need.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group["initial_lr"]
+    return [group["lr"] for group in optimizer.param_groups]
+
+
 def hidden_matrices(model: nn.Module, exclude: Iterable[Tensor] = ()) -> list[nn.Parameter]:
     """The parameters that Muon is meant for: matrices inside the network.
 
@@ -123,7 +135,7 @@ def hidden_matrices(model: nn.Module, exclude: Iterable[Tensor] = ()) -> list[nn
 
 
 def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float = 0.0) -> Callable[[int], float]:
-    """The factor of the learning rate at a step, counted from 0: use it with `torch.optim.lr_scheduler.LambdaLR`.
+    """The factor of the learning rate at a step, counted from 0, for `set_rates` or PyTorch's LambdaLR.
 
     Steps 0 … warmup − 1 climb: (step + 1) / (warmup + 1), so that no step is wasted on a rate of 0. Then, with progress
     q from 0 at the end of the warm-up to 1 at `total`, where it stays:

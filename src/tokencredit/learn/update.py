@@ -101,6 +101,16 @@ class NonFiniteUpdate(ArithmeticError):
         self.term, self.row = term, row
 
 
+OnStep = Callable[[Experience, NonFiniteUpdate | None], None]
+"""Is told of each minibatch whether its optimiser step was taken (None), or why it could not be."""
+
+
+def raise_non_finite(minibatch: Experience, error: NonFiniteUpdate | None) -> None:
+    """Let a step that could not be taken end the update."""
+    if error is not None:
+        raise error
+
+
 class Seen(NamedTuple):
     """One micro-batch and what policy and critic said of it, without gradients: what the metrics are made of."""
 
@@ -147,6 +157,7 @@ def ppo_update(
     max_grad_norm: float | None = None,
     grad_norm_type: float = 2.0,
     frozen: Iterable[Tensor] = (),
+    on_step: OnStep = raise_non_finite,
 ) -> dict[str, float]:
     """Take `epochs` × `minibatches` optimiser steps on one rollout.
 
@@ -171,19 +182,21 @@ def ppo_update(
         max_grad_norm: largest norm of the gradient; None for no limit.
         grad_norm_type: 2 for the L2 norm, inf for the largest element.
         frozen: parameters of the optimizer that this update leaves alone.
+        on_step: told of each step, and may raise. A step with a loss or gradient that is not finite is not taken, and
+            counts in no metric but `bad_steps`.
 
     Returns:
         `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen,
-        `first_ratio_error`, and the number of `steps` taken.
+        `first_ratio_error`, and the numbers of `steps` taken and of `bad_steps` left out.
 
     Raises:
-        NonFiniteUpdate: a loss or gradient was not finite.
+        NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
     """
     frozen, alone = list(frozen), accelerator.num_processes == 1
     total = None if alone else partial(accelerator.reduce, reduction="sum")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     seen: list[Seen] = []  # measured together at the end, since each small operation has its price
-    minibatches_seen = 0
+    minibatches_seen = bad_steps = 0
     first_error = math.nan
     grad_norms: list[float] = []
     for rows in (rows for _ in range(epochs) for rows in experience.minibatches(minibatches, generator)):
@@ -193,24 +206,29 @@ def ppo_update(
             advantages = whiten(minibatch.advantages, minibatch.mask, reduce=total)
             minibatch = replace(minibatch, advantages=advantages)
         step = backward(minibatch, evaluate, objective, model, accelerator, micro_batch_tokens)
-        seen += step
-        if not minibatches_seen:
-            first_error = ratio_error(step, accelerator)
-        minibatches_seen += 1
         drop_gradients(frozen)
-        if target_kl is not None:
-            kl = measure(step, objective).over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
-            if past_target_kl(kl, target_kl):
-                break
         if max_grad_norm is None or alone:
             grad_norm = float(clip_gradients(parameters, max_grad_norm, grad_norm_type))
         else:
             grad_norm = float(accelerator.clip_grad_norm_(parameters, max_grad_norm, norm_type=grad_norm_type))
-        if not math.isfinite(sum(float(micro.loss) for micro in step) + grad_norm):
-            raise blame(experience, rows, evaluate, objective)
+        if not everywhere(math.isfinite(sum(float(micro.loss) for micro in step) + grad_norm), accelerator):
+            bad_steps += 1
+            on_step(minibatch, blame(experience, rows, evaluate, objective))
+            continue
+        seen += step
+        if not minibatches_seen:
+            first_error = ratio_error(step, accelerator)
+        minibatches_seen += 1
+        if target_kl is not None:
+            kl = measure(step, objective).over_processes(accelerator).ratios.metrics()["approx_kl_k3"]
+            if past_target_kl(kl, target_kl):
+                break
         optimizer.step()
         grad_norms.append(grad_norm)
+        on_step(minibatch, None)
     drop_gradients(parameters)  # they are as large as the weights, and sampling needs the room
+    if not seen:
+        return {"steps": 0, "bad_steps": bad_steps}
     stats = measure(seen, objective).over_processes(accelerator)
     return {
         **{name: float(loss) / minibatches_seen for name, loss in stats.losses.items()},
@@ -218,7 +236,15 @@ def ppo_update(
         "first_ratio_error": first_error,
         "grad_norm": sum(grad_norms) / max(len(grad_norms), 1),
         "steps": len(grad_norms),
+        "bad_steps": bad_steps,
     }
+
+
+def everywhere(true: bool, accelerator: Accelerator) -> bool:
+    """Whether something holds in all processes."""
+    if accelerator.num_processes == 1:
+        return true
+    return bool(accelerator.gather(torch.tensor([true], device=accelerator.device)).all())
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:

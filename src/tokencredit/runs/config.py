@@ -364,11 +364,21 @@ class RunConfig:
     """How long it runs, and what it leaves where."""
 
     dir: str | None = None
-    """The run's folder, which must not hold a run already; null takes a new one, `runs/DATE-TIME`."""
+    """The run's folder, which must not hold a run already unless that is resumed; null takes a new one,
+    `runs/DATE-TIME`."""
     iterations: int = setting(40, at_least=1)
     """Rollouts, each followed by one update."""
     samples: int = setting(8, at_least=0)
     """Completions an iteration kept in samples.jsonl, token by token."""
+    samples_every: int = setting(1, at_least=1)
+    """Iterations between two that keep completions; raise it where samples.jsonl would grow too large."""
+    save_every: int = setting(10, at_least=0)
+    """Iterations between two checkpoints, from which `--resume` goes on; the last iteration, and each that evaluates
+    best, get one too. 0 writes none, unless the run is asked to stop."""
+    keep_last: int = setting(2, at_least=1)
+    """Newest checkpoints that are kept, beside the one that evaluated best."""
+    max_bad_steps: int = setting(3, at_least=1)
+    """Losses, gradients or rewards in a row that are not finite, whose steps are left out, before the run stops."""
     show_every: int = setting(10, at_least=0)
     """Iterations between two tables of samples on the screen; 0 for none."""
     trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])

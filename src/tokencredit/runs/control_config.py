@@ -112,7 +112,7 @@ class ControlConfig:
     """When a run ends before its last iteration."""
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
     """Evaluation in a copy of the environment of its own."""
-    run: RunConfig = field(default_factory=lambda: RunConfig(iterations=976, show_every=0))
+    run: RunConfig = field(default_factory=lambda: RunConfig(iterations=976, show_every=0, save_every=100))
     """How long it runs, and what it leaves where."""
 
     def __post_init__(self) -> None:

@@ -70,7 +70,7 @@ class History:
 
     def where(self, name: str) -> str:
         """The evidence of a metric: where it stood, where it stands."""
-        first, last = self.metrics[0]["iteration"], self.metrics[-1]["iteration"]
+        first, last = int(self.metrics[0]["iteration"]), int(self.metrics[-1]["iteration"])
         then = min(first + WINDOW - 1, last)
         now = max(last - WINDOW + 1, first)
         return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"

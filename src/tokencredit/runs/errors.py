@@ -6,4 +6,18 @@ class ConfigError(ValueError):
 
 
 class RunStopped(RuntimeError):
-    """A run that could not go on: the message says where and why."""
+    """A run that could not go on: the message says where and why, and `stopped_by` in a few words for the summary."""
+
+    stopped_by = "an error"
+
+
+class OutOfMemory(RunStopped):
+    """A run that needed more memory than there was."""
+
+    stopped_by = "a lack of memory"
+
+
+class TooManyBadSteps(RunStopped):
+    """A run with `run.max_bad_steps` losses, gradients or rewards in a row that were not finite."""
+
+    stopped_by = "numbers that are not finite"

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -27,14 +27,17 @@ class RunFolder:
         """Raise `ConfigError` if the folder holds something already. Of several processes only the first may ask."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError(
-                f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir or move it away"
+                f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir, move it "
+                "away, or go on with it by --resume"
             )
 
-    def create(self, reserve: int) -> None:
+    def create(self, reserve: int, more: int = 0) -> None:
         """Make the folder.
 
         Args:
-            reserve: bytes that stay free for what a run writes at its end; once there are fewer, `append` refuses.
+            reserve: bytes that stay free for what a run writes at its end; once there are fewer, `append` and
+                `make_room` refuse.
+            more: bytes that the run is sure to write before.
 
         Raises:
             ConfigError: it cannot be made, or the disk is too full.
@@ -45,18 +48,19 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"cannot make run.dir {str(self.path)!r}: {error.strerror}") from error
         self.reserve = reserve
-        if free < reserve:
+        if free < reserve + more:
             raise ConfigError(
                 f"the disk of run.dir {str(self.path)!r} has {free / 1e6:.0f} MB free, and the run writes at least "
-                f"{reserve / 1e6:.0f} MB; free some space or give another --run.dir"
+                f"{(reserve + more) / 1e6:.0f} MB; free some space or give another --run.dir"
             )
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file, or leave what was there."""
         target = self.path / name
-        temporary = target.with_name(f".{name}.part")
+        temporary = beside(target, "part")
         try:
             temporary.write_text(text, encoding="utf-8")
+            flush(temporary)
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -67,9 +71,8 @@ class RunFolder:
         Raises:
             OSError: the lines do not fit, or only at the cost of the reserve.
         """
-        if shutil.disk_usage(self.path).free < self.reserve:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
+        self.make_room(name, len(lines))
         with open(self.path / name, "ab", buffering=0) as file:
             before = file.tell()
             try:
@@ -79,15 +82,72 @@ class RunFolder:
                 file.truncate(before)
                 raise
 
-    @contextmanager
-    def replacing(self, name: str) -> Iterator[Path]:
-        """A folder to write into that takes its place under `name` only once it is complete."""
-        target, temporary = self.path / name, self.path / f".{name}.part"
+    def make_room(self, name: str, size: int) -> None:
+        """Raise the `OSError` of a full disk, unless there is room for this many bytes beside the reserve."""
+        if shutil.disk_usage(self.path).free < self.reserve + size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
+
+    def sizes(self, names: Sequence[str]) -> dict[str, int]:
+        """The sizes of files, all of whose bytes are then on the disk; 0 where there is none."""
+        for name in names:
+            if (self.path / name).exists():
+                flush(self.path / name)
+        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in names}
+
+    def cut(self, sizes: Mapping[str, int]) -> None:
+        """Leave only the first bytes of files."""
+        for name, size in sizes.items():
+            if (self.path / name).exists():
+                os.truncate(self.path / name, size)
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A folder to write into that takes its place as `target`, on the disk too, only once it is complete.
+
+    Should the machine die between the two renames, `recover` brings back what was there before.
+    """
+    temporary, old = beside(target, "part"), beside(target, "old")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        mode = temporary.stat().st_mode & 0o666
+        for path in [*temporary.rglob("*"), temporary]:
+            if path.is_file():
+                path.chmod(mode)  # safetensors lets nobody but the owner read its files, whatever the user's defaults
+            flush(path)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(target, old)
+        os.replace(temporary, target)
+        flush(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            yield temporary
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Tidy up after a process that was killed while it replaced something in this folder."""
+    for old in folder.glob(".*.old"):
+        target = old.with_name(old.name[1 : -len(".old")])
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            os.replace(old, target)
+    for part in folder.glob(".*.part"):
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def beside(target: Path, ending: str) -> Path:
+    """The hidden name under which something is on its way to its own name, or away from it."""
+    return target.with_name(f".{target.name}.{ending}")

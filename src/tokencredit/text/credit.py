@@ -56,6 +56,15 @@ class Credit:
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         return rewards, advantages, returns
 
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """What it remembers."""
+        return {name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline")}
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        """Remember what `state_dict` gave; what there is no state of begins anew."""
+        for name, remembered in state.items():
+            getattr(self, name).load_state_dict(remembered)
+
     def normalize(self, scores: Tensor) -> Tensor:
         """Scores as `score.normalize` wants them; the running deviation includes this batch."""
         args = self.args.score

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -244,6 +246,18 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if name.endswith("dropout") and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What tells whether a model and a tokenizer are those that they were: `model` and `tokenizer`, in hexadecimal."""
+    weights = [f"{name} {int(torch.hash_tensor(p).view(torch.int64))}" for name, p in lm.named_parameters()]
+    vocabulary = json.dumps(
+        [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
+    )
+    return {
+        "model": hashlib.sha256("\n".join(weights).encode()).hexdigest(),
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+    }
 
 
 def save_policy(folder: Path, model: ActorCritic, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tokencredit.runs.console import visible
-from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.text.memory import out_of_memory
 from tokencredit.text.reward_functions import RewardFunction
 
@@ -27,8 +27,10 @@ FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 
 
-class RewardError(RuntimeError):
+class RewardError(RunStopped):
     """A reward that could not be had; the message names the term and, where it can, the text."""
+
+    stopped_by = "a reward that could not be computed"
 
 
 class NonFiniteReward(RewardError):

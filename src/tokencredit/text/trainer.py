@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,32 +20,44 @@ from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenLoss
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.optim import schedule, set_rates
+from tokencredit.learn.state import (
+    load_optimizer_state,
+    load_trained_weights,
+    optimizer_state,
+    trainable,
+    trained_weights,
+)
 from tokencredit.learn.stopping import EarlyStopping
-from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
+from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, everywhere, ppo_update
 from tokencredit.report.page import LARGEST, write_report
 from tokencredit.runs.config import PPOConfig
-from tokencredit.runs.errors import ConfigError, RunStopped
+from tokencredit.runs.errors import ConfigError, OutOfMemory
+from tokencredit.runs.folder import replacing
+from tokencredit.runs.generators import from_text, random_state, set_random_state, to_text
+from tokencredit.runs.loop import State, run
 from tokencredit.runs.record import RunRecord
 from tokencredit.text.batch import Batch
 from tokencredit.text.card import model_card
 from tokencredit.text.credit import Credit
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.loading import (
-    build_actor_critic,
     check_language_model,
     end_ids,
+    fingerprint,
     load_language_model,
     load_tokenizer,
-    room_for_prompts,
     save_policy,
     upload,
 )
-from tokencredit.text.models import ActorCritic, width
+from tokencredit.text.memory import out_of_memory
+from tokencredit.text.models import width
 from tokencredit.text.passes import Reference, critic_values, evaluate_rollout, refer, rollout_logprobs
 from tokencredit.text.precision import choose, this_process
-from tokencredit.text.prompts import PromptBatch, load_prompts
-from tokencredit.text.rewards import NonFiniteReward, RewardError, as_terms, build_terms, score
+from tokencredit.text.preparing import check_batch_size, prepare_models, prepare_prompts
+from tokencredit.text.prompts import PromptBatch
+from tokencredit.text.reward_calls import NonFiniteReward
+from tokencredit.text.rewards import Scores, as_terms, build_terms, score
 from tokencredit.text.sampling import Rollout, sample
 
 if TYPE_CHECKING:
@@ -59,6 +70,14 @@ MEMORY_ADVICE = {
     "evaluation": "lower eval.samples or eval.max_new_tokens",
 }
 """What to do when a stage runs out of memory."""
+
+
+class UnusableBatch(Exception):
+    """Completions with a reward that is not finite, from which nothing can be learned."""
+
+    def __init__(self, reason: str, rollout: Rollout, texts: list[str]):
+        super().__init__(reason)
+        self.rollout, self.texts = rollout, texts
 
 
 class PPOTrainer:
@@ -119,94 +138,89 @@ class PPOTrainer:
         self.args = args = replace(args, model=replace(args.model, dtype=dtype))
         self.record = RunRecord(args.run, {"float32": "no", "bfloat16": "bf16"}[dtype])
         self.accelerator = self.record.accelerator
-        self._check_batch_size()
+        check_batch_size(args, self.accelerator.num_processes)
         self.end_ids = end_ids(lm, self.tokenizer)
-        self._load_prompts(lm, train_dataset, eval_dataset)
-        self._build(lm, peft_config)
+        self.prompts, self.eval_prompts = prepare_prompts(args, lm, self.tokenizer, train_dataset, eval_dataset)
+        self.origin = fingerprint(lm, self.tokenizer)
+        models = prepare_models(args, lm, self.tokenizer, peft_config, self.accelerator)
+        self.policy, self.reference, self.model, self.optimizer = vars(models).values()
+        self.lr_factor = schedule(
+            args.optim.schedule,
+            warmup=args.optim.warmup,
+            total=max(args.run.iterations, args.optim.warmup + 1),
+            final_scale=args.optim.final_scale,
+        )
         self.credit = Credit(args, self._all_sum)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
-        self.best = -math.inf
+        self.drawn = 0
+        """Completions sampled so far, which is where the sequence of prompts stands."""
+        self.before: tuple[State, State] | None = None
+        """What was remembered, beside weights, when the iteration began; None once it changes weights."""
         self.seconds: dict[str, float] = {}
-        self.stage = "first"
 
-    def train(self) -> dict[str, Any]:
+    def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
         """Run all iterations, leave the run's folder behind, and return its summary.
 
+        Args:
+            resume_from_checkpoint: go on in `run.dir` where a run was cut short; docs/resuming.md says how.
+
         Raises:
-            RunStopped: a reward, loss or gradient was not finite, a reward could not be computed, a file not be
-                written, or memory ran out. What was trained until then is kept.
-            KeyboardInterrupt: likewise kept, then passed on.
+            ConfigError: `run.dir` is in use, or holds nothing that can go on with these settings.
+            RunStopped: losses, gradients or rewards were not finite several times in a row, a reward could not be
+                computed, a file not be written, or memory ran out. What was trained until then is kept.
+            KeyboardInterrupt: likewise kept, then passed on; after a second Ctrl-C nothing more is written.
         """
         weights = sum(p.numel() * p.element_size() for p in self.policy.parameters())
-        self.record.begin(self.args, reserve=weights * (2 if self.args.eval.every else 1) + LARGEST + 2**20)
-        number = 0
+        trained = sum(p.numel() * p.element_size() for p in trainable(self.policy))
         for prompts in dict.fromkeys((self.prompts, self.eval_prompts)):
             if left_out := prompts.left_out():
                 self.record.screen.say(left_out)
-        try:
-            with self.record.screen:
-                for number in range(1, self.args.run.iterations + 1):
-                    metrics, samples = self.iteration(number)
-                    self.record.iteration(metrics, samples)
-                    reason = self.stopping.update(reward=metrics["reward"], kl=metrics.get("kl", 0.0))
-                    if reason is not None:
-                        return self._end(f"stop.{reason}")
-        except KeyboardInterrupt:
-            self._end("interrupt")
-            raise
-        except (NonFiniteReward, NonFiniteUpdate) as error:
-            self._end("a number that is not finite")
-            raise RunStopped(f"stopped in iteration {number}: {error}") from error
-        except RewardError as error:
-            self._end("a reward that could not be computed")
-            raise RunStopped(f"stopped in iteration {number}: {error}") from error
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            self._end("a lack of memory")
-            advice = MEMORY_ADVICE.get(self.stage, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
-            raise RunStopped(
-                f"stopped in iteration {number}: out of memory in its {self.stage} stage; {advice}"
-            ) from error
-        except OSError as error:
-            self._end("a file that could not be written")
-            raise RunStopped(f"stopped in iteration {number}: {error.strerror} ({error.filename})") from error
-        return self._end("iterations")
+        reserve = weights * (2 if self.args.eval.every else 1) + LARGEST + 2**20
+        return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained)
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Sample, score, give credit, update: returns the iteration's metrics and samples."""
+        self.before = self.standing()
         self.seconds = {}
         with self._stage("iteration") as results:
-            batch, experience = self.collect(number)
-            lr, *_, value_lr = self.schedule.get_last_lr()
-            kl_coef = self.credit.kl.coef
-            update = self.update(number, batch, experience)
-            metrics = {
-                "iteration": number,
-                **batch.metrics(self._all_sum, self.accelerator),
-                **update,
-                "kl_coef": kl_coef,
-                "lr": lr,
-                "value_lr": value_lr,
-            }
-            if "kl" in metrics:
-                self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
+            lr, *_, value_lr = set_rates(self.optimizer, self.lr_factor(number - 1))
+            metrics: dict[str, float] = {"iteration": number}
+            samples: list[dict[str, Any]] = []
+            try:
+                batch, experience = self.collect()
+            except UnusableBatch as bad:
+                self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
+                metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
+            else:
+                metrics |= batch.metrics(self._all_sum, self.accelerator) | {"kl_coef": self.credit.kl.coef}
+                metrics |= self.update(number, batch, experience)
+                if "kl" in metrics:
+                    self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
+                if number % self.args.run.samples_every == 0 or number == 1:
+                    kept = batch.samples(self.tokenizer, self._logprobs_now(batch))
+                    samples = [{"iteration": number, **sample} for sample in kept]
+            metrics |= {"lr": lr, "value_lr": value_lr}
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
-            samples = [{"iteration": number, **s} for s in batch.samples(self.tokenizer, self._logprobs_now(batch))]
             results |= {"metrics": metrics, "samples": samples}
         seconds = self.seconds.pop("iteration")
         metrics |= {"seconds": seconds, **{f"seconds/{stage}": spent for stage, spent in self.seconds.items()}}
         metrics["tokens_per_second"] = metrics["tokens"] / seconds
         return metrics, samples
 
-    def collect(self, number: int) -> tuple[Batch, Experience]:
-        """Sample a batch from the policy as it is, score it, and give each token its credit."""
+    def collect(self) -> tuple[Batch, Experience]:
+        """Sample a batch from the policy as it is, score it, and give each token its credit.
+
+        Raises:
+            UnusableBatch: a reward is not finite.
+            RewardError: a reward cannot be had.
+        """
         args = self.args
         total = args.rollout.batch_size
         share = total // self.accelerator.num_processes
         first = share * self.accelerator.process_index
-        prompts = self.prompts.batch((number - 1) * total + first, share, args.rollout.per_prompt)
+        prompts = self.prompts.batch(self.drawn + first, share, args.rollout.per_prompt)
+        self.drawn += total
         uniforms = torch.rand(total, args.rollout.max_new_tokens, generator=self.sampling)[first : first + share]
         with self._stage("rollout") as results:
             rollout = results["rollout"] = self.roll(prompts, uniforms)
@@ -214,13 +228,7 @@ class PPOTrainer:
             reference = results["reference"] = self._refer(rollout, args.rollout.temperature)
         completions = rollout.texts(self.tokenizer)
         with self._stage("reward") as results:
-            rated = results["scores"] = score(
-                self.terms,
-                prompts.prompts,
-                prompts.answers(completions),
-                prompts.columns | rollout.columns(reference.logprobs),
-                rollout.mask.sum(1).tolist(),
-            )
+            rated = results["scores"] = self.score(prompts, rollout, completions, reference)
         scores = torch.tensor(rated.totals, device=self.accelerator.device)
         rewards, advantages, returns = self.credit.give(rollout, scores, rated.dense, reference.kl)
         if rated.dense is not None:
@@ -233,6 +241,21 @@ class PPOTrainer:
         inputs = rollout.inputs() | reference.inputs
         lengths = rollout.lengths()
         return batch, Experience(inputs, rollout.mask, lengths, rollout.logprobs, rollout.values, advantages, returns)
+
+    def score(self, prompts: PromptBatch, rollout: Rollout, completions: list[str], reference: Reference) -> Scores:
+        """What the reward's terms say of this process's completions."""
+        columns = prompts.columns | rollout.columns(reference.logprobs)
+        rated, wrong = None, ""
+        try:
+            rated = score(
+                self.terms, prompts.prompts, prompts.answers(completions), columns, rollout.mask.sum(1).tolist()
+            )
+        except NonFiniteReward as error:
+            wrong = str(error)
+        if not everywhere(rated is not None, self.accelerator) or rated is None:
+            texts = [prompt + completion for prompt, completion in zip(prompts.texts, completions, strict=True)]
+            raise UnusableBatch(wrong or "a reward term is not finite in another process", rollout, texts)
+        return rated
 
     def roll(self, prompts: PromptBatch, uniforms: Tensor) -> Rollout:
         """Continue prompts with the policy as it is."""
@@ -261,32 +284,90 @@ class PPOTrainer:
         """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
         ppo, optim = self.args.ppo, self.args.optim
         objective = Objective(**ppo.objective(), kl_coef=self.credit.kl.coef)
-        try:
-            with self._stage("update") as results, self._training():
-                metrics = results["metrics"] = ppo_update(
-                    experience,
-                    self._evaluate,
-                    objective,
-                    self.model,
-                    self.optimizer,
-                    self.accelerator,
-                    self.shuffling,
-                    epochs=ppo.epochs,
-                    minibatches=ppo.minibatches,
-                    micro_batch_tokens=ppo.micro_batch_tokens,
-                    whiten_minibatches=self.args.advantage.whitened_over("minibatch"),
-                    target_kl=ppo.target_kl,
-                    max_grad_norm=optim.max_grad_norm,
-                    grad_norm_type=optim.norm_order(),
-                    frozen=trainable(self.policy.lm) if number <= ppo.critic_warmup else (),
-                )
-        except NonFiniteUpdate as error:
-            if error.row is None:
-                raise
-            text = batch.prompts[error.row] + batch.completions[error.row]
-            raise NonFiniteUpdate(f"{error.term} of the text {text!r}", error.row) from error
-        self.schedule.step()
+        self.before = None
+        with self._stage("update") as results, self._training():
+            metrics = results["metrics"] = ppo_update(
+                experience,
+                self._evaluate,
+                objective,
+                self.model,
+                self.optimizer,
+                self.accelerator,
+                self.shuffling,
+                epochs=ppo.epochs,
+                minibatches=ppo.minibatches,
+                micro_batch_tokens=ppo.micro_batch_tokens,
+                whiten_minibatches=self.args.advantage.whitened_over("minibatch"),
+                target_kl=ppo.target_kl,
+                max_grad_norm=optim.max_grad_norm,
+                grad_norm_type=optim.norm_order(),
+                frozen=trainable(self.policy.lm) if number <= ppo.critic_warmup else (),
+                on_step=partial(self._on_step, number, batch),
+            )
         return metrics
+
+    def _on_step(self, number: int, batch: Batch, minibatch: Experience, error: NonFiniteUpdate | None) -> None:
+        """Count the steps in a row that could not be taken, and keep their minibatches."""
+        if error is None:
+            self.record.bad_in_a_row = 0
+            return
+        text = None if error.row is None else batch.prompts[error.row] + batch.completions[error.row]
+        reason = str(error) if text is None else f"{error.term} of the text {text!r} is not finite"
+        self.record.bad_step(number, reason, minibatch.tensors(), text=text)
+
+    def state(self) -> tuple[State, State]:
+        """Everything that the next iteration depends on: what all processes share, and this process's own."""
+        shared, own = self.standing()
+        weights = {"weights": trained_weights(self.policy), "optimizer": optimizer_state(self.optimizer)}
+        return shared | weights, own
+
+    def standing(self) -> tuple[State, State]:
+        """The same without weights and what belongs to them."""
+        shared = {
+            "origin": self.origin,
+            "drawn": self.drawn,
+            "credit": self.credit.state_dict(),
+            "sampling": to_text(self.sampling.get_state()),
+        }
+        return shared, {"shuffling": to_text(self.shuffling.get_state()), "random": random_state()}
+
+    def load(self, state: State, changed: set[str]) -> None:
+        """Go on from what `state` gave, its second part under `process`; `changed` are keys with new settings.
+
+        Raises:
+            ConfigError: the model or tokenizer is not the one that the run began with.
+        """
+        for part, now in self.origin.items():
+            if state["origin"][part] != now:
+                raise ConfigError(
+                    f"the {part} that model.name {self.args.model.name!r} stands for is not what it was when this run "
+                    "began; bring it back, or begin a new run"
+                )
+        try:
+            load_trained_weights(self.policy, state["weights"])
+            load_optimizer_state(self.optimizer, state["optimizer"])
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
+        if any(key.startswith("kl.") for key in changed):
+            del state["credit"]["kl"]
+        self._stand(state, state["process"])
+
+    def _stand(self, shared: State, own: State) -> None:
+        self.drawn = shared["drawn"]
+        self.credit.load_state_dict(shared["credit"])
+        self.sampling.set_state(from_text(shared["sampling"]))
+        self.shuffling.set_state(from_text(own["shuffling"]))
+        set_random_state(own["random"])
+
+    def rewind(self) -> bool:
+        """Go back to the beginning of the iteration that failed, if it has changed no weights; whether it could.
+
+        With several processes nobody knows how far the others are.
+        """
+        if self.before is None or self.accelerator.num_processes > 1:
+            return False
+        self._stand(*self.before)
+        return True
 
     def evaluate(self) -> dict[str, float]:
         """Measure the policy on the evaluation prompts, and keep it in `best/` if it never did as well."""
@@ -302,11 +383,9 @@ class PPOTrainer:
                 ref_logprobs=lambda rollout: self._refer(rollout, self.args.eval.temperature).logprobs,
                 accelerator=self.accelerator,
             )
-        if metrics["eval/reward"] > self.best:
-            self.best = metrics["eval/reward"]
-            if self.record.main and self.record.folder.path.is_dir():
-                with self.record.folder.replacing("best") as folder:
-                    save_policy(folder, self.policy, self.tokenizer)
+        if metrics["eval/reward"] > self.record.best and self.record.main and self.record.folder.path.is_dir():
+            with replacing(self.record.folder.path / "best") as folder:
+                save_policy(folder, self.policy, self.tokenizer)
         return metrics
 
     def _logprobs_now(self, batch: Batch) -> Tensor:
@@ -342,68 +421,8 @@ class PPOTrainer:
         )
         return now if estimate is None else now._replace(kl=estimate(now.logprobs, ref_logprobs, inputs["mask"]))
 
-    def _check_batch_size(self) -> None:
-        processes, rollout = self.accelerator.num_processes, self.args.rollout
-        if rollout.batch_size % (processes * rollout.per_prompt):
-            raise ConfigError(
-                f"rollout.batch_size is {rollout.batch_size}; it must be a multiple of {processes} processes times "
-                f"rollout.per_prompt, {rollout.per_prompt}"
-            )
-
-    def _load_prompts(self, lm: PreTrainedModel, train_dataset: Rows | None, eval_dataset: Rows | None) -> None:
-        """Prompts for training and, where they are others, for evaluation."""
-        args = self.args
-        held_out = args.eval.prompts is not None or eval_dataset is not None
-        longest = args.rollout.max_new_tokens
-        if args.eval.every and not held_out:
-            longest = max(longest, args.eval.max_new_tokens)
-        budget = args.ppo.micro_batch_tokens
-        self.prompts = self.eval_prompts = load_prompts(
-            args.prompts,
-            self.tokenizer,
-            seed=args.seed,
-            room=room_for_prompts(lm, longest, budget),
-            dataset=train_dataset,
-        )
-        if held_out:
-            self.eval_prompts = load_prompts(
-                args.eval.prompts or args.prompts,
-                self.tokenizer,
-                seed=args.seed,
-                room=room_for_prompts(lm, args.eval.max_new_tokens, budget),
-                dataset=eval_dataset,
-                group="eval.prompts",
-                dataset_name="eval_dataset",
-            )
-
-    def _build(self, lm: PreTrainedModel, peft_config: Any) -> None:
-        """Policy, reference, optimizer and learning-rate schedule."""
-        args = self.args
-        adapted = bool(args.model.lora.rank) or peft_config is not None
-        base = ActorCritic(deepcopy(lm), compiled=args.model.compile) if args.kl.coef > 0 and not adapted else None
-        self.policy = build_actor_critic(lm, self.tokenizer, args.model, peft_config).to(self.accelerator.device)
-        self.reference = None
-        if base is not None:
-            self.reference = base.requires_grad_(False).to(self.accelerator.device)
-        elif args.kl.coef > 0:
-            self.reference = self.policy  # without its adapter
-        parts = ((self.policy.lm, args.optim.lr), (self.policy.critic_parts(), args.optim.value_lr))
-        optimizer = build_optimizer(
-            [{"params": trainable(p), "lr": lr, "weight_decay": args.optim.weight_decay} for p, lr in parts],
-            args.optim.name,
-            hidden=hidden_matrices(lm, exclude=lm.get_output_embeddings().parameters()),
-            eps=args.optim.eps,
-        )
-        factor = schedule(
-            args.optim.schedule,
-            warmup=args.optim.warmup,
-            total=max(args.run.iterations, args.optim.warmup + 1),
-            final_scale=args.optim.final_scale,
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        self.model, self.optimizer = self.accelerator.prepare(self.policy, optimizer)
-
-    def _end(self, stopped_by: str) -> dict[str, Any]:
+    def finish(self, stopped_by: str) -> dict[str, Any]:
+        """Write what a run leaves at its end: policy, summary and report; returns the summary."""
         summary = self.record.end(stopped_by, self._save)
         if self.record.main and self.record.history:
             write_report(self.record.folder.path)
@@ -419,10 +438,15 @@ class PPOTrainer:
     def _stage(self, name: str) -> Iterator[dict[str, Any]]:
         """Time a stage, and tell the callbacks of its beginning and, with its results, of its end."""
         self._tell(f"before_{name}")
-        self.stage = name
         results: dict[str, Any] = {}
         started = time.perf_counter()
-        yield results
+        try:
+            yield results
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
+            raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
         self.seconds[name] = time.perf_counter() - started
         self._tell(f"after_{name}", **results)
 
@@ -448,16 +472,6 @@ class PPOTrainer:
 
     def _all_sum(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor, "sum")
-
-
-def trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of a module that training may change."""
-    return [p for p in module.parameters() if p.requires_grad]
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether this is what PyTorch or Python raises when memory runs out; on processors PyTorch has no type for it."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def with_kl(policy_loss: TokenLoss, estimate: Callable[[Tensor, Tensor], Tensor], ref_logprobs: Tensor) -> TokenLoss:

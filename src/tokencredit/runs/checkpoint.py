@@ -1,0 +1,133 @@
+"""Checkpoints: a tree of plain values and tensors as a folder of JSON and safetensors, whole or not there at all.
+
+`checkpoints/000040/` holds `state.json`, the tree, in which a tensor's place has its name in `tensors.safetensors`;
+`process-0.json` and so on, what each process knows for itself; and `manifest.json`, size and SHA-256 of all these, and
+the versions of what wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.lines import read_object
+
+FORMAT = 1
+"""Of the folder; another number is refused."""
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+IN_TENSORS, AS_ARRAY = "$tensor", "$array"
+"""The keys under which the tree names a tensor, and one that is to be a NumPy array."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that cannot be used; the message says which file of it is wrong, and how."""
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a tree of dicts (of texts), lists, numbers, texts, None, tensors and NumPy arrays."""
+    tensors: dict[str, Tensor] = {}
+    (folder / STATE).write_text(json.dumps(_without_tensors(state, "", tensors)), encoding="utf-8")
+    save_file(tensors, folder / TENSORS)
+
+
+def write_process(folder: Path, process: int, own: Mapping[str, Any]) -> None:
+    """Write what one process knows for itself: a tree without tensors."""
+    (folder / f"process-{process}.json").write_text(json.dumps(own), encoding="utf-8")
+
+
+def size_of(state: Any) -> int:
+    """Bytes of the tensors in a tree."""
+    tensors: dict[str, Tensor] = {}
+    _without_tensors(state, "", tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def write_manifest(folder: Path) -> None:
+    """Write down what stands in the folder; to be called last."""
+    files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, "versions": versions(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
+    """The tree that was written, with `process` as this process's own part, and `versions`.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, of another size, of other content, or of another format.
+    """
+    manifest = _read_json(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{MANIFEST} is of format {manifest.get('format')!r}, not {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not {STATE, TENSORS} <= set(files):
+        raise DamagedCheckpoint(f"{MANIFEST} does not list {STATE} and {TENSORS}")
+    for name, expected in files.items():
+        # A manifest may come from anywhere; it must not make us look at other files.
+        if Path(name).name != name or not (folder / name).is_file() or (folder / name).is_symlink():
+            raise DamagedCheckpoint(f"{name!r} is missing, or no plain file of the folder")
+        if _fingerprint(folder / name) != expected:
+            raise DamagedCheckpoint(f"{name} is not as it was written")
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpoint(f"{TENSORS}: {error}") from error
+    own = f"process-{process}.json"
+    if own not in files:
+        raise DamagedCheckpoint(f"it has no {own}, so fewer processes wrote it")
+    state = _with_tensors(_read_json(folder / STATE), tensors)
+    return state | {"process": _read_json(folder / own), "versions": manifest.get("versions", {})}
+
+
+def versions() -> dict[str, str]:
+    """Of what decides whether a computation can be repeated bit for bit."""
+    return {"python": platform.python_version(), **{name: version(name) for name in ("tokencredit", "torch", "numpy")}}
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+
+
+def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree as JSON has it; its tensors go into `tensors`, by the path that leads to them."""
+    if isinstance(tree, Tensor):
+        tensors[name] = tree.detach().contiguous()
+        return {IN_TENSORS: name}
+    if isinstance(tree, np.ndarray):
+        tensors[name] = torch.from_numpy(np.array(tree))
+        return {AS_ARRAY: name}
+    if isinstance(tree, Mapping):
+        return {key: _without_tensors(value, f"{name}/{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_without_tensors(value, f"{name}/{position}", tensors) for position, value in enumerate(tree)]
+    return tree
+
+
+def _with_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if set(tree) in ({IN_TENSORS}, {AS_ARRAY}):
+            ((kind, name),) = tree.items()
+            if name not in tensors:
+                raise DamagedCheckpoint(f"{TENSORS} lacks {name!r}")
+            return tensors[name].numpy() if kind == AS_ARRAY else tensors[name]
+        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
+    return [_with_tensors(value, tensors) for value in tree] if isinstance(tree, list) else tree
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return read_object(file.name, file.read_bytes())
+    except (OSError, ConfigError) as error:
+        raise DamagedCheckpoint(str(error)) from error

@@ -1,0 +1,43 @@
+"""The random generators that belong to nobody, and those of PyTorch as texts: what a checkpoint keeps of chance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the generators that belong to nobody: Python's, NumPy's and PyTorch's."""
+    numpy = np.random.get_state(legacy=False)
+    state = {"python": random.getstate(), "torch": to_text(torch.get_rng_state())}
+    state["numpy"] = numpy | {"state": {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}}
+    if torch.cuda.is_available():
+        state["cuda"] = to_text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go back to what `random_state` gave, before or after it has been through JSON."""
+    python_version, numbers, gauss = state["python"]
+    random.setstate((python_version, tuple(numbers), gauss))
+    numpy = dict(state["numpy"])
+    numpy["state"] = numpy["state"] | {"key": np.array(numpy["state"]["key"], dtype=np.uint32)}
+    np.random.set_state(numpy)
+    torch.set_rng_state(from_text(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(from_text(state["cuda"]))
+
+
+def to_text(state: Tensor) -> str:
+    """The state of a PyTorch generator, as a text."""
+    return bytes(state.tolist()).hex()
+
+
+def from_text(text: str) -> Tensor:
+    """Back from `to_text`."""
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM: the first asks a run to stop where it can go on later, the second stops it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+WATCHED = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """Listens while a `with` block runs, if this is the main thread; Python delivers signals to no other."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            # What the caller has been told to ignore, as `nohup` tells it, it goes on ignoring.
+            heard = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heard}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wish(self, accelerator: Accelerator) -> str | None:
+        """The name of the signal that asked to stop, in any process; None to go on."""
+        received = int(self.received or 0)
+        if accelerator.num_processes > 1:
+            mine = torch.tensor([received], device=accelerator.device)
+            received = int(accelerator.gather(mine).max())
+        return signal.Signals(received).name if received else None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\n{self.received.name}: stopping after this iteration; again to stop at once\n".encode())

@@ -1,0 +1,418 @@
+"""A run that is cut short and resumed is the run that was never stopped."""
+
+import json
+import random
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import yaml
+from gymnasium import spaces
+from transformers import AutoModelForCausalLM
+
+import chaos
+from chaos import assert_same
+from tokencredit.cli import main
+from tokencredit.control.trainer import ControlTrainer
+from tokencredit.runs.config import (
+    EvalConfig,
+    KLConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    PromptsConfig,
+    RolloutConfig,
+    RunConfig,
+    ScoreConfig,
+    StopConfig,
+    UpdateConfig,
+)
+from tokencredit.runs.control_config import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.runs.errors import ConfigError, RunStopped
+from tokencredit.text.rewards import Term
+from tokencredit.text.trainer import PPOTrainer
+
+
+def text(folder, iterations=6, **groups):
+    run = RunConfig(dir=str(folder), iterations=iterations, save_every=2, samples=3, show_every=0, trackers=[])
+    groups = {
+        "model": ModelConfig(dtype="float32"),
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=6),
+        "ppo": UpdateConfig(epochs=2, minibatches=2),
+        "optim": OptimConfig(schedule="cosine"),
+        "run": run,
+    } | groups
+    return PPOConfig(**groups)
+
+
+def control(folder, iterations=6, **groups):
+    run = RunConfig(dir=str(folder), iterations=iterations, save_every=2, show_every=0, trackers=[])
+    groups = {"run": run, "steps": 50, "eval": EpisodesConfig(episodes=0)} | groups
+    return ControlConfig(**groups)
+
+
+class Killed(BaseException):
+    """Ends a run as SIGKILL would: nobody handles it."""
+
+
+def die_in(trainer, number):
+    """Let a trainer's process end in the middle of an iteration."""
+    iteration = trainer.iteration
+
+    def until(now):
+        result = iteration(now)
+        if now == number:
+            raise Killed
+        return result
+
+    trainer.iteration = until
+    return trainer
+
+
+def cut(kind, args, number):
+    """A run that ended in iteration `number`, whose line was not written any more."""
+    with pytest.raises(Killed):
+        die_in(kind(args=args), number).train()
+
+
+def resumed(kind, args):
+    trainer = kind(args=args)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer
+
+
+def events(folder):
+    return [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+TEXTS = {
+    "plain": {},
+    "everything that remembers": {
+        "kl": KLConfig(target=1.0),
+        "score": ScoreConfig(normalize="running"),
+        "eval": EvalConfig(every=2, samples=8, max_new_tokens=6),
+        "prompts": PromptsConfig(text=["This movie", "The film was", "I"], shuffle=True),
+    },
+    "LoRA with dropout": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1))},
+    "muon, separate critic": {
+        "model": ModelConfig(dtype="float32", critic="separate"),
+        "optim": OptimConfig(name="muon"),
+    },
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_a_language_model_goes_on_as_if_nothing_had_happened(what, tmp_path):
+    PPOTrainer(args=text(tmp_path / "whole", **TEXTS[what])).train()
+    cut(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]), 5)
+    resumed(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]))
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "cut")]
+    for name in ("reward_first", "reward_last", "kl_last", "iterations", "stopped_by"):
+        assert summaries[0][name] == summaries[1][name]
+
+
+AGENTS = {
+    "CartPole": {},
+    "a transformer": {"agent": AgentConfig(policy="transformer", hidden=[16], context=4)},
+    "MuJoCo, normalised, in processes": {
+        "env": EnvConfig(id="Hopper-v5", number=2, processes=True, normalize_observations=True, normalize_rewards=True),
+        "steps": 64,
+    },
+    "episodes that end with the rollout": {
+        "env": EnvConfig(id="Acrobot-v1", kwargs={"max_episode_steps": 10}),
+        "steps": 10,
+        "ppo": UpdateConfig(minibatches=2),
+    },
+}
+
+
+@pytest.mark.parametrize("what", AGENTS)
+def test_an_agent_goes_on_as_if_nothing_had_happened(what, tmp_path):
+    ControlTrainer(args=control(tmp_path / "whole", **AGENTS[what])).train()
+    cut(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]), 5)
+    resumed(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]))
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+class Elsewhere(gym.Env):
+    """Draws its observations from a generator that nobody knows of."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+    unknown = np.random.default_rng()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.unknown.random(1, dtype=np.float32), {}
+
+    def step(self, action):
+        return self.unknown.random(1, dtype=np.float32), 1.0, False, False, {}
+
+
+def test_an_environment_that_cannot_be_brought_back_is_named_and_begins_anew(tmp_path):
+    gym.register("Elsewhere-v0", Elsewhere, max_episode_steps=30)
+    args = control(tmp_path / "run", env=EnvConfig(id="Elsewhere-v0", number=2))
+    cut(ControlTrainer, args, 3)
+    trainer = resumed(ControlTrainer, args)
+    assert any("environments 0, 1 could not be brought back" in event for event in events(tmp_path / "run"))
+    assert [m["iteration"] for m in chaos.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert set(trainer.episodes) == {(30.0, 30)}, "no episode is counted that was not whole"
+
+
+def test_python_numpy_and_torch_go_on_with_their_random_numbers(tmp_path):
+    seen = {}
+
+    def judge(completions, **columns):
+        numbers = (random.random(), float(np.random.rand()), float(torch.rand(())))
+        seen.setdefault(where[0], []).append(numbers)
+        return [numbers[0]] * len(completions)
+
+    where = ["whole"]
+    random.seed(1), np.random.seed(1)
+    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "whole", 4)).train()
+    where = ["cut"]
+    random.seed(1), np.random.seed(1)
+    with pytest.raises(Killed):
+        die_in(PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut", 4)), 3).train()
+    random.seed(2), np.random.seed(2)
+    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut", 4)).train(resume_from_checkpoint=True)
+    assert seen["cut"][:3] == seen["whole"][:3]
+    assert seen["cut"][3:] == seen["whole"][2:], "iteration 3 came twice"
+
+
+def test_before_the_first_checkpoint_a_run_begins_anew(tmp_path):
+    PPOTrainer(args=text(tmp_path / "whole")).train()
+    cut(PPOTrainer, text(tmp_path / "cut"), 2)
+    assert chaos.metrics(tmp_path / "cut")
+    resumed(PPOTrainer, text(tmp_path / "cut"))
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    assert "no checkpoint yet: the run begins anew" in events(tmp_path / "cut")
+
+
+def test_without_checkpoints_nothing_is_thrown_away(tmp_path):
+    args = text(tmp_path / "cut")
+    args = replace(args, run=replace(args.run, save_every=0))
+    cut(PPOTrainer, args, 3)
+    before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"has no checkpoint to go on from; it ran without run\.save_every"):
+        resumed(PPOTrainer, args)
+    assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_is_over_can_only_go_on_further(tmp_path):
+    PPOTrainer(args=text(tmp_path / "run", 4)).train()
+    with pytest.raises(ConfigError, match=r"has done all its 4 iterations; raise run\.iterations to go on"):
+        resumed(PPOTrainer, text(tmp_path / "run", 4))
+    assert (tmp_path / "run" / "summary.json").is_file()
+    resumed(PPOTrainer, text(tmp_path / "run", 5))
+    assert [m["iteration"] for m in chaos.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert "run.iterations is now 5; it was 4" in events(tmp_path / "run")
+
+
+def test_a_run_that_died_at_its_very_end_is_ended(tmp_path):
+    args = text(tmp_path / "run", 4)
+    trainer = PPOTrainer(args=args)
+    trainer.finish = lambda stopped_by: (_ for _ in ()).throw(Killed)
+    with pytest.raises(Killed):
+        trainer.train()
+    assert not (tmp_path / "run" / "policy").exists()
+    resumed(PPOTrainer, args)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    assert len(chaos.metrics(tmp_path / "run")) == 4
+
+
+def test_what_stopped_a_run_still_stops_it(tmp_path):
+    args = text(tmp_path / "run", stop=StopConfig(reward=-1.0, patience=3))
+    trainer = PPOTrainer(args=args)
+    trainer.finish = lambda stopped_by: (_ for _ in ()).throw(Killed)
+    with pytest.raises(Killed):
+        trainer.train()
+    trainer = resumed(PPOTrainer, args)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["iterations"], summary["stopped_by"]) == (3, "stop.reward")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors", "process-0.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, tmp_path):
+    PPOTrainer(args=text(tmp_path / "whole")).train()
+    cut(PPOTrainer, text(tmp_path / "cut"), 6)
+    damaged = tmp_path / "cut" / "checkpoints" / "000004" / file
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[: len(content) // 2])
+    resumed(PPOTrainer, text(tmp_path / "cut"))
+    assert any(f"000004 cannot be used, so the one before it is: {file}" in e for e in events(tmp_path / "cut"))
+    assert "resumed after iteration 2" in events(tmp_path / "cut")
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_flipped_bit_is_noticed(tmp_path):
+    cut(PPOTrainer, text(tmp_path / "cut"), 5)
+    file = tmp_path / "cut" / "checkpoints" / "000004" / "tensors.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    resumed(PPOTrainer, text(tmp_path / "cut"))
+    assert any("tensors.safetensors is not as it was written" in event for event in events(tmp_path / "cut"))
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
+    cut(PPOTrainer, text(tmp_path / "cut"), 5)
+    for manifest in (tmp_path / "cut" / "checkpoints").glob("*/manifest.json"):
+        manifest.write_text("{}")
+    before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"000004 cannot be used.*000002 cannot be used.*begin anew"):
+        resumed(PPOTrainer, text(tmp_path / "cut"))
+    assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_that_lost_lines_take_an_older_checkpoint(tmp_path):
+    PPOTrainer(args=text(tmp_path / "whole")).train()
+    cut(PPOTrainer, text(tmp_path / "cut"), 6)
+    file = tmp_path / "cut" / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:3]) + lines[3][:40])
+    resumed(PPOTrainer, text(tmp_path / "cut"))
+    assert any("metrics.jsonl has lost lines" in event for event in events(tmp_path / "cut"))
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_the_newest_checkpoints_are_kept_and_the_one_that_evaluated_best(tmp_path):
+    args = text(tmp_path / "run", 9, eval=EvalConfig(every=1, samples=4, max_new_tokens=4))
+    PPOTrainer(args=args).train()
+    rewards = [m["eval/reward"] for m in chaos.metrics(tmp_path / "run")]
+    best = rewards.index(max(rewards)) + 1
+    kept = {int(folder.name) for folder in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert best in kept
+    assert {8, 9} <= kept
+    assert len(kept) <= 3
+
+
+def test_settings_may_change_and_that_is_written_down(tmp_path):
+    args = text(tmp_path / "run")
+    cut(PPOTrainer, args, 5)
+    args = replace(args, optim=replace(args.optim, lr=3e-5, schedule="constant"), kl=KLConfig(coef=0.2))
+    trainer = resumed(PPOTrainer, args)
+    rows = chaos.metrics(tmp_path / "run")
+    assert [row["lr"] == 3e-5 for row in rows] == [False] * 4 + [True] * 2
+    assert [row["kl_coef"] for row in rows] == [0.05] * 4 + [0.2] * 2
+    assert "optim.lr is now 3e-05; it was 0.0001" in events(tmp_path / "run")
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 3e-5
+    assert all(state["step"] > 0 for state in trainer.optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"seed": 2}, "seed"),
+        ({"model": ModelConfig(dtype="float32", critic="separate")}, "model.critic"),
+        ({"optim": OptimConfig(name="muon", schedule="cosine")}, "optim.name"),
+    ],
+)
+def test_what_may_not_change_is_refused_by_name(changes, key, tmp_path):
+    cut(PPOTrainer, text(tmp_path / "run"), 3)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    with pytest.raises(ConfigError, match=rf"{key} is .*, but this run was begun with .*; it cannot change any more"):
+        resumed(PPOTrainer, text(tmp_path / "run", **changes))
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_another_model_or_tokenizer_under_the_same_name_is_refused(part, model_folders, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_folders["gpt2"])
+    folder = tmp_path / "model"
+    model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+    args = text(tmp_path / "run", model=ModelConfig(name=str(folder), dtype="float32"))
+    cut(PPOTrainer, args, 3)
+    if part == "model":
+        model.get_input_embeddings().weight.data[0, 0] += 1
+        model.save_pretrained(folder)
+    else:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["chat_template"] = "{{ messages }}"
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"the {part} that model\.name .* stands for is not what it was"):
+        resumed(PPOTrainer, args)
+
+
+def test_a_reward_that_fails_costs_no_iteration(tmp_path):
+    """With the same random numbers, the iteration that failed comes again."""
+    down = [False]
+
+    def judge(completions, **columns):
+        if down[0]:
+            raise ConnectionError("down")
+        return [len(completion) / 100 for completion in completions]
+
+    terms = [Term("judge", 1.0, judge, retries=0)]
+    PPOTrainer(reward_funcs=terms, args=text(tmp_path / "whole")).train()
+    trainer = PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut"))
+    iteration = trainer.iteration
+
+    def falling(number):
+        down[0] = number == 4
+        return iteration(number)
+
+    trainer.iteration = falling
+    with pytest.raises(RunStopped, match=r"stopped in iteration 4: .*down.*; go on with: tokencredit train --resume"):
+        trainer.train()
+    down[0] = False
+    assert (tmp_path / "cut" / "checkpoints" / "000003").is_dir()
+    PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut")).train(resume_from_checkpoint=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path):
+    args = text(tmp_path / "run", 3)
+    (tmp_path / "run").mkdir()
+    trainer = PPOTrainer(args=replace(args, run=replace(args.run, trackers=["tensorboard"])))
+    begin = trainer.record.begin
+
+    def then_break(*arguments):
+        begin(*arguments)
+        trainer.record.accelerator.trackers[0].log = lambda *_, **__: (_ for _ in ()).throw(OSError("disk gone"))
+
+    trainer.record.begin = then_break
+    trainer.train()
+    assert "the tracker tensorboard is left out from here: OSError: disk gone" in events(tmp_path / "run")
+    assert len(chaos.metrics(tmp_path / "run")) == 3
+
+
+def test_the_command_resumes(tmp_path, capsys):
+    run = tmp_path / "run"
+    cut(PPOTrainer, text(run, 3), 3)
+    assert main(["train", "--resume", str(run), "--run.iterations", "4"]) == 0
+    assert [m["iteration"] for m in chaos.metrics(run)] == [1, 2, 3, 4]
+    assert "resumed after iteration 2" in capsys.readouterr().out
+    assert main(["train", "--resume", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_moved_folder_is_resumed_where_it_is(tmp_path):
+    cut(PPOTrainer, text(tmp_path / "run", 3), 3)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert main(["train", "--resume", str(tmp_path / "moved")]) == 0
+    assert len(chaos.metrics(tmp_path / "moved")) == 3
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
+    cut(PPOTrainer, text(tmp_path / "run", 5), 3)
+    manifest = tmp_path / "run" / "checkpoints" / "000002" / "manifest.json"
+    told = json.loads(manifest.read_text())
+    for name in ("../../../secret", str(tmp_path / "secret")):
+        (tmp_path / "secret").write_text("{}")
+        told["files"][name] = {"bytes": 2, "sha256": "0"}
+        manifest.write_text(json.dumps(told))
+        with pytest.raises(ConfigError, match=r"is missing, or no plain file of the folder"):
+            resumed(PPOTrainer, text(tmp_path / "run", 5))
+
+
+def test_files_have_the_users_own_permissions(tmp_path):
+    PPOTrainer(args=text(tmp_path / "run", 2)).train()
+    (tmp_path / "plain").write_text("")
+    usual = (tmp_path / "plain").stat().st_mode
+    assert {p.stat().st_mode for p in (tmp_path / "run").rglob("*") if p.is_file()} == {usual}
