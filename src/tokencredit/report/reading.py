@@ -13,6 +13,7 @@ import yaml
 
 from tokencredit.runs.diagnosis import WINDOW
 from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.safe_yaml import load_yaml
 
 ITERATIONS = 400
 """Whose completions are read, beside the first and the last: more would not fit into a page."""
@@ -56,7 +57,7 @@ def read_run(path: Path, *, samples: bool = True) -> Run:
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"{str(path)!r} is not a run's folder: it has no config.yaml")
     try:
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        config = load_yaml((path / "config.yaml").read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path / 'config.yaml'}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
