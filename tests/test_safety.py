@@ -7,7 +7,7 @@ import pytest
 
 from tokencredit.cli import main
 from tokencredit.report.reading import read_run
-from tokencredit.runs.config import ModelConfig, PPOConfig, RewardTerm
+from tokencredit.runs.config import ModelConfig, PPOConfig, PromptsConfig, RewardTerm
 from tokencredit.runs.control_config import ControlConfig, EnvConfig
 from tokencredit.runs.errors import ConfigError
 from tokencredit.runs.foreign import foreign_code
@@ -155,3 +155,68 @@ def test_no_code_lets_the_rest_run(tmp_path, capsys):
     (tmp_path / "used").write_text("")
     assert "holds a run or other files" in refused(capsys, "train", "--no-code", "--run.dir", str(tmp_path))
     assert "holds a run or other files" in refused(capsys, "control", "--no-code", "--run.dir", str(tmp_path))
+
+
+HOSTILE = (
+    "\x1b[2J\x1b]8;;http://x/\x1b\\\\link\x1b]8;;\x1b\\\\\u202egnp\r</script><img src=x onerror=alert(1)>"
+    "\n---\nlicense: mit\n---\n[a](javascript:alert(1)) ![b](http://x/) `c` | d"
+)
+ACTIVE = ("\x1b", "\u202e", "\r", "\x9b")
+
+
+def test_a_card_shows_texts_and_nothing_else():
+    from huggingface_hub import ModelCard
+    from markdown_it import MarkdownIt
+
+    from tokencredit.text.card import model_card
+
+    args = PPOConfig(model=ModelConfig(name=HOSTILE), prompts=PromptsConfig(text=HOSTILE))
+    text = model_card(args, ["length", HOSTILE], {"iterations": 1, "stopped_by": "iterations", "reward_last": 1.0})
+    card = ModelCard(text)
+    assert card.data.base_model == HOSTILE
+    assert card.data.to_dict().keys() == {"library_name", "tags", "base_model"}
+    page = MarkdownIt("commonmark").render(card.text)
+    assert page.count("<img") == page.count("<script") == page.count("<a ") == page.count("<hr") == 0
+    assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 3
+    assert not any(mark in text for mark in ACTIVE)
+
+
+def test_texts_of_others_do_nothing_anywhere(tmp_path, capsys):
+    """A whole run whose prompts and reward are named by somebody who means harm, and every command on it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": HOSTILE, "answer": HOSTILE}) + "\n")
+    settings = {
+        "prompts": {"dataset": str(tmp_path / "rows.jsonl")},
+        "reward": [{"function": "length", "name": HOSTILE}],
+        "rollout": {"batch_size": 4, "max_new_tokens": 4},
+        "run": {"dir": str(tmp_path / "run"), "iterations": 1, "show_every": 1},
+        "eval": {"samples": 4, "max_new_tokens": 4},
+        "ppo": {"epochs": 1, "minibatches": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
+    for command in ("generate", "evaluate", "report", "doctor"):
+        assert main([command, str(tmp_path / "run")]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("<img src=x onerror=alert(1)>") > 5, "it is shown"
+    assert not any(mark in out + err.replace("\rLoading", "").replace("\x1b[A", "") for mark in ACTIVE)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<img src=x" not in page
+    assert not any(mark in page for mark in ACTIVE[:2])
+    events = EventAccumulator(str(next((tmp_path / "run" / "tensorboard").rglob("events*"))))
+    events.Reload()
+    assert f"reward/{HOSTILE}" in events.Tags()["scalars"], "TensorBoard's page escapes its tags"
+
+
+def test_messages_hold_texts_that_do_nothing(tmp_path, capsys):
+    (tmp_path / "reward.py").write_text(f"def f(prompts, completions):\n    raise ValueError({HOSTILE!r})\n")
+    flags = ["--reward", f"[{{function: '{tmp_path}/reward.py:f'}}]", "--run.dir", str(tmp_path / "run")]
+    assert main(["train", *flags, "--rollout.batch_size", "4", "--rollout.max_new_tokens", "4"]) == 1
+    assert main(["train", "--model.name", f"./{HOSTILE}"]) == 2
+    assert main(["train", f"--{HOSTILE}", "1"]) == 2
+    (tmp_path / "rows.jsonl").write_text(json.dumps({HOSTILE: 1}))
+    assert main(["train", "--prompts.dataset", str(tmp_path / "rows.jsonl"), "--run.dir", str(tmp_path / "b")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("onerror") >= 3
+    assert not any(mark in err.replace("\rLoading", "") for mark in ACTIVE)
