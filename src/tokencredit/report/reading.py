@@ -19,19 +19,35 @@ ITERATIONS = 400
 """Whose completions are read, beside the first and the last: more would not fit into a page."""
 FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
 """How a run begins each line, so that most of a long file need not be understood."""
-SAMPLE: dict[str, Any] = {
-    "iteration": int,
-    "prompt": str,
-    "completion": str,
-    "reward": int | float,
-    "truncated": bool,
-    "tokens": list,
-    "logprobs": list,
-    "values": list,
-    "rewards": list,
-    "advantages": list,
+LARGEST = 1e100
+"""Where numbers of a file end, so that sums and products of them are numbers still."""
+SAMPLE: dict[str, Callable[[Any], bool]] = {
+    "iteration": lambda x: is_count(x),
+    "prompt": lambda x: isinstance(x, str),
+    "completion": lambda x: isinstance(x, str),
+    "reward": lambda x: is_number(x),
+    "truncated": lambda x: isinstance(x, bool),
+    "tokens": lambda x: isinstance(x, list) and all(isinstance(token, str) for token in x),
+    "logprobs": lambda x: are_numbers(x),
+    "values": lambda x: are_numbers(x),
+    "rewards": lambda x: are_numbers(x),
+    "advantages": lambda x: are_numbers(x),
 }
 """What a completion's record holds at least, and of which kind; the lists have an entry a token."""
+MAY_HAVE = ("ref_logprobs", "new_logprobs")
+"""Lists that it has in some runs."""
+GROUPS = ("advantage", "env", "model", "optim", "ppo", "rollout")
+"""Of a configuration: those that the page and the diagnosis look into."""
+CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "reward": (lambda x: isinstance(x, list) and all(is_term(term) for term in x), "a list of terms"),
+    "advantage.gamma": (lambda x: is_number(x) and 0 <= x <= 1, "a number from 0 to 1"),
+    "ppo.clip": (lambda x: is_number(x) and 0 < x < 1, "a number between 0 and 1"),
+    "ppo.epochs": (lambda x: is_number(x), "a number"),
+    "ppo.minibatches": (lambda x: is_number(x), "a number"),
+    "optim.warmup": (lambda x: is_number(x), "a number"),
+    "optim.max_grad_norm": (lambda x: is_number(x), "a number"),
+}
+"""What they read there, unless it is null or missing."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ class Run:
     path: Path
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
-    """One dict an iteration; a number that was not finite is None."""
+    """One dict an iteration; what is no finite number is None."""
     samples: list[dict[str, Any]]
     """Completions token by token, as `text.batch` describes them, of at most `ITERATIONS`; none in a control run."""
     summary: dict[str, Any]
@@ -62,11 +78,18 @@ def read_run(path: Path, *, samples: bool = True) -> Run:
         raise ConfigError(f"{path / 'config.yaml'}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path / 'config.yaml'} holds no configuration")
-    metrics = [row for _, row in read_lines(path / "metrics.jsonl") if isinstance(row.get("iteration"), int)]
+    check_config(path / "config.yaml", config)
+    metrics = [
+        {name: value if is_number(value) else None for name, value in row.items()}
+        for _, row in read_lines(path / "metrics.jsonl")
+        if is_count(row.get("iteration"))
+    ]
     if not metrics:
         raise ConfigError(f"{str(path)!r} has no finished iteration yet")
     summary = path / "summary.json"
     found = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
+    if not isinstance(found.get("stopped_by", ""), str):
+        raise ConfigError(f"{summary}: stopped_by is no text")
     kept = read_samples(path / "samples.jsonl", [row["iteration"] for row in metrics]) if samples else []
     return Run(path, config, metrics, kept, found)
 
@@ -86,9 +109,12 @@ def read_samples(file: Path, iterations: Sequence[int]) -> list[dict[str, Any]]:
 
     samples = []
     for where, sample in read_lines(file, skip):
-        if wrong := next((name for name, kind in SAMPLE.items() if not isinstance(sample.get(name), kind)), None):
-            raise ConfigError(f"{where} has no {wrong}")
-        if len({len(sample[name]) for name, kind in SAMPLE.items() if kind is list}) != 1:
+        if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
+            raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
+        if wrong := next((name for name in MAY_HAVE if name in sample and not are_numbers(sample[name])), None):
+            raise ConfigError(f"{where} has no {wrong} that can be read")
+        lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
+        if len({len(sample[name]) for name in lists}) != 1:
             raise ConfigError(f"{where} has lists of different lengths")
         samples.append(sample)
     return samples
@@ -120,3 +146,35 @@ def read_object(where: Any, text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{where} is not a JSON object")
     return found
+
+
+def check_config(file: Path, config: dict[str, Any]) -> None:
+    """Raise `ConfigError` for the first key of `GROUPS` and `CONFIG` that holds something else."""
+    for name in GROUPS:
+        if not isinstance(config.get(name, {}), dict):
+            raise ConfigError(f"{file}: {name} is not a group of keys")
+    for key, (fits, wanted) in CONFIG.items():
+        group, _, name = key.rpartition(".")
+        value = (config.get(group, {}) if group else config).get(name)
+        if value is not None and not fits(value):
+            raise ConfigError(f"{file}: {key} is not {wanted}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and none that leads out of them."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_count(value: Any) -> bool:
+    """Whether it can be the number of an iteration, here and in a browser."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def are_numbers(values: Any) -> bool:
+    """Whether it is a list of finite numbers."""
+    return isinstance(values, list) and all(map(is_number, values))
+
+
+def is_term(term: Any) -> bool:
+    """Whether it can be a term of a reward."""
+    return isinstance(term, dict) and is_number(term.get("weight", 1.0))

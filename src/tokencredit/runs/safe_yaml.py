@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""In one text, each alias counted as all that it stands for."""
+"""In one text, each alias counted as all that it stands for, and a hundred characters as one more value."""
 DEEPEST = 50
 """Lists and mappings within one another."""
 
@@ -79,7 +79,9 @@ def scan(text: str, *, tags: bool) -> Iterator[str]:
                     raise OutOfBounds(problem=f"the alias *{event.anchor} stands inside itself", problem_mark=mark)
                 values += sizes.get(event.anchor, 1)
             else:
-                values += 1
+                values += 1 + len(getattr(event, "value", "")) // 100
+                if isinstance(event, yaml.ScalarEvent) and event.anchor is not None:
+                    sizes[event.anchor] = 1 + len(event.value) // 100
             if values > MOST_VALUES:
                 raise OutOfBounds(problem=f"more than {MOST_VALUES} values, aliases written out", problem_mark=mark)
             if isinstance(event, yaml.ScalarEvent):
