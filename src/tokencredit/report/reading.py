@@ -21,31 +21,58 @@ FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
 """How a run begins each line, so that most of a long file need not be understood."""
 LARGEST = 1e100
 """Where numbers of a file end, so that sums and products of them are numbers still."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and none that leads out of them."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_count(value: Any) -> bool:
+    """Whether it can be the number of an iteration, here and in a browser."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a text."""
+    return isinstance(value, str)
+
+
+def all_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether it is a list of such values."""
+    return lambda values: isinstance(values, list) and all(map(kind, values))
+
+
+def is_term(value: Any) -> bool:
+    """Whether it can be a term of a reward."""
+    return isinstance(value, dict) and is_number(value.get("weight", 1.0))
+
+
 SAMPLE: dict[str, Callable[[Any], bool]] = {
-    "iteration": lambda x: is_count(x),
-    "prompt": lambda x: isinstance(x, str),
-    "completion": lambda x: isinstance(x, str),
-    "reward": lambda x: is_number(x),
-    "truncated": lambda x: isinstance(x, bool),
-    "tokens": lambda x: isinstance(x, list) and all(isinstance(token, str) for token in x),
-    "logprobs": lambda x: are_numbers(x),
-    "values": lambda x: are_numbers(x),
-    "rewards": lambda x: are_numbers(x),
-    "advantages": lambda x: are_numbers(x),
+    "iteration": is_count,
+    "prompt": is_text,
+    "completion": is_text,
+    "reward": is_number,
+    "truncated": lambda value: isinstance(value, bool),
+    "tokens": all_of(is_text),
+    "logprobs": all_of(is_number),
+    "values": all_of(is_number),
+    "rewards": all_of(is_number),
+    "advantages": all_of(is_number),
 }
 """What a completion's record holds at least, and of which kind; the lists have an entry a token."""
 MAY_HAVE = ("ref_logprobs", "new_logprobs")
-"""Lists that it has in some runs."""
+"""Lists of numbers that it has in some runs."""
 GROUPS = ("advantage", "env", "model", "optim", "ppo", "rollout")
 """Of a configuration: those that the page and the diagnosis look into."""
 CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "reward": (lambda x: isinstance(x, list) and all(is_term(term) for term in x), "a list of terms"),
-    "advantage.gamma": (lambda x: is_number(x) and 0 <= x <= 1, "a number from 0 to 1"),
-    "ppo.clip": (lambda x: is_number(x) and 0 < x < 1, "a number between 0 and 1"),
-    "ppo.epochs": (lambda x: is_number(x), "a number"),
-    "ppo.minibatches": (lambda x: is_number(x), "a number"),
-    "optim.warmup": (lambda x: is_number(x), "a number"),
-    "optim.max_grad_norm": (lambda x: is_number(x), "a number"),
+    "reward": (all_of(is_term), "a list of terms"),
+    "advantage.gamma": (lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "ppo.clip": (lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1"),
+    "ppo.epochs": (is_number, "a number"),
+    "ppo.minibatches": (is_number, "a number"),
+    "optim.warmup": (is_number, "a number"),
+    "optim.max_grad_norm": (is_number, "a number"),
 }
 """What they read there, unless it is null or missing."""
 
@@ -88,7 +115,7 @@ def read_run(path: Path, *, samples: bool = True) -> Run:
         raise ConfigError(f"{str(path)!r} has no finished iteration yet")
     summary = path / "summary.json"
     found = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
-    if not isinstance(found.get("stopped_by", ""), str):
+    if not is_text(found.get("stopped_by", "")):
         raise ConfigError(f"{summary}: stopped_by is no text")
     kept = read_samples(path / "samples.jsonl", [row["iteration"] for row in metrics]) if samples else []
     return Run(path, config, metrics, kept, found)
@@ -111,7 +138,7 @@ def read_samples(file: Path, iterations: Sequence[int]) -> list[dict[str, Any]]:
     for where, sample in read_lines(file, skip):
         if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
             raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
-        if wrong := next((name for name in MAY_HAVE if name in sample and not are_numbers(sample[name])), None):
+        if wrong := next((name for name in MAY_HAVE if name in sample and not all_of(is_number)(sample[name])), None):
             raise ConfigError(f"{where} has no {wrong} that can be read")
         lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
         if len({len(sample[name]) for name in lists}) != 1:
@@ -158,23 +185,3 @@ def check_config(file: Path, config: dict[str, Any]) -> None:
         value = (config.get(group, {}) if group else config).get(name)
         if value is not None and not fits(value):
             raise ConfigError(f"{file}: {key} is not {wanted}")
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and none that leads out of them."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def is_count(value: Any) -> bool:
-    """Whether it can be the number of an iteration, here and in a browser."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def are_numbers(values: Any) -> bool:
-    """Whether it is a list of finite numbers."""
-    return isinstance(values, list) and all(map(is_number, values))
-
-
-def is_term(term: Any) -> bool:
-    """Whether it can be a term of a reward."""
-    return isinstance(term, dict) and is_number(term.get("weight", 1.0))
