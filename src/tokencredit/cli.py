@@ -297,7 +297,7 @@ COMMANDS = {
 }
 
 
-def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config], no_code: bool) -> Config:
+def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config], no_code: bool = False) -> Config:
     """The checked configuration that parsed options stand for.
 
     Raises:
