@@ -147,7 +147,7 @@ def killed(folder: Path, command: list[str], kills: int, chance: random.Random) 
             life.wait_for(life.saving)
             time.sleep(chance.uniform(0, 0.03))
         if life.process.poll() is not None:
-            break  # it was faster than we
+            return moments  # it was faster than we
         life.kill()
         moments[moment] += 1
     finish(folder, command)
@@ -358,8 +358,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(Path(folder), options.kills, options.seed)
         int_, term = signal.SIGINT, signal.SIGTERM
-        chaos.row("SIGKILL, a language model", chaos.kill(TEXT, 4 * options.kills, options.kills))
-        chaos.row("SIGKILL, agents", chaos.kill(CONTROL, 60 * options.kills, options.kills // 3))
+        chaos.row("SIGKILL, a language model", chaos.kill(TEXT, 10 * options.kills, options.kills))
+        chaos.row("SIGKILL, agents", chaos.kill(CONTROL, 100 * options.kills, options.kills // 3))
         chaos.row("SIGTERM", chaos.signals(0, term))
         chaos.row("Ctrl-C", chaos.signals(130, int_))
         chaos.row("Ctrl-C twice", chaos.signals(130, int_, int_))

@@ -24,6 +24,7 @@ from tokencredit.runs.config import (
     OptimConfig,
     PPOConfig,
     PromptsConfig,
+    RewardTerm,
     RolloutConfig,
     RunConfig,
     ScoreConfig,
@@ -416,3 +417,25 @@ def test_files_have_the_users_own_permissions(tmp_path):
     (tmp_path / "plain").write_text("")
     usual = (tmp_path / "plain").stat().st_mode
     assert {p.stat().st_mode for p in (tmp_path / "run").rglob("*") if p.is_file()} == {usual}
+
+
+def test_only_the_flag_resumes_in_either_spelling(tmp_path):
+    run = tmp_path / "run"
+    cut(PPOTrainer, text(run, 3), 3)
+    (tmp_path / "sly.yaml").write_text(
+        f"resume: {run}\nrun: {{dir: {tmp_path / 'other'}, iterations: 1, trackers: []}}\n"
+    )
+    quick = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "4"]
+    assert main(["train", "--config", str(tmp_path / "sly.yaml"), *quick]) == 0
+    assert len(chaos.metrics(tmp_path / "other")) == 1
+    assert main(["train", f"--resume={run}"]) == 0
+    assert len(chaos.metrics(run)) == 3
+
+
+def test_code_that_a_configuration_names_is_said_and_written_down(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def judge(completions):\n    return [1.0] * len(completions)\n")
+    function = f"{tmp_path / 'mine.py'}:judge"
+    args = text(tmp_path / "run", 1, reward=[RewardTerm(function=function)])
+    PPOTrainer(args=args).train()
+    assert events(tmp_path / "run") == [f"reward[0].function runs {function}"]
+    assert f"reward[0].function runs {function}" in capsys.readouterr().out

@@ -8,20 +8,42 @@ import os
 import re
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.runs.config import PPOConfig
+from tokencredit.runs.console import visible
 from tokencredit.runs.control_config import ControlConfig, EpisodesConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.foreign import refuse_foreign_code
+from tokencredit.runs.safe_yaml import check_yaml
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_parsing_settings(
+    docstring_parse_attribute_docstrings=True,
+    # jsonargparse would import, and in part call, whatever a `class_path` in a configuration names. It goes that way
+    # itself to the classes of lists and of what may be null.
+    import_path_denylist=["*"],
+    import_path_allowlist=["tokencredit.RewardTerm", "tokencredit.PromptsConfig", "tokencredit.runs.config"],
+    instantiate_subclass_spec_in_any=False,
+)
+any_yaml = get_loader("yaml")
+
+
+def bounded_yaml(text: str) -> Any:
+    """What jsonargparse makes of YAML, once that is known to be within bounds."""
+    check_yaml(text)
+    return any_yaml(text)
+
+
+set_loader("yaml", bounded_yaml, exceptions=(yaml.YAMLError, ValueError))
 
 Config = TypeVar("Config", PPOConfig, ControlConfig)
 
@@ -29,7 +51,7 @@ RESUME = "The folder of a run that was cut short, to go on with, with its config
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
-NOT_SETTINGS = ("config", "debug", "resume")
+NOT_SETTINGS = ("config", "debug", "no_code", "resume")
 """Options of `train` and `control` that are no keys of a configuration."""
 
 
@@ -40,11 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = ["--print_config=comments" if a == "--print_config" else a for a in with_resumed(arguments)]
     parser, commands = build_parser()
     try:
-        chosen = parser.parse_args(arguments)
+        with plainly():
+            chosen = parser.parse_args(arguments)
         if chosen.command is None:
             parser.print_help()
             return BAD_ARGUMENTS
-        COMMANDS[chosen.command](commands[chosen.command], chosen[chosen.command])
+        options = chosen[chosen.command]
+        # The flags themselves, since a configuration file could say otherwise.
+        options.no_code, options.resume = "--no-code" in arguments, resumed_run(arguments)
+        COMMANDS[chosen.command](commands[chosen.command], options)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
     except ArgumentError as error:
@@ -60,17 +86,63 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def with_resumed(arguments: Sequence[str]) -> list[str]:
     """The arguments with `--resume RUN` as what it also stands for: the run's configuration, which flags change."""
-    if "--resume" not in arguments[:-1]:
+    run = resumed_run(arguments)
+    if run is None:
         return list(arguments)
-    at = arguments.index("--resume")
-    run = arguments[at + 1]
-    own = ["--resume", run, "--config", str(Path(run) / "config.yaml"), "--run.dir", run]
-    return [arguments[0], *own, *arguments[1:at], *arguments[at + 2 :]]
+    return [arguments[0], "--config", str(Path(run) / "config.yaml"), "--run.dir", run, *arguments[1:]]
+
+
+def resumed_run(arguments: Sequence[str]) -> str | None:
+    """The folder that `--resume` names; a configuration file cannot ask for that."""
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--resume" and (equals or len(arguments) > at + 1):
+            return value if equals else arguments[at + 1]
+    return None
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Let whatever jsonargparse raises of a value that it did not foresee be one message: it has no common type."""
+    try:
+        yield
+    except (ArgumentError, ConfigError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"not a configuration: {named(str(error))} ({type(error).__name__})") from error
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser, which would pass over a file's `model: 3`, where a group of keys belongs."""
+
+    def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse a file, and raise `ConfigError` for a group that is none."""
+        found = super().parse_path(*args, **kwargs)
+        check_groups(found, self.get_defaults(skip_validation=True))
+        return found
+
+
+def check_groups(found: Namespace, defaults: Namespace, prefix: str = "") -> None:
+    """Raise `ConfigError` for the first key that has something other than keys where `defaults` has keys."""
+    for key, default in vars(defaults).items():
+        if isinstance(default, Namespace) and key in found:
+            if not isinstance(found[key], Namespace):
+                raise ConfigError(
+                    f"{prefix}{key} is {found[key]!r}; it must hold keys, such as {next(iter(vars(default)))}"
+                )
+            check_groups(found[key], default, f"{prefix}{key}.")
+
+
+def named(message: str) -> str:
+    """A message in which jsonargparse refuses to import something, without its advice to programmers."""
+    return re.sub(
+        r"Importing ('[^']*') is not allowed.*?to allow it\.", r"\1 names code, and none is imported here", message
+    )
 
 
 def new_parser(description: str) -> ArgumentParser:
     """A parser that raises what it does not understand, and takes no abbreviations, since keys are many and alike."""
-    return ArgumentParser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
+    return Parser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
 
 
 def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
@@ -131,14 +203,18 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     chosen = parser.add_subcommands(dest="command", required=False)
     for name, command in commands.items():
         command.add_argument("--debug", action="store_true", help="Show tracebacks.")
+        if name not in ("report", "doctor"):  # which read figures and texts alone
+            command.add_argument(
+                "--no-code", action="store_true", help="Refuse a configuration that lets code of others run."
+            )
         chosen.add_subcommand(name, command, help=command.description)
     return parser, commands
 
 
 def train(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit train`."""
-    config = to_config(parser, options, PPOConfig)
-    resume = resumes(options)
+    config = to_config(parser, options, PPOConfig, options.no_code)
+    resume = options.resume is not None
     first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher starts, only this one writes
     if first and not resume:
         RunFolder(config.run.dir).refuse_if_used()  # before the seconds that the imports below take
@@ -153,8 +229,8 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
 
 def control(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit control`."""
-    config = to_config(parser, options, ControlConfig)
-    resume = resumes(options)
+    config = to_config(parser, options, ControlConfig, options.no_code)
+    resume = options.resume is not None
     if not resume:
         RunFolder(config.run.dir).refuse_if_used()
     require_gymnasium()
@@ -163,14 +239,9 @@ def control(parser: ArgumentParser, options: Namespace) -> None:
     ControlTrainer(config).train(resume_from_checkpoint=resume)
 
 
-def resumes(options: Namespace) -> bool:
-    """Whether a run is to be resumed."""
-    return options.resume is not None
-
-
 def play(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit play`."""
-    config = read_config(Path(options.run) / "config.yaml", ControlConfig)
+    config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
     require_gymnasium()
     from tokencredit.control.playing import play_run
 
@@ -190,7 +261,7 @@ def generate(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit generate`."""
     if options.chat and not options.prompt:
         raise ConfigError("--chat needs --prompt, the message")
-    config = read_config(Path(options.run) / "config.yaml", PPOConfig)
+    config = read_config(Path(options.run) / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.text.generate import generate
@@ -211,7 +282,7 @@ def generate(parser: ArgumentParser, options: Namespace) -> None:
 
 def evaluate(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit evaluate`."""
-    config = read_config(Path(options.run) / "config.yaml", PPOConfig)
+    config = read_config(Path(options.run) / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.text.evaluation import evaluate_run
@@ -254,29 +325,38 @@ COMMANDS = {
 }
 
 
-def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config]) -> Config:
-    """The checked configuration that parsed options stand for."""
+def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config], no_code: bool = False) -> Config:
+    """The checked configuration that parsed options stand for.
+
+    Raises:
+        ConfigError: it cannot work, or it lets code of others run where `no_code` forbids that.
+    """
     settings = vars(parser.instantiate(options))
-    return kind(**{key: value for key, value in settings.items() if key not in NOT_SETTINGS})
+    config = kind(**{key: value for key, value in settings.items() if key not in NOT_SETTINGS})
+    if no_code:
+        refuse_foreign_code(config)
+    return config
 
 
-def read_config(file: Path, kind: type[Config]) -> Config:
+def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
     """The configuration of a run, from the file in its folder.
 
     Raises:
-        ConfigError: there is no such file, or it is not the configuration of a run.
+        ConfigError: there is no such file, it is not the configuration of a run, or as `to_config`.
     """
     if not file.is_file():
         raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
     parser = build_parser()[1]["train" if kind is PPOConfig else "control"]
     try:
-        return to_config(parser, parser.parse_path(file), kind)
+        with plainly():
+            return to_config(parser, parser.parse_path(file), kind, no_code)
     except (ArgumentError, ConfigError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
 def explain(message: str, arguments: Sequence[str], commands: dict[str, ArgumentParser]) -> str:
     """A parser's complaint in one line: the key, its file unless it was a flag, and the key that was probably meant."""
+    message = named(message)
     key = re.search(
         r"does not accept option '([^']+)'|unrecognized arguments: --([^\s=]+)|Parser key \"([^\"]+)\"", message
     )
@@ -305,8 +385,9 @@ def fail(error: Exception, message: str, code: int, arguments: Sequence[str]) ->
 
 
 def complain(message: str, code: int) -> int:
-    """Say in one line what is wrong, and return the exit code."""
-    print(f"tokencredit: {message}", file=sys.stderr)
+    """Say what is wrong, in words that may hold the texts of others, and return the exit code."""
+    lines = [visible(line) for line in message.split("\n")]
+    print("tokencredit:", "\n".join(lines), file=sys.stderr)
     return code
 
 

@@ -42,8 +42,18 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("samples.jsonl", b'{"iteration": 1}\n', "samples.jsonl, line 1 has no prompt"),
         ("summary.json", b"no", "summary.json is not JSON"),
         ("config.yaml", b"a: [", "config.yaml: while parsing"),
-        ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: could not determine a constructor"),
+        ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: .*os.system' is a tag"),
         ("config.yaml", b"nothing", "config.yaml holds no configuration"),
+        ("config.yaml", b"env:", "config.yaml: env is not a group of keys"),
+        ("config.yaml", b"model: [1]", "config.yaml: model is not a group of keys"),
+        ("config.yaml", b"reward: [length]", "config.yaml: reward is not a list of terms"),
+        ("config.yaml", b"reward: [{weight: heavy}]", "config.yaml: reward is not a list of terms"),
+        ("config.yaml", b"advantage: {gamma: 2}", r"config.yaml: advantage\.gamma is not a number from 0 to 1"),
+        ("config.yaml", b"ppo: {clip: wide}", r"config.yaml: ppo\.clip is not a number between 0 and 1"),
+        ("config.yaml", b"ppo: {epochs: {}}", r"config.yaml: ppo\.epochs is not a number"),
+        ("config.yaml", b"optim: {warmup: .nan}", r"config.yaml: optim\.warmup is not a number"),
+        ("config.yaml", b"optim: {max_grad_norm: 1%b}" % (b"0" * 400), r"optim\.max_grad_norm is not a number"),
+        ("summary.json", b'{"stopped_by": [[]]}', "summary.json: stopped_by is no text"),
     ],
 )
 def test_damage_is_named(copy, name, content, message):
@@ -64,6 +74,37 @@ def test_lists_of_different_lengths_are_no_sample(copy):
     (copy / "samples.jsonl").write_text("".join([json.dumps(sample) + "\n", *rest]))
     with pytest.raises(ConfigError, match="line 1 has lists of different lengths"):
         read_run(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("iteration", True),
+        ("iteration", 2**60),
+        ("reward", float("nan")),
+        ("reward", "1.0"),
+        ("tokens", [1]),
+        ("values", ["0.5"]),
+        ("logprobs", [float("inf")]),
+        ("advantages", [10**400]),
+        ("ref_logprobs", [None]),
+        ("new_logprobs", "none"),
+    ],
+)
+def test_a_sample_of_another_shape_is_named(name, value, copy):
+    sample = json.loads((copy / "samples.jsonl").read_text().splitlines()[0])
+    filled = value * len(sample["tokens"]) if isinstance(value, list) else value
+    (copy / "samples.jsonl").write_text(json.dumps(sample | {name: filled}) + "\n")
+    with pytest.raises(ConfigError, match=f"line 1 has no {name} that can be read"):
+        read_run(copy)
+
+
+def test_metrics_that_are_no_finite_numbers_count_as_missing(copy):
+    odd = {"reward": float("nan"), "kl": "3", "length": 10**400, "loss": 1e308, "entropy": [1], "lr": True, "a": 1.5}
+    rows = [{"iteration": 1} | odd, {"iteration": True}, {"iteration": 2**60}, {"iteration": -1}]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = read_run(copy).metrics
+    assert row == {"iteration": 1, "a": 1.5} | dict.fromkeys(["reward", "kl", "length", "loss", "entropy", "lr"])
 
 
 def test_of_a_long_run_a_part_is_read(copy):

@@ -122,6 +122,10 @@ def test_numbers_that_are_missing_or_not_finite_are_passed_over():
     assert names([]) == []
 
 
+def test_texts_without_a_token_are_no_reason_to_fail():
+    assert names([row | {"length": 0.0} for row in sick("kl_runaway")]) == []
+
+
 def test_agents_are_judged_by_their_return():
     rows = [{"iteration": i, "train/average_return": 20.0, "train/std_return": 5.0} for i in range(1, 41)]
     assert names(rows, {"env": {"id": "CartPole-v1"}}) == ["flat_reward"]

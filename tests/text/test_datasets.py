@@ -93,6 +93,10 @@ def test_a_broken_line_of_jsonl_is_named(write):
         ("rows.csv", 'prompt\n"a"b\n', r"rows\.csv, line 2: ',' expected after '\"'"),
         ("rows.csv", 'prompt\na\n"b\n', r"rows\.csv, line 3: unexpected end of data"),
         ("rows.parquet", b"PAR1 or not", r"rows\.parquet: not a Parquet file that can be read"),
+        ("rows.jsonl", "[" * 100_000, r"rows\.jsonl, line 1: maximum recursion depth exceeded"),
+        ("rows.jsonl", '{"prompt": %s}' % ("1" * 5000), r"rows\.jsonl, line 1: Exceeds the limit"),
+        ("rows.json", "[" * 100_000, r"rows\.json: maximum recursion depth exceeded"),
+        ("rows.json", "[%s]" % ("1" * 5000), r"rows\.json: Exceeds the limit"),
         ("rows.txt", "a\n", r"rows\.txt'; it must end in one of \.jsonl, \.json, \.csv, \.parquet"),
     ],
 )
@@ -121,6 +125,19 @@ def test_a_folder_without_a_saved_data_set_is_refused(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     next((tmp_path / "one").glob("*.arrow")).unlink()
     with pytest.raises(ConfigError, match=r"one: a saved data set that cannot be read"):
+        read_dataset(str(tmp_path / "one"))
+
+
+def test_a_saved_text_that_lies_outside_of_its_file_is_refused(tmp_path):
+    """Arrow takes a text's place on trust, and reading one that lies elsewhere can end the process."""
+    Dataset.from_list([{"prompt": "a"}] * 3).save_to_disk(tmp_path / "one")
+    file = next((tmp_path / "one").glob("*.arrow"))
+    offsets = b"".join(i.to_bytes(4, "little") for i in range(4))
+    data = file.read_bytes()
+    assert data.count(offsets) == 1
+    file.unlink()
+    file.write_bytes(data.replace(offsets, offsets[:8] + (2**30).to_bytes(4, "little") + offsets[12:]))
+    with pytest.raises(ConfigError, match="a saved data set that cannot be read"):
         read_dataset(str(tmp_path / "one"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tokencredit.runs.errors import ConfigError
@@ -462,6 +463,8 @@ def check(config: Any, prefix: str = "") -> None:
     hints = get_type_hints(type(config))
     for item in fields(config):
         key, value = prefix + item.name, getattr(config, item.name)
+        if value is None and NoneType not in get_args(hints[item.name]):
+            raise ConfigError(f"{key} is null, and needs a value")
         if is_dataclass(value):
             check(value, f"{key}.")
         elif isinstance(value, list):

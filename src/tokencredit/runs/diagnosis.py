@@ -164,7 +164,7 @@ def degenerate(run: History) -> Finding | None:
 
 def kl_runaway(run: History) -> Finding | None:
     """The policy is far from the reference, and goes on leaving."""
-    if len(run) < SETTLED:
+    if len(run) < SETTLED or not run.last("length") > 0:
         return None
     per_token, half = run.last("kl") / run.last("length"), len(run) // 2
     if not (per_token > 1.0 and run.last("kl") > 1.5 * run.mean("kl", slice(half - WINDOW, half))):

@@ -27,6 +27,7 @@ from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.errors import ConfigError, TooManyBadSteps
 from tokencredit.runs.folder import RunFolder, beside, recover, replacing
+from tokencredit.runs.foreign import foreign_code
 from tokencredit.runs.history import History
 from tokencredit.runs.lines import read_lines
 from tokencredit.runs.resuming import LINES, changes, fixed, newest, saved
@@ -80,7 +81,7 @@ class RunRecord:
         """Make the folder, with room for what will be written, and write the configuration into it.
 
         Args:
-            config: the whole configuration.
+            config: the whole configuration, a `PPOConfig` or a `ControlConfig`.
             reserve: bytes that are kept free for what is written at the end.
             weights: bytes of what is trained.
 
@@ -94,6 +95,8 @@ class RunRecord:
             self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
             self._write_config()
         self._start()
+        for line in foreign_code(config):
+            self.event(line, 0)
 
     def resume(self, config: Any, reserve: int) -> tuple[int, dict[str, Any] | None, set[str]]:
         """Go on in a folder: back to its newest checkpoint that is whole, or to the beginning if it has none yet.
@@ -134,7 +137,7 @@ class RunRecord:
         self.accelerator.wait_for_everyone()
         self._reread()
         self._start(resumed=True)
-        for complaint in damaged:
+        for complaint in [*damaged, *foreign_code(config)]:
             self.event(complaint, done)
         self.event(f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew", done)
         for key, (then, now) in changed.items():

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
 from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.safe_yaml import load_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
 """Files of a run that grow with each iteration; a checkpoint knows how long they were."""
@@ -66,7 +65,7 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
 
     What the file does not have, such as a setting that is newer than it, has not changed.
     """
-    then = flat(yaml.safe_load(file.read_text(encoding="utf-8")))
+    then = flat(load_yaml(file.read_text(encoding="utf-8")))
     now = flat(config)
     return {key: (then[key], now[key]) for key in now if key in then and then[key] != now[key]}
 

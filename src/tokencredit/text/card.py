@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +22,20 @@ def model_card(args: PPOConfig, terms: Sequence[str], summary: dict[str, Any]) -
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items())
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
-        f"# {visible(args.model.name)}, trained with PPO\n\n"
+        f"# {code(args.model.name)}, trained with PPO\n\n"
         f"Trained by Tokencredit for {summary['iterations']} iterations of {args.rollout.batch_size} completions.\n\n"
-        f"- prompts: {visible(str(prompts))}\n"
-        f"- reward: {', '.join(visible(term) for term in terms)}\n"
+        f"- prompts: {code(str(prompts))}\n"
+        f"- reward: {', '.join(map(code, terms))}\n"
         f"- KL coefficient: {args.kl.coef:g}, in the {args.kl.place}\n"
         f"- ended by: {summary['stopped_by']}\n\n"
         f"| result | |\n|---|---|\n{rows}\n\n"
         "`reward_first` is the mean reward of the starting model, `reward_last` that of the last iterations; "
         "`kl_last` is the divergence from the starting model in nats a completion.\n"
     )
+
+
+def code(text: str) -> str:
+    """A text of somebody's as Markdown that is nothing but that text: no link, no picture, no HTML."""
+    text = visible(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

@@ -119,6 +119,8 @@ def read_json(path: Path) -> list[dict[str, Any]]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists without end
+        raise ConfigError(f"{path}: {error}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise ConfigError(f'{path}, row {number}: {_short(row)} is no object such as {{"prompt": "..."}}')
@@ -134,6 +136,8 @@ def _parse_lines(path: Path, text: str) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}, line {number}, column {error.colno}: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f'{path}, line {number}: {_short(row)} is no object such as {{"prompt": "..."}}')
         rows.append(row)
@@ -168,12 +172,11 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
 def read_parquet(path: Path) -> Rows:
     """A Parquet file, read into memory."""
     from datasets import Dataset
-    from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 
     try:
-        return Dataset(read_table(path))
-    except (ArrowException, OSError) as error:
+        return checked(Dataset(read_table(path)))
+    except Exception as error:  # two libraries read it, and what they raise has no common type
         raise ConfigError(f"{path}: not a Parquet file that can be read: {error}") from error
 
 
@@ -183,7 +186,6 @@ READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".parquet
 def read_folder(path: Path, split: str) -> Rows:
     """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote: Arrow files, whose rows stay on disk."""
     from datasets import DatasetDict, load_from_disk
-    from pyarrow import ArrowException
 
     if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
         raise ConfigError(
@@ -192,12 +194,24 @@ def read_folder(path: Path, split: str) -> Rows:
         )
     try:
         saved = load_from_disk(path)
-    except (ArrowException, OSError, ValueError, KeyError) as error:
+        splits = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
+        for rows in splits.values():
+            checked(rows)
+    except Exception as error:  # as above
         raise ConfigError(f"{path}: a saved data set that cannot be read: {error}") from error
-    splits = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
     if split in splits:
         return plain(splits[split])
     raise ConfigError(f"prompts.split is {split!r}; the splits of {str(path)!r} are {', '.join(splits)}")
+
+
+def checked(dataset: Dataset) -> Dataset:
+    """The data set, once each of its values is known to lie within its file; to read one that does not can crash.
+
+    Raises:
+        pyarrow.ArrowInvalid: one does not, or is no text where the file says so.
+    """
+    dataset.data.table.validate(full=True)
+    return dataset
 
 
 def read_hub(name: str, split: str, config_name: str | None) -> Rows:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
 from tokencredit.runs.config import EvalConfig, PPOConfig
+from tokencredit.runs.console import visible
 from tokencredit.runs.errors import ConfigError
 from tokencredit.text.batch import distinct_over_processes, token_pairs
 from tokencredit.text.loading import end_ids, load_language_model, room_for_prompts
@@ -120,7 +121,7 @@ def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
         group="prompts" if config.eval.prompts is None else "eval.prompts",
     )
     if left_out := prompts.left_out():
-        print(left_out)
+        print(visible(left_out))
     metrics = evaluate(
         ActorCritic(lm),
         tokenizer,
@@ -133,5 +134,5 @@ def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
         accelerator=Accelerator(cpu=True),
     )
     for metric, value in metrics.items():
-        print(f"{metric.removeprefix('eval/'):<24} {value:.4g}")
+        print(f"{visible(metric.removeprefix('eval/')):<24} {value:.4g}")
     return metrics

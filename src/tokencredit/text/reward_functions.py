@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pickle import UnpicklingError
 from typing import Any
+
+from safetensors import SafetensorError
 
 from tokencredit.runs.errors import ConfigError
 from tokencredit.text.reward_texts import Text, plain
@@ -182,7 +185,7 @@ def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size
         raise ConfigError("similarity needs Sentence Transformers: pip install tokencredit[similarity]") from error
     try:
         encoder = SentenceTransformer(model, model_kwargs={"use_safetensors": True, "dtype": "float32"})
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise ConfigError(f"cannot load a sentence embedding model from {model!r}: {error}") from error
 
     def similarity(prompts: Texts, completions: Texts, **columns: Any) -> list[float | None]:

@@ -199,9 +199,9 @@ def load(name: str, device: torch.device | str) -> tuple[PreTrainedModel, PreTra
     folder = resolve(name, "sentiment")
     try:
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, trust_remote_code=False
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load a classifier from {name!r}: {error}") from error
     if loaded["missing_keys"]:  # they would be random numbers

@@ -111,7 +111,7 @@ def _as_term(given: Any, device: torch.device | str) -> Term:
     if isinstance(given, PreTrainedModel):
         name = given.config._name_or_path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no tokenizer for the reward model {name!r}; save both to one folder and give that: {error}"

@@ -1,0 +1,261 @@
+"""A pickle that acts when it is read is planted wherever a file is read, and never goes off."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pytest
+import torch
+from datasets import Dataset
+from pyarrow import parquet
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from tokencredit.cli import main
+from tokencredit.control.playing import AGENT_FILE, load_agent
+from tokencredit.runs.config import LoraConfig, ModelConfig
+from tokencredit.runs.control_config import ControlConfig
+from tokencredit.runs.errors import ConfigError
+from tokencredit.text.datasets import column_values, read_dataset
+from tokencredit.text.loading import (
+    VALUE_HEAD_FILE,
+    build_actor_critic,
+    load_language_model,
+    load_value_head,
+    resolve,
+    save_policy,
+)
+from tokencredit.text.reward_functions import similarity
+from tokencredit.text.reward_models import load
+
+POLICY, SENTIMENT = resolve("builtin:reviews", "policy"), resolve("builtin:reviews", "sentiment")
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.fixture
+def bomb(tmp_path):
+    """The bytes of a bomb, which is shown to work before the test and not to have gone off after it."""
+    marker = tmp_path / "it-ran"
+    data = pickle.dumps(Bomb(marker))
+    pickle.loads(data).close()
+    assert marker.exists(), "it is a bomb"
+    marker.unlink()
+    yield data
+    assert not marker.exists(), "the bomb went off"
+
+
+def saved(bomb, file, tensors=None):
+    """Plant a bomb among tensors in PyTorch's own format, which is a pickle too; and show that it is one."""
+    marker = pickle.loads(bomb)
+    marker.close()
+    name = Path(marker.name)
+    torch.save({**(tensors or {}), "bomb": Bomb(name)}, file)
+    name.unlink()
+    with file.open("rb") as opened:  # by its name PyTorch would take another reader for *.safetensors
+        torch.load(opened, weights_only=False)
+    assert name.exists(), "it is a bomb"
+    name.unlink()
+
+
+def complaint(action):
+    """What an action is refused with, if it is."""
+    try:
+        action()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def without_weights(folder, source):
+    """A model's folder without the weights, and the weights."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    return weights
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.safetensors", "model.bin", "model.pt"]
+)
+def test_weights_of_a_policy_and_a_critic(bomb, name, tmp_path):
+    folder = tmp_path / "model"
+    weights = without_weights(folder, POLICY)
+    saved(bomb, folder / name, weights)
+    if "-of-" in name:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="cannot load a language model from"):
+        load_language_model(ModelConfig(name=str(folder)))
+    lm, tokenizer = load_language_model(ModelConfig())
+    with pytest.raises(ConfigError, match="cannot load a language model from"):
+        build_actor_critic(lm, tokenizer, ModelConfig(critic="separate", critic_name=str(folder)))
+
+
+def test_weights_of_an_adapter_and_its_base(bomb, tmp_path):
+    pytest.importorskip("peft")
+    args = ModelConfig(lora=LoraConfig(rank=2))
+    lm, tokenizer = load_language_model(args)
+    save_policy(tmp_path / "adapter", build_actor_critic(lm, tokenizer, args), tokenizer)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    load_language_model(ModelConfig(name=str(tmp_path / "adapter")))
+    saved(bomb, tmp_path / "adapter" / "adapter_model.bin", load_file(file))
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot load a language model from"):
+        load_language_model(ModelConfig(name=str(tmp_path / "adapter")))
+    shutil.copy(tmp_path / "adapter" / "adapter_model.bin", file)
+    with pytest.raises(ConfigError, match="cannot load a language model from"):
+        load_language_model(ModelConfig(name=str(tmp_path / "adapter")))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_weights_of_a_classifier_or_reward_model(bomb, name, tmp_path):
+    weights = without_weights(tmp_path / "model", SENTIMENT)
+    saved(bomb, tmp_path / "model" / name, weights)
+    with pytest.raises(ConfigError, match="cannot load a classifier from"):
+        load(str(tmp_path / "model"), "cpu")
+
+
+def test_weights_of_a_sentence_embedder(bomb, tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    folder = tmp_path / "embedder"
+    library.SentenceTransformer(SENTIMENT, device="cpu").save(str(folder))
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    saved(bomb, folder / "pytorch_model.bin", weights)
+    with pytest.raises(ConfigError, match="cannot load a sentence embedding model from"):
+        similarity(str(folder))
+
+
+def test_modules_of_a_sentence_embedder(bomb, tmp_path):
+    """Its list of modules may name classes, and the last of them may have weights of its own."""
+    library = pytest.importorskip("sentence_transformers")
+    folder = tmp_path / "embedder"
+    library.SentenceTransformer(SENTIMENT, device="cpu").save(str(folder))
+    modules = json.loads((folder / "modules.json").read_text())
+    dense = folder / "2_Dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps({"in_features": 8, "out_features": 8}))
+    saved(bomb, dense / "pytorch_model.bin")
+    for kind in ("sentence_transformers.models.Dense", "planted.Module"):
+        (folder / "planted.py").write_text(f"import pickle\npickle.loads({bomb!r})\nclass Module: pass\n")
+        module = {"idx": 2, "name": "2", "path": "2_Dense", "type": kind}
+        (folder / "modules.json").write_text(json.dumps([*modules, module]))
+        with pytest.raises(ConfigError, match="cannot load a sentence embedding model from"):
+            similarity(str(folder))
+
+
+@pytest.mark.parametrize("source", [POLICY, SENTIMENT])
+def test_files_that_lie_beside_a_models_weights(bomb, source, tmp_path):
+    """As trainers leave them there; and tokenizer files of kinds that this tokenizer does not have."""
+    shutil.copytree(source, tmp_path / "model")
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
+        saved(bomb, tmp_path / "model" / name)
+    for name in ("tokenizer.pkl", "tokenizer.model", "vocab.pkl", "vocab.bin", "spiece.model", "conftest.py"):
+        (tmp_path / "model" / name).write_bytes(bomb)
+    if source == POLICY:
+        load_language_model(ModelConfig(name=str(tmp_path / "model")))
+    else:
+        load(str(tmp_path / "model"), "cpu")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"],
+)
+def test_files_of_a_tokenizer_and_configurations(bomb, name, tmp_path):
+    shutil.copytree(POLICY, tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(bomb)
+    needed = name not in ("special_tokens_map.json", "generation_config.json")
+    said = complaint(lambda: load_language_model(ModelConfig(name=str(tmp_path / "model"))))
+    assert str(tmp_path / "model") in said or not (said or needed)
+
+
+@pytest.mark.parametrize(("source", "kind"), [(POLICY, "AutoModelForCausalLM"), (SENTIMENT, None)])
+def test_code_in_a_models_folder(bomb, source, kind, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(source, folder)
+    (folder / "planted.py").write_text(f"import pickle\npickle.loads({bomb!r})\nclass Planted: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    config |= {"model_type": "planted", "auto_map": dict.fromkeys(names, "planted.Planted")}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="cannot load a"):
+        load_language_model(ModelConfig(name=str(folder))) if kind else load(str(folder), "cpu")
+    shutil.copy(Path(source) / "config.json", folder)
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", "planted.Planted"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    said = complaint(lambda: load_language_model(ModelConfig(name=str(folder))) if kind else load(str(folder), "cpu"))
+    assert "trust_remote_code" in said or not said  # it may load, with the class that tokenizer.json stands for
+
+
+def test_a_critics_head_and_an_agent(bomb, tmp_path):
+    lm, tokenizer = load_language_model(ModelConfig())
+    model = build_actor_critic(lm, tokenizer, ModelConfig())
+    saved(bomb, tmp_path / VALUE_HEAD_FILE, model.value_head.state_dict())
+    with pytest.raises(SafetensorError):
+        load_value_head(tmp_path, model)
+    pytest.importorskip("gymnasium")
+    saved(bomb, tmp_path / AGENT_FILE)
+    with pytest.raises(ConfigError, match=AGENT_FILE):
+        load_agent(tmp_path, ControlConfig())
+
+
+def planted_table(bomb):
+    """A table whose column claims to be of pickled types, as pyarrow once wrote them, with a bomb for a type."""
+    about = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": bomb}
+    field = pyarrow.field("prompt", pyarrow.string(), metadata=about)
+    return pyarrow.table([["a", "b"]], schema=pyarrow.schema([field], metadata={b"pandas": bomb}))
+
+
+def test_data_sets(bomb, tmp_path):
+    for name in ("rows.pkl", "rows.pickle", "rows.pt", "rows.npy"):
+        (tmp_path / name).write_bytes(bomb)
+        with pytest.raises(ConfigError, match="must end in one of"):
+            read_dataset(str(tmp_path / name))
+    for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.parquet"):
+        (tmp_path / name).write_bytes(bomb)
+        with pytest.raises(ConfigError, match=name):
+            read_dataset(str(tmp_path / name))
+    parquet.write_table(planted_table(bomb), tmp_path / "rows.parquet")
+    assert [v for some in column_values(read_dataset(str(tmp_path / "rows.parquet")), "prompt") for v in some]
+
+
+def test_saved_folders(bomb, tmp_path):
+    folder = tmp_path / "saved"
+    Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(folder)
+    table = planted_table(bomb)
+    file = next(folder.glob("*.arrow"))
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert [v for some in column_values(read_dataset(str(folder)), "prompt") for v in some] == ["a", "b"]
+    for name in ("state.json", "dataset_info.json", file.name):
+        (folder / name).write_bytes(bomb)
+        with pytest.raises(ConfigError, match="a saved data set that cannot be read"):
+            read_dataset(str(folder))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html"])
+@pytest.mark.parametrize("command", ["report", "doctor", "generate", "evaluate", "play"])
+def test_files_of_a_run(bomb, command, name, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "policy").mkdir(parents=True)
+    (run / "config.yaml").write_text("env: {id: CartPole-v1}\n" if command == "play" else "seed: 1\n")
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "reward": 1.0}\n')
+    (run / name).write_bytes(bomb + b"\n")
+    for file in ("model.safetensors", "pytorch_model.bin", AGENT_FILE, "config.json", "tokenizer.json"):
+        (run / "policy" / file).write_bytes(bomb)
+    code = main([command, str(run)])
+    assert code == 2 or command in ("report", "doctor")
+    assert "Traceback" not in capsys.readouterr().err

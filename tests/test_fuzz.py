@@ -1,0 +1,362 @@
+"""Whatever bytes stand in a file that is read: a right result or one message, no other exception, no end of waiting.
+
+`TOKENCREDIT_FUZZ=long` tries fifty times as many.
+"""
+
+import functools
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import yaml
+from datasets import Dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokencredit.cli import build_parser, main, read_config
+from tokencredit.report.page import NAME, write_report
+from tokencredit.report.reading import read_run
+from tokencredit.runs.config import PPOConfig
+from tokencredit.runs.control_config import ControlConfig
+from tokencredit.runs.diagnosis import diagnose
+from tokencredit.runs.errors import ConfigError
+from tokencredit.text.datasets import column_names, column_values, read_dataset
+from tokencredit.text.prompts import Prompts
+
+settings.register_profile("fuzz-quick", max_examples=160, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("fuzz-long", settings.get_profile("fuzz-quick"), max_examples=8000)
+FUZZ = settings.get_profile(f"fuzz-{os.environ.get('TOKENCREDIT_FUZZ', 'quick')}")
+SLOW = settings(FUZZ, max_examples=FUZZ.max_examples // 4)
+"""For the command, whose parser takes a tenth of a second to build, and for the page."""
+LONGEST = 20
+"""Seconds that one input may take, on a machine that does other things too."""
+LONGEST_MESSAGE = 20_000
+TRIED = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def count(request):
+    """Say at the end how many inputs were tried."""
+    yield
+    refused = TRIED.pop("refused", 0)
+    told = ", ".join(f"{name} {number}" for name, number in sorted(TRIED.items()))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        line = f"inputs tried: {sum(TRIED.values())}, of which {refused} raised ConfigError ({told})"
+        print(f"\n{line}", file=sys.stderr)
+
+
+@contextmanager
+def tried(name):
+    """Count an input, and take a refusal for an answer, but no waiting."""
+
+    def late(*_):
+        raise AssertionError(f"more than {LONGEST} seconds")
+
+    TRIED[name] += 1
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LONGEST)
+    try:
+        yield
+    except ConfigError as error:
+        TRIED["refused"] += 1
+        if len(str(error)) > LONGEST_MESSAGE:
+            pytest.fail("a message is for reading")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+WORDS = ["iteration", "prompt", "reward", "kl", "env", "model", "name", "ppo", "clip", "optim", "advantage", "gamma"]
+WORDS += ["weight", "warmup", "stopped_by", "tokens", "content", "role", "text", "class_path", "init_args", "seed"]
+numbers = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([0, 1, -1, 10**400, 2**63, 1e308, -1e308, 1e-320, True, False])
+)
+scalars = st.one_of(numbers, st.none(), st.text(max_size=12), st.sampled_from(WORDS), st.just("\ud800\x1b[0m"))
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.one_of(st.sampled_from(WORDS), st.text(max_size=6)), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+hostile = st.sampled_from(
+    [
+        b"",
+        b"\x00",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf",
+        b"[" * 20_000,
+        b'{"a":' * 20_000,
+        b"- " * 20_000,
+        b"1" * 5000,
+        b"a: &a [*a]",
+        b"!!python/object/apply:os.system ['true']",
+        b'"\\ud800"',
+        b"a: &a [1,1,1,1,1,1,1,1,1]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (c + 1, c + 1, b",".join([b"*%c" % c] * 9)) for c in b"abcdefghi"),
+    ]
+)
+
+
+@st.composite
+def changed(draw, real):
+    """A real file, damaged: bytes flipped, a piece cut out, put in, or doubled, its end missing."""
+    data = bytearray(real)
+    for _ in range(draw(st.integers(1, 4))):
+        at, to = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))
+        kind = draw(st.sampled_from(["flip", "cut", "put", "double", "end"]))
+        if kind == "flip" and data:
+            data[at % len(data)] ^= draw(st.integers(1, 255))
+        elif kind == "cut":
+            del data[at : min(to, at + 40)]
+        elif kind == "put":
+            data[at:at] = draw(st.one_of(st.binary(max_size=8), hostile.filter(lambda x: len(x) < 50)))
+        elif kind == "double":
+            data[at:at] = data[at : min(to, at + 200)]
+        elif kind == "end":
+            del data[at:]
+    return bytes(data)
+
+
+def swapped(real):
+    """A real record with one of its values, at any depth, exchanged."""
+
+    @st.composite
+    def build(draw):
+        record = json.loads(json.dumps(real))
+        place = record
+        while True:
+            keys = list(place) if isinstance(place, dict) else range(len(place))
+            if not keys:
+                return record
+            key = draw(st.sampled_from(list(keys)))
+            if not isinstance(place[key], dict | list) or draw(st.booleans()):
+                place[key] = draw(values)
+                return record
+            place = place[key]
+
+    return build()
+
+
+def as_json(strategy):
+    return strategy.map(lambda value: json.dumps(value).encode())
+
+
+def as_yaml(strategy):
+    return strategy.map(lambda value: yaml.dump(value, allow_unicode=True).encode(errors="surrogatepass"))
+
+
+def damaged(real, records):
+    """Bytes of every kind, for a place where `real` stands, of which `records` are the values."""
+    return st.one_of(st.binary(max_size=200), hostile, changed(real), *records)
+
+
+TEXT_CONFIG = {
+    "seed": 1,
+    "model": {"name": "m", "lora": {"rank": 0}, "critic": "shared"},
+    "prompts": {"text": ["a"], "chat_template_kwargs": {"a": 1}},
+    "reward": [{"function": "length", "kwargs": {"unit": "words"}, "weight": 1.0}],
+    "advantage": {"gamma": 1.0, "whiten": True},
+    "rollout": {"batch_size": 4, "stop_at_eos": True},
+    "ppo": {"clip": 0.2, "epochs": 1, "minibatches": 1},
+    "optim": {"warmup": 2, "max_grad_norm": 1.0, "lr": 1e-4},
+    "eval": {"prompts": {"text": "a"}},
+    "run": {"trackers": ["tensorboard"], "dir": None},
+}
+CONTROL_CONFIG = {"env": {"id": "CartPole-v1", "kwargs": {}}, "agent": {"hidden": [64, 64]}, "steps": 128}
+METRICS = [
+    {"iteration": i, "reward": 0.1 * i, "reward_std": 0.2, "kl": 0.1 * i, "length": 9.0, "entropy": 1.0}
+    | {"clip_fraction": 0.1, "first_ratio_error": 0.0, "value_loss": 0.1, "explained_variance": 0.5, "grad_norm": 3.0}
+    | {"reward_std/length": 0.1, "reward_std/b": 0.2, "seconds": 1.0, "advantage_mean": 0.0, "distinct": 1.0}
+    for i in range(1, 25)
+]
+SAMPLES = [
+    {"iteration": i, "prompt": "a", "completion": " b c", "reward": 1.0, "truncated": False, "tokens": [" b", " c"]}
+    | {"logprobs": [-1.0, -1.0], "values": [0.1, 0.2], "rewards": [0.0, 1.0], "advantages": [0.5, -0.5]}
+    | {"ref_logprobs": [-1.5, -1.0], "new_logprobs": [-0.5, -2.0]}
+    for i in (1, 2, 24)
+]
+SUMMARY = {"reward_first": 0.1, "reward_last": 1.0, "iterations": 24, "seconds": 1.0, "stopped_by": "iterations"}
+
+
+def lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def with_line(records):
+    """Lines of which one is exchanged."""
+    changes = st.one_of(swapped(records[0]), st.dictionaries(st.sampled_from(WORDS), values), values)
+    return st.builds(
+        lambda at, record: lines([*records[:at], record, *records[at + 1 :]]),
+        st.integers(0, len(records) - 1),
+        changes,
+    )
+
+
+@pytest.fixture
+def one_parser(monkeypatch):
+    """To build the command's parser takes most of the time of reading a file with it."""
+    monkeypatch.setattr("tokencredit.cli.build_parser", functools.cache(build_parser))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+def config_bytes(config):
+    return damaged(
+        yaml.safe_dump(config).encode(), [as_yaml(swapped(config)), as_yaml(values), as_json(swapped(config))]
+    )
+
+
+@pytest.mark.parametrize(("command", "config"), [("train", TEXT_CONFIG), ("control", CONTROL_CONFIG)])
+def test_configurations_through_the_command(command, config, folder, one_parser):
+    """Into a folder that is in use, so that a configuration that could be run is refused at last too."""
+    file = folder / f"{command}.yaml"
+
+    @SLOW
+    @given(config_bytes(config))
+    def fuzz(data):
+        file.write_bytes(data)
+        with tried(f"--config of {command}"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stderr", err := io.StringIO())
+            assert main([command, "--config", str(file), "--run.dir", str(folder)]) == 2
+            assert err.getvalue().startswith("tokencredit: ")
+            assert len(err.getvalue()) < LONGEST_MESSAGE
+
+    fuzz()
+
+
+@pytest.mark.parametrize(("kind", "config"), [(PPOConfig, TEXT_CONFIG), (ControlConfig, CONTROL_CONFIG)])
+def test_a_runs_configuration(kind, config, folder, one_parser):
+    file = folder / "config.yaml"
+
+    @SLOW
+    @given(config_bytes(config))
+    def fuzz(data):
+        file.write_bytes(data)
+        with tried(f"config.yaml of {kind.__name__}"):
+            assert isinstance(read_config(file, kind), kind)
+
+    fuzz()
+
+
+FILES = {
+    "config.yaml": (yaml.safe_dump(TEXT_CONFIG).encode(), [as_yaml(swapped(TEXT_CONFIG)), as_yaml(values)]),
+    "metrics.jsonl": (lines(METRICS), [with_line(METRICS), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
+    "samples.jsonl": (lines(SAMPLES), [with_line(SAMPLES), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
+    "summary.json": (json.dumps(SUMMARY).encode(), [as_json(swapped(SUMMARY)), as_json(values)]),
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    for name, (data, _) in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_diagnosis_of_a_run(name, run):
+    @FUZZ
+    @given(damaged(*FILES[name]))
+    def fuzz(data):
+        (run / name).write_bytes(data)
+        with tried(f"{name} for the diagnosis"):
+            found = read_run(run)
+            for finding in diagnose(found.metrics, found.config):
+                finding.line().encode(errors="surrogatepass")
+
+    fuzz()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_page_of_a_run(name, run):
+    """Each page is whole: what stood there before, or a page with data that a browser can read."""
+
+    @SLOW
+    @given(damaged(*FILES[name]))
+    def fuzz(data):
+        (run / name).write_bytes(data)
+        (run / NAME).write_text("before")
+        with tried(f"{name} for the page"):
+            write_report(run)
+        page = (run / NAME).read_text(encoding="utf-8")
+        assert sorted(p.name for p in run.iterdir()) == sorted([*FILES, NAME])
+        if page != "before":
+            assert page.rstrip().endswith("</html>")
+            data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+            json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+    fuzz()
+
+
+ROWS = [{"prompt": "one, two", "answer": 1}, {"prompt": 'line\n"two"', "answer": 2}]
+TALKS = [{"prompt": [{"role": "user", "content": "hello"}], "answer": None}]
+
+
+def saved(rows, kind, folder):
+    """A file of rows as people have them, and random values in its place."""
+    if kind == "jsonl":
+        return lines(rows), [with_line(rows), as_json(values)]
+    if kind == "json":
+        return json.dumps(rows).encode(), [as_json(st.lists(st.one_of(swapped(rows[0]), values), max_size=3))]
+    if kind == "csv":
+        return b'prompt,answer\na,1\n"b, ""c""\nd",2\n', [st.text(',"\n\r ab\x00\u2028').map(str.encode)]
+    Dataset.from_list(rows).to_parquet(folder / "real.parquet")
+    return (folder / "real.parquet").read_bytes(), []
+
+
+def look(name, tokenizer):
+    """Read all of a data set as a run does: the columns, every prompt, a batch."""
+    rows = read_dataset(str(name))
+    for column in column_names(rows):
+        for _ in column_values(rows, column):
+            pass
+    Prompts(rows, tokenizer, name="rows", max_length=50).batch(0, 2)
+
+
+@pytest.mark.parametrize("rows", [ROWS, TALKS])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_prompts(kind, rows, folder, tokenizer, monkeypatch):
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    file = folder / f"rows.{kind}"
+    real, records = saved(rows, kind, folder)
+
+    @FUZZ
+    @given(damaged(real, records))
+    def fuzz(data):
+        file.write_bytes(data)
+        with tried(f"prompts in {kind}"):
+            look(file, tokenizer)
+
+    fuzz()
+
+
+@pytest.mark.parametrize("part", ["*.arrow", "state.json", "dataset_info.json"])
+def test_prompts_in_a_saved_folder(part, folder, tokenizer):
+    place = folder / "saved"
+    shutil.rmtree(place, ignore_errors=True)
+    Dataset.from_list(ROWS).save_to_disk(place)
+    file = next(place.glob(part))
+    real = file.read_bytes()
+    records = [as_json(swapped(json.loads(real))), as_json(values)] if part.endswith("json") else []
+
+    @FUZZ
+    @given(damaged(real, records))
+    def fuzz(data):
+        file.unlink()  # what was read before may still be mapped into memory
+        file.write_bytes(data)
+        with tried(f"prompts in a saved folder's {part}"):
+            look(place, tokenizer)
+
+    fuzz()
