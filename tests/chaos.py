@@ -131,13 +131,19 @@ def assert_same(one: Path, other: Path) -> None:
         assert all((expected[name] == found[name]).all() for name in expected), file.name
 
 
-def killed(folder: Path, command: list[str], kills: int, chance: random.Random) -> dict[str, int]:
-    """Run to the end, through as many lives as `kills` that end early; counts the moments at which they do."""
-    moments = {"starting": 0, "training": 0, "saving": 0}
+MOMENTS = {"starting": 1, "training": 5, "saving": 4}
+"""At which a run is killed, and how often each is chosen."""
+
+
+def killed(
+    folder: Path, command: list[str], kills: int, chance: random.Random, only: str | None = None
+) -> dict[str, int]:
+    """Begin a run, or go on with it, as often as `kills`, and kill it each time; counts the moments of that."""
+    moments = dict.fromkeys(MOMENTS, 0)
     while sum(moments.values()) < kills:
         life = begin(folder, command)
         before = life.lines()
-        moment = chance.choices(list(moments), [1, 5, 4])[0]
+        moment = only or chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
         if moment == "starting":
             time.sleep(chance.uniform(0, STARTS))
         elif moment == "training":
@@ -150,7 +156,6 @@ def killed(folder: Path, command: list[str], kills: int, chance: random.Random) 
             return moments  # it was faster than we
         life.kill()
         moments[moment] += 1
-    finish(folder, command)
     return moments
 
 
@@ -190,6 +195,37 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", place], check=True)
+
+
+GROWTH = """
+import sys
+from tokencredit.runs.config import EvalConfig, ModelConfig, PPOConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text.trainer import PPOTrainer
+
+class Watch:
+    def after_iteration(self, trainer, metrics, **results):
+        if int(metrics["iteration"]) % 50 == 0:
+            pages = int(open("/proc/self/statm").read().split()[1])
+            print("resident", pages * 4096, flush=True)
+
+args = PPOConfig(
+    model=ModelConfig(dtype="float32"),
+    rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
+    ppo=UpdateConfig(epochs=1, minibatches=1),
+    eval=EvalConfig(every=50, samples=4, max_new_tokens=4),
+    run=RunConfig(dir=sys.argv[1], iterations=int(sys.argv[2]), save_every=50, show_every=0),
+)
+PPOTrainer(args=args, callbacks=[Watch()]).train()
+"""
+
+
+def growth(folder: Path, iterations: int) -> float:
+    """Megabytes by which a run's memory grows from its hundredth iteration to its last, with all that a run does."""
+    command = [sys.executable, "-c", GROWTH, str(folder), str(iterations)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    resident = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("resident ")]
+    return (resident[-1] - resident[1]) / 1e6
 
 
 SERVICE = """
@@ -260,6 +296,10 @@ class Chaos:
         except Exception as error:
             happened, verdict = f"{type(error).__name__}: {error}"[:500], "NO"
             self.failed += 1
+        self.say(what, happened, verdict)
+
+    def say(self, what: str, happened: str, verdict: str) -> None:
+        """Fill a row, and show it at once."""
         self.table.add_row(what, happened, verdict)
         print(f"{what}: {happened} [{verdict}]", flush=True)
 
@@ -274,6 +314,7 @@ class Chaos:
             full = self.whole(place, command, iterations)
             moments = killed(place / "run", full, kills, self.chance)
             assert sum(moments.values()) == kills, f"the run was over after {moments}"
+            finish(place / "run", full)
             return ", ".join(f"{n} while {moment}" for moment, n in moments.items()), place / "whole", place / "run"
 
         return do
@@ -353,6 +394,7 @@ def main() -> int:
     """The whole of it; the exit code is 1 if anything went otherwise than it should."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="of language models; a third as many of agents")
+    parser.add_argument("--iterations", type=int, default=2000, help="of the run whose memory is watched")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -375,6 +417,9 @@ def main() -> int:
         for trouble in ("down", "hanging", "garbage"):
             chaos.row(f"reward service {trouble} for two calls", chaos.reward(trouble, range(3, 5), False))
             chaos.row(f"reward service {trouble} for long", chaos.reward(trouble, range(4, 8), True))
+        grown = growth(Path(folder) / "long", options.iterations)
+        chaos.say(f"{options.iterations:,} iterations", f"memory grew by {grown:.1f} MB", "yes" if grown < 10 else "NO")
+        chaos.failed += grown >= 10
         Console(width=140).print(chaos.table)
     return min(chaos.failed, 1)
 

@@ -12,6 +12,8 @@ import signal
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -20,12 +22,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokencredit.cli import build_parser, main, read_config
+from tokencredit.control.trainer import ControlTrainer
 from tokencredit.report.page import NAME, write_report
 from tokencredit.report.reading import read_run
-from tokencredit.runs.config import PPOConfig
-from tokencredit.runs.control_config import ControlConfig
+from tokencredit.runs.checkpoint import write_manifest
+from tokencredit.runs.config import PPOConfig, RunConfig, UpdateConfig
+from tokencredit.runs.control_config import ControlConfig, EpisodesConfig
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.loop import load
+from tokencredit.runs.resuming import newest
 from tokencredit.text.datasets import column_names, column_values, read_dataset
 from tokencredit.text.prompts import Prompts
 
@@ -295,6 +301,47 @@ def test_the_page_of_a_run(name, run):
             assert page.rstrip().endswith("</html>")
             data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
             json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+    fuzz()
+
+
+@pytest.fixture(scope="module")
+def cut_short(tmp_path_factory):
+    """An agent's run with two checkpoints, and its configuration."""
+    run = RunConfig(
+        dir=str(tmp_path_factory.mktemp("checkpoints") / "run"), iterations=2, save_every=1, show_every=0, trackers=[]
+    )
+    args = ControlConfig(run=run, steps=8, ppo=UpdateConfig(minibatches=1), eval=EpisodesConfig(episodes=0))
+    ControlTrainer(args).train()
+    return replace(args, run=replace(run, iterations=3))
+
+
+CHECKPOINT = ("manifest.json", "state.json", "process-0.json", "tensors.safetensors")
+
+
+@pytest.mark.parametrize("name", CHECKPOINT)
+@pytest.mark.parametrize("signed", [False, True], ids=["as found", "with a manifest that fits"])
+def test_checkpoints(name, signed, cut_short, tmp_path):
+    """Where the manifest fits whatever stands there, the damaged checkpoint is read, or refused by name."""
+    whole = Path(cut_short.run.dir)
+    real = (whole / "checkpoints" / "000002" / name).read_bytes()
+    records = [as_json(swapped(json.loads(real))), as_json(values)] if name.endswith("json") else []
+    trainer = ControlTrainer(cut_short)
+
+    @(SLOW if signed else FUZZ)
+    @given(damaged(real, records))
+    def fuzz(data):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(whole, tmp_path / "run")
+        folder = tmp_path / "run" / "checkpoints" / "000002"
+        (folder / name).write_bytes(data)
+        if signed and name != "manifest.json":
+            (folder / "manifest.json").unlink()
+            write_manifest(folder)
+        with tried(f"checkpoint {name}"):
+            done, state, complaints = newest(tmp_path / "run" / "checkpoints", 0, tmp_path / "run")
+            assert done == (1 if complaints else 2)
+            load(trainer, state | state["trainer"], set())
 
     fuzz()
 

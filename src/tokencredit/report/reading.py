@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,35 +11,11 @@ import yaml
 
 from tokencredit.runs.diagnosis import WINDOW
 from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.lines import read_lines, read_object
+from tokencredit.runs.records import all_of, is_number, is_text, read_metrics, read_object, read_samples
 from tokencredit.runs.safe_yaml import load_yaml
 
 ITERATIONS = 400
 """Whose completions are read, beside the first and the last: more would not fit into a page."""
-FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
-"""How a run begins each line, so that most of a long file need not be understood."""
-LARGEST = 1e100
-"""Where numbers of a file end, so that sums and products of them are numbers still."""
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and none that leads out of them."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def is_count(value: Any) -> bool:
-    """Whether it can be the number of an iteration, here and in a browser."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def is_text(value: Any) -> bool:
-    """Whether it is a text."""
-    return isinstance(value, str)
-
-
-def all_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether it is a list of such values."""
-    return lambda values: isinstance(values, list) and all(map(kind, values))
 
 
 def is_term(value: Any) -> bool:
@@ -48,21 +23,6 @@ def is_term(value: Any) -> bool:
     return isinstance(value, dict) and is_number(value.get("weight", 1.0))
 
 
-SAMPLE: dict[str, Callable[[Any], bool]] = {
-    "iteration": is_count,
-    "prompt": is_text,
-    "completion": is_text,
-    "reward": is_number,
-    "truncated": lambda value: isinstance(value, bool),
-    "tokens": all_of(is_text),
-    "logprobs": all_of(is_number),
-    "values": all_of(is_number),
-    "rewards": all_of(is_number),
-    "advantages": all_of(is_number),
-}
-"""What a completion's record holds at least, and of which kind; the lists have an entry a token."""
-MAY_HAVE = ("ref_logprobs", "new_logprobs")
-"""Lists of numbers that it has in some runs."""
 GROUPS = ("advantage", "env", "model", "optim", "ppo", "rollout")
 """Of a configuration: those that the page and the diagnosis look into."""
 CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -106,45 +66,21 @@ def read_run(path: Path, *, samples: bool = True) -> Run:
     if not isinstance(config, dict):
         raise ConfigError(f"{path / 'config.yaml'} holds no configuration")
     check_config(path / "config.yaml", config)
-    metrics = [
-        {name: value if is_number(value) else None for name, value in row.items()}
-        for _, row in read_lines(path / "metrics.jsonl")
-        if is_count(row.get("iteration"))
-    ]
+    metrics = list(read_metrics(path / "metrics.jsonl"))
     if not metrics:
         raise ConfigError(f"{str(path)!r} has no finished iteration yet")
     summary = path / "summary.json"
     found = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
     if not is_text(found.get("stopped_by", "")):
         raise ConfigError(f"{summary}: stopped_by is no text")
-    kept = read_samples(path / "samples.jsonl", [row["iteration"] for row in metrics]) if samples else []
+    kept = read_samples(path / "samples.jsonl", chosen([row["iteration"] for row in metrics])) if samples else []
     return Run(path, config, metrics, kept, found)
 
 
-def read_samples(file: Path, iterations: Sequence[int]) -> list[dict[str, Any]]:
-    """The completions of the first iterations, of the last ones, and of others evenly spread between them.
-
-    Raises:
-        ConfigError: a line that is no completion; the message names it.
-    """
+def chosen(iterations: Sequence[int]) -> set[int]:
+    """Whose completions are read: the first iterations, the last ones, and others evenly spread between them."""
     step = -(-len(iterations) // ITERATIONS)
-    wanted = {*iterations[:WINDOW], *iterations[::step], *iterations[-WINDOW:]}
-
-    def skip(line: bytes) -> bool:
-        found = FIRST_NUMBER.match(line)
-        return found is not None and int(found[1]) not in wanted
-
-    samples = []
-    for where, sample in read_lines(file, skip):
-        if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
-            raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
-        if wrong := next((name for name in MAY_HAVE if name in sample and not all_of(is_number)(sample[name])), None):
-            raise ConfigError(f"{where} has no {wrong} that can be read")
-        lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
-        if len({len(sample[name]) for name in lists}) != 1:
-            raise ConfigError(f"{where} has lists of different lengths")
-        samples.append(sample)
-    return samples
+    return {*iterations[:WINDOW], *iterations[::step], *iterations[-WINDOW:]}
 
 
 def check_config(file: Path, config: dict[str, Any]) -> None:

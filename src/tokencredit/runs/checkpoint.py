@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.lines import read_object
+from tokencredit.runs.records import read_object
 
 FORMAT = 1
 """Of the folder; another number is refused."""
@@ -86,8 +86,12 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
     own = f"process-{process}.json"
     if own not in files:
         raise DamagedCheckpoint(f"it has no {own}, so fewer processes wrote it")
+    written_with = manifest.get("versions")
     state = _with_tensors(_read_json(folder / STATE), tensors)
-    return state | {"process": _read_json(folder / own), "versions": manifest.get("versions", {})}
+    return state | {
+        "process": _read_json(folder / own),
+        "versions": written_with if isinstance(written_with, dict) else {},
+    }
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from tokencredit.runs.errors import ConfigError
 
 
@@ -106,6 +108,9 @@ def replacing(target: Path) -> Iterator[Path]:
     """A folder to write into that takes its place as `target`, on the disk too, only once it is complete.
 
     Should the machine die between the two renames, `recover` brings back what was there before.
+
+    Raises:
+        OSError: it cannot be written; also where Safetensors has an error of its own for that.
     """
     temporary, old = beside(target, "part"), beside(target, "old")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -123,6 +128,8 @@ def replacing(target: Path) -> Iterator[Path]:
         os.replace(temporary, target)
         flush(target.parent)
         shutil.rmtree(old, ignore_errors=True)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(target)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from tokencredit.runs.errors import RunStopped
+from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.record import RunRecord
 from tokencredit.runs.signals import Signals
 
@@ -62,7 +62,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> dict[s
     if resume:
         number, state, changed = record.resume(args, reserve)
         if state is not None:
-            trainer.load(state, changed)
+            load(trainer, state, changed)
     else:
         record.begin(args, reserve, weights)
     stopped_by = None
@@ -82,20 +82,42 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> dict[s
     except KeyboardInterrupt:
         record.screen.say(f"stopped at once; {record.how_to_resume()}")
         raise
-    except RunStopped as error:
-        if trainer.rewind():
-            record.checkpoint(number - 1, *trainer.state())
-        trainer.finish(error.stopped_by)
-        raise RunStopped(f"stopped in iteration {number}: {error}; {record.how_to_resume()}") from error
-    except OSError as error:
-        trainer.finish("a file that could not be written")
-        raise RunStopped(f"stopped in iteration {number}: {error.strerror} ({error.filename})") from error
+    except (RunStopped, OSError) as error:
+        told = [f"stopped in iteration {number}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
+        raise RunStopped("; ".join([*told, record.how_to_resume()])) from error
     summary = trainer.finish(stopped_by or "iterations")
     if wish:
         record.screen.say(record.how_to_resume())
     if wish == "SIGINT":
         raise KeyboardInterrupt
     return summary
+
+
+def load(trainer: Trainer, state: State, changed: set[str]) -> None:
+    """Go on from a checkpoint, which may come from anywhere, and raise `ConfigError` for one of another shape."""
+    try:
+        trainer.load(state, changed)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the checkpoint does not fit this run: {type(error).__name__}: {error}") from error
+
+
+def _save_what_can_be(trainer: Trainer, number: int, error: Exception) -> Iterator[str]:
+    """Save what a run that stopped in this iteration has learned; gives a text on each thing that cannot be saved."""
+    try:
+        if trainer.rewind():
+            trainer.record.checkpoint(number - 1, *trainer.state())
+    except OSError as again:
+        yield f"no checkpoint of it could be written: {_reason(again)}"
+    try:
+        trainer.finish(error.stopped_by if isinstance(error, RunStopped) else "a file that could not be written")
+    except OSError as again:
+        yield f"the policy could not be saved: {_reason(again)}"
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
 
 
 def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:

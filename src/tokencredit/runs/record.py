@@ -29,7 +29,7 @@ from tokencredit.runs.errors import ConfigError, TooManyBadSteps
 from tokencredit.runs.folder import RunFolder, beside, recover, replacing
 from tokencredit.runs.foreign import foreign_code
 from tokencredit.runs.history import History
-from tokencredit.runs.lines import read_lines
+from tokencredit.runs.records import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, changes, fixed, newest, saved
 
 LAST = 5
@@ -153,15 +153,13 @@ class RunRecord:
 
     def _reread(self) -> None:
         """Remember what metrics.jsonl and samples.jsonl say of the iterations that are done."""
-        for _, row in read_lines(self.folder.path / "metrics.jsonl"):
+        for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
             self._judge(row)
-        for _, sample in read_lines(self.folder.path / "samples.jsonl"):
-            if not self.first_samples or sample["iteration"] == self.first_samples[0]["iteration"]:
-                self.first_samples = [*self.first_samples, sample]
-            if self.last_samples and sample["iteration"] != self.last_samples[0]["iteration"]:
-                self.last_samples = []
-            self.last_samples = [*self.last_samples, sample]
+        last = len(self.history)
+        samples = read_samples(self.folder.path / "samples.jsonl", {1, last})
+        self.first_samples = [sample for sample in samples if sample["iteration"] == 1]
+        self.last_samples = [sample for sample in samples if sample["iteration"] == last]
         self.warned = {finding.name for finding in diagnose(self.history, self.config, ended=False)}
 
     def _write_config(self) -> None:

@@ -45,8 +45,11 @@ def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, A
         try:
             state = read_checkpoint(folder, process)
             for name in LINES:
-                if size(run / name) < state["files"][name]:
+                if not 0 <= state["files"][name] <= size(run / name):
                     raise DamagedCheckpoint(f"{name} has lost lines that stood in it")
+            for name, kind in (("trainer", dict), ("seconds", float), ("bad_in_a_row", int)):
+                if not isinstance(state[name], kind):
+                    raise DamagedCheckpoint(f"{name} is {state[name]!r}")
             return number, state, damaged
         except (DamagedCheckpoint, KeyError, TypeError) as error:
             damaged.append(f"the checkpoint {folder} cannot be used, so the one before it is: {error}")

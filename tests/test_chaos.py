@@ -1,0 +1,43 @@
+"""A small part of `make chaos`: real processes, really killed."""
+
+import random
+import signal
+
+import pytest
+
+from chaos import CONTROL, TEXT, assert_same, finish, growth, killed, metrics, stopped
+
+
+@pytest.mark.parametrize(("command", "iterations"), [(TEXT, 20), (CONTROL, 200)], ids=["text", "control"])
+def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(command, iterations, tmp_path):
+    command = [*command, "--run.iterations", str(iterations), "--run.save_every", str(iterations // 10)]
+    finish(tmp_path / "whole", command)
+    for moment in ("training", "saving"):
+        moments = killed(tmp_path / "cut", command, 1, random.Random(0), moment)
+        assert moments[moment] == 1
+    finish(tmp_path / "cut", command)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    ("code", "signals"),
+    [(0, [signal.SIGTERM]), (130, [signal.SIGINT]), (130, [signal.SIGINT, signal.SIGINT])],
+    ids=["SIGTERM", "Ctrl-C", "Ctrl-C twice"],
+)
+def test_signals_save_first_and_then_stop_at_once(code, signals, tmp_path):
+    command = [*TEXT, "--run.iterations", "60"]
+    found, said = stopped(tmp_path / "run", command, *signals)
+    assert found == code
+    assert "stopping after this iteration; again to stop at once" in said
+    assert f"go on with: tokencredit train --resume {tmp_path / 'run'}" in said
+    done = len(metrics(tmp_path / "run"))
+    assert 2 <= done < 60
+    once = len(signals) == 1
+    assert (tmp_path / "run" / "policy").is_dir() is once
+    if once:
+        assert (tmp_path / "run" / "checkpoints" / f"{done:06d}").is_dir()
+
+
+def test_memory_does_not_grow(tmp_path):
+    """By 4 MB in 200 iterations, 20 kB each, it would: a few tensors, or the metrics and samples that are on the disk."""
+    assert growth(tmp_path / "run", 300) < 4
