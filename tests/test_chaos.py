@@ -39,5 +39,5 @@ def test_signals_save_first_and_then_stop_at_once(code, signals, tmp_path):
 
 
 def test_memory_does_not_grow(tmp_path):
-    """By 4 MB in 200 iterations, 20 kB each, it would: a few tensors, or the metrics and samples that are on the disk."""
+    """4 MB in 200 iterations would be 20 kB each: a few tensors, or the metrics and samples that are on the disk."""
     assert growth(tmp_path / "run", 300) < 4

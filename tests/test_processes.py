@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from chaos import assert_same
 
 OPTIONS = [
     "--model.dtype",
@@ -21,10 +24,12 @@ OPTIONS = [
 ]
 OPTIONS += ["--eval.every", "3", "--eval.samples", "16", "--eval.max_new_tokens", "8"]
 OPTIONS += ["--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
+OPTIONS += ["--run.save_every", "2", "--run.dir"]
+TOGETHER = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 
 
-def train(launcher, folder, **environment):
-    command = [sys.executable, "-m", *launcher, "tokencredit.cli", "train", *OPTIONS, "--run.dir", str(folder)]
+def train(launcher, folder, options=OPTIONS, **environment):
+    command = [sys.executable, "-m", *launcher, "tokencredit.cli", "train", *options, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -32,10 +37,9 @@ def train(launcher, folder, **environment):
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_two_processes_train_as_one_does(tmp_path):
+def test_two_processes_train_as_one_does_and_resume_together(tmp_path):
     _, alone, policy = train([], tmp_path / "one")
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    shown, together, policy_together = train(launcher, tmp_path / "two", ACCELERATE_USE_CPU="true")
+    shown, together, policy_together = train(TOGETHER, tmp_path / "two", ACCELERATE_USE_CPU="true")
     assert shown.count("iteration 3/3") == 1, "one process speaks"
     assert [m["iteration"] for m in together] == [1, 2, 3], "one process writes"
     for one, two in zip(alone, together, strict=True):
@@ -43,3 +47,11 @@ def test_two_processes_train_as_one_does(tmp_path):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
     for name, weights in policy.items():
         torch.testing.assert_close(policy_together[name], weights, atol=1e-4, rtol=1e-3)
+
+    two, cut = tmp_path / "two", tmp_path / "cut"
+    shutil.copytree(two, cut)
+    shutil.rmtree(cut / "checkpoints" / "000003")
+    (cut / "summary.json").unlink()
+    shown, *_ = train(TOGETHER, cut, ["--resume"], ACCELERATE_USE_CPU="true")
+    assert shown.count("resumed after iteration 2") == 1
+    assert_same(two, cut)

@@ -202,6 +202,40 @@ def test_what_cannot_work_is_refused(changes, message, tmp_path):
         small(tmp_path, **changes)
 
 
+@pytest.mark.parametrize("spoiled", ["reward", "gradient"])
+def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
+    args = small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
+    trainer = ControlTrainer(args)
+    seen = []
+
+    def spoil(gradient):
+        seen.append(1)
+        return gradient * math.nan if len(seen) == 3 else gradient
+
+    if spoiled == "gradient":
+        trainer.agent.critic_head.weight.register_hook(spoil)
+    else:
+        step = trainer.envs.step
+
+        def odd(actions):
+            observation, reward, *rest = step(actions)
+            seen.append(1)
+            return observation, reward * (math.nan if len(seen) == args.steps + 2 else 1.0), *rest
+
+        trainer.envs.step = odd
+    before = [p.detach().clone() for p in trainer.agent.parameters()]
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    assert [row["bad_steps"] for row in rows] == ([1, 0, 0] if spoiled == "gradient" else [0, 1, 0])
+    (kept,) = (tmp_path / "run" / "bad_steps").iterdir()
+    reason = json.loads((kept / "about.json").read_text())["reason"]
+    assert spoiled in reason
+    assert load_file(kept / "batch.safetensors")["observations"].numel()
+    assert all(bool(p.isfinite().all()) for p in trainer.agent.parameters())
+    assert any(not torch.equal(p, q) for p, q in zip(trainer.agent.parameters(), before, strict=True))
+
+
 def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
     trainer = ControlTrainer(small(tmp_path / "run", ppo=UpdateConfig(critic_warmup=1)))
     before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
