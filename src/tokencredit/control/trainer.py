@@ -213,8 +213,7 @@ class ControlTrainer:
         if lost := self.collector.load(state["collector"]):
             self.record.event(
                 f"environments {', '.join(map(str, lost))} could not be brought back to where they were (what they do "
-                "does not follow from seed and actions alone); they begin a new episode",
-                self.steps,
+                "does not follow from seed and actions alone); they begin a new episode"
             )
         self.episodes.extend((score, length) for score, length in state["episodes"])
         self.steps = state["steps"]

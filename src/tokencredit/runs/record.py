@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,6 +30,7 @@ from tokencredit.runs.foreign import foreign_code
 from tokencredit.runs.history import History
 from tokencredit.runs.records import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, changes, fixed, newest, saved
+from tokencredit.runs.trackers import Trackers, require_installed
 
 LAST = 5
 """Iterations whose mean counts as where a run ended."""
@@ -55,10 +55,7 @@ class RunRecord:
         """
         self.args, self.headline, self.unit = args, headline, unit
         self.folder = RunFolder(args.dir)
-        installed = [str(tracker) for tracker in get_available_trackers()]
-        for tracker in args.trackers:  # Accelerate would leave out in silence what is missing
-            if tracker not in installed:
-                raise ConfigError(f"run.trackers has {tracker}, which is not installed: pip install {tracker}")
+        require_installed(args.trackers)
         # Accelerate keeps the number format of an earlier run in this process, and refuses another.
         AcceleratorState._reset_state(reset_partial_state=False)
         self.accelerator = Accelerator(
@@ -68,6 +65,7 @@ class RunRecord:
         )
         self.main = self.accelerator.is_main_process
         self.screen = Screen(args.iterations, enabled=self.main)
+        self.trackers = Trackers(self.accelerator, args.trackers, self.event)
         self.warned: set[str] = set()
         self.history = History()
         self.first_samples: Sequence[Mapping[str, Any]] = []
@@ -96,7 +94,7 @@ class RunRecord:
             self._write_config()
         self._start()
         for line in foreign_code(config):
-            self.event(line, 0)
+            self.event(line)
 
     def resume(self, config: Any, reserve: int) -> tuple[int, dict[str, Any] | None, set[str]]:
         """Go on in a folder: back to its newest checkpoint that is whole, or to the beginning if it has none yet.
@@ -136,17 +134,17 @@ class RunRecord:
             self._write_config()
         self.accelerator.wait_for_everyone()
         self._reread()
-        self._start(resumed=True)
+        self._start()
         for complaint in [*damaged, *foreign_code(config)]:
-            self.event(complaint, done)
-        self.event(f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew", done)
+            self.event(complaint)
+        self.event(f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew")
         for key, (then, now) in changed.items():
-            self.event(f"{key} is now {now!r}; it was {then!r}", done)
+            self.event(f"{key} is now {now!r}; it was {then!r}")
         if state is None:
             return 0, None, set(changed)
         for name, now in versions().items():
             if state["versions"].get(name) != now:
-                self.event(f"{name} is now {now}; the checkpoint is of {state['versions'].get(name)}", done)
+                self.event(f"{name} is now {now}; the checkpoint is of {state['versions'].get(name)}")
         self.started -= state["seconds"]
         self.bad_in_a_row = state["bad_in_a_row"]
         return done, state["trainer"] | {"process": state["process"]}, set(changed)
@@ -165,24 +163,16 @@ class RunRecord:
     def _write_config(self) -> None:
         self.folder.write("config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
 
-    def _start(self, resumed: bool = False) -> None:
+    def _start(self) -> None:
         self.started = time.perf_counter()
-        if not self.args.trackers:
-            return
-        # TensorBoard then hides what an earlier process logged of the iterations that come again.
-        options = {"tensorboard": {"purge_step": len(self.history) + 1}} if resumed else {}
-        try:
-            self.accelerator.init_trackers("tokencredit", init_kwargs=options)
-        except Exception as error:  # a tracker's own, of any kind; a picture of the run is not worth the run
-            self.accelerator.trackers = []
-            self.event(f"the trackers {', '.join(self.args.trackers)} are left out: {type(error).__name__}: {error}", 0)
+        self.trackers.start(len(self.history) + 1)
 
-    def event(self, text: str, iteration: int) -> None:
+    def event(self, text: str) -> None:
         """Say what happened beside the training, and write it into events.jsonl."""
         self.screen.say(text)
         if self.main:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            self.folder.append("events.jsonl", {"time": now, "iteration": iteration, "event": text})
+            self.folder.append("events.jsonl", {"time": now, "after_iteration": len(self.history), "event": text})
 
     def iteration(self, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Write down and show one iteration."""
@@ -191,7 +181,7 @@ class RunRecord:
         if samples:
             self.first_samples, self.last_samples = self.first_samples or samples, samples
         number = int(metrics["iteration"])
-        self._track({name: value for name, value in metrics.items() if name != "iteration"}, number)
+        self.trackers.log({name: value for name, value in metrics.items() if name != "iteration"}, number)
         if not self.main:
             return
         self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
@@ -209,14 +199,6 @@ class RunRecord:
         value = metrics.get("eval/reward", metrics.get("eval/average_return"))
         if value is not None and value > self.best:
             self.best, self.best_iteration = value, int(metrics["iteration"] or 0)
-
-    def _track(self, values: Mapping[str, float], number: int) -> None:
-        for tracker in list(self.accelerator.trackers):
-            try:
-                tracker.log(values, step=number)
-            except Exception as error:  # as in _start
-                self.accelerator.trackers.remove(tracker)
-                self.event(f"the tracker {tracker.name} is left out from here: {type(error).__name__}: {error}", number)
 
     def due(self, number: int, last: bool) -> bool:
         """Whether a checkpoint is to be written after this iteration, which may be the run's last."""
@@ -278,7 +260,7 @@ class RunRecord:
             (part / "about.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         for old in sorted(steps.glob("[0-9]*"))[:-BAD_STEPS_KEPT]:
             shutil.rmtree(old)
-        self.event(f"iteration {number}: {reason}; the step was not taken, its batch is in {folder}", number)
+        self.event(f"iteration {number}: {reason}; the step was not taken, its batch is in {folder}")
         if self.bad_in_a_row >= self.args.max_bad_steps:
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
 
@@ -303,10 +285,7 @@ class RunRecord:
                 summary, str(self.folder.path), self.first_samples, self.last_samples, headline=name, unit=self.unit
             )
             self.screen.findings(diagnose(self.history, self.config))
-        try:
-            self.accelerator.end_training()
-        except Exception as error:  # as in _start
-            self.event(f"a tracker could not end: {type(error).__name__}: {error}", len(self.history))
+        self.trackers.end()
         return summary
 
     def _last(self, name: str) -> float | None:

@@ -66,11 +66,11 @@ def size(file: Path) -> int:
 def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The settings that differ from those in a run's config.yaml: before and now, by their keys.
 
-    What the file does not have, such as a setting that is newer than it, has not changed.
+    What the file does not have, such as a setting that is newer than it, has not changed; nor has a run that moved.
     """
     then = flat(load_yaml(file.read_text(encoding="utf-8")))
     now = flat(config)
-    return {key: (then[key], now[key]) for key in now if key in then and then[key] != now[key]}
+    return {key: (then[key], now[key]) for key in now if key in then and then[key] != now[key] and key != "run.dir"}
 
 
 def fixed(key: str) -> bool:
