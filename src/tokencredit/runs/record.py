@@ -229,7 +229,8 @@ class RunRecord:
             self.accelerator.wait_for_everyone()
             if self.main:
                 ours = {"seconds": time.perf_counter() - self.started, "bad_in_a_row": self.bad_in_a_row}
-                write_state(folder, ours | {"trainer": state, "files": self.folder.sizes(LINES)})
+                ours |= {"trainer": state, "files": self.folder.sizes(LINES), "config": self.config}
+                write_state(folder, ours)
                 write_manifest(folder)
         if self.main:
             for old in saved(target.parent)[: -self.args.keep_last]:
