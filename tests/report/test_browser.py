@@ -2,33 +2,16 @@
 
 import json
 import shutil
-from shutil import which
 
 import pytest
 
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.select import Select  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    not (which("chromium") and which("chromedriver")), reason="needs Debian's chromium and chromium-driver"
-)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = which("chromium")
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(which("chromedriver")))
-    yield driver
-    driver.quit()
+pytest.importorskip("selenium")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
 
 def opened(browser, folder, width=1600):
