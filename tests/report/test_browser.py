@@ -124,6 +124,16 @@ def contrast(one, other):
     return (light + 0.05) / (dark + 0.05)
 
 
+def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    rows = [json.loads(line) | {"reward/<b>x</b>&lt;": 1.0} for line in (copy / "metrics.jsonl").open()]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(copy)
+    opened(browser, copy)
+    legends = [text.get_attribute("textContent") for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
+    assert "reward/<b>x</b>&lt;" in legends
+
+
 def test_hostile_output_does_nothing(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
     hostile = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m\ud800"
