@@ -115,6 +115,13 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     report.add_argument("run", help="The folder of a run; it may still be going on.")
     report.add_argument("--open", action="store_true", help="Open the page.")
 
+    compare = new_parser("Write a page and pictures that show runs beside each other.")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs; they may still be going on.")
+    compare.add_argument("--metric", help="What to compare; by default the reward of texts, or an agent's return.")
+    compare.add_argument("--group-by", metavar="KEY", help="Runs with the same value of this key are one curve.")
+    compare.add_argument("--smooth", type=PositiveInt, default=1, help="Numbers in the running mean of each run.")
+    compare.add_argument("--out", default="comparison", help="The folder to write into.")
+
     doctor = new_parser("Say what is wrong with a run.")
     doctor.add_argument("run", help="The folder of a run; it may still be going on.")
 
@@ -126,6 +133,7 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         "evaluate": evaluate,
         "play": play,
         "report": report,
+        "compare": compare,
         "doctor": doctor,
     }
     chosen = parser.add_subcommands(dest="command", required=False)
@@ -230,6 +238,14 @@ def report(parser: ArgumentParser, options: Namespace) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
+def compare(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit compare`."""
+    from tokencredit.report.comparison import write_comparison
+
+    settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
+    print(write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out)))
+
+
 def doctor(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit doctor`."""
     from tokencredit.report.reading import read_run
@@ -250,6 +266,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "play": play,
     "report": report,
+    "compare": compare,
     "doctor": doctor,
 }
 
