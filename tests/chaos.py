@@ -401,7 +401,7 @@ def main() -> int:
         chaos = Chaos(Path(folder), options.kills, options.seed)
         int_, term = signal.SIGINT, signal.SIGTERM
         chaos.row("SIGKILL, a language model", chaos.kill(TEXT, 10 * options.kills, options.kills))
-        chaos.row("SIGKILL, agents", chaos.kill(CONTROL, 100 * options.kills, options.kills // 3))
+        chaos.row("SIGKILL, agents", chaos.kill(CONTROL, 30 * options.kills, options.kills // 3))
         chaos.row("SIGTERM", chaos.signals(0, term))
         chaos.row("Ctrl-C", chaos.signals(130, int_))
         chaos.row("Ctrl-C twice", chaos.signals(130, int_, int_))

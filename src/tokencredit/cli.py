@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import os
 import re
 import sys
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -145,6 +146,7 @@ def new_parser(description: str) -> ArgumentParser:
     return Parser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
 
 
+@functools.cache  # a sweep reads many configurations
 def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """The command's parser, and that of each subcommand by name."""
     train = new_parser("Train a language model with PPO.")
@@ -187,6 +189,19 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     report.add_argument("run", help="The folder of a run; it may still be going on.")
     report.add_argument("--open", action="store_true", help="Open the page.")
 
+    compare = new_parser("Write a page and pictures that show runs beside each other.")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs; they may still be going on.")
+    compare.add_argument("--metric", help="What to compare; by default the reward of texts, or an agent's return.")
+    compare.add_argument("--group-by", metavar="KEY", help="Runs with the same value of this key are one curve.")
+    compare.add_argument("--smooth", type=PositiveInt, default=1, help="Numbers in the running mean of each run.")
+    compare.add_argument("--out", default="comparison", help="The folder to write into.")
+
+    sweep = new_parser("Do all runs that a file asks for, and compare them.")
+    sweep.add_argument("file", help="A YAML file: docs/sweeps.md says what it holds.")
+    sweep.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at a time.")
+    sweep.add_argument("--dry_run", "--dry-run", action="store_true", help="Only say what would be run.")
+    sweep.add_argument("--export", metavar="FOLDER", help="Run nothing; write a configuration file for each run.")
+
     doctor = new_parser("Say what is wrong with a run.")
     doctor.add_argument("run", help="The folder of a run; it may still be going on.")
 
@@ -198,6 +213,8 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         "evaluate": evaluate,
         "play": play,
         "report": report,
+        "compare": compare,
+        "sweep": sweep,
         "doctor": doctor,
     }
     chosen = parser.add_subcommands(dest="command", required=False)
@@ -301,6 +318,45 @@ def report(parser: ArgumentParser, options: Namespace) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
+def compare(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit compare`."""
+    from tokencredit.report.comparison import write_comparison
+
+    settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
+    print(write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out)))
+
+
+def sweep(parser: ArgumentParser, options: Namespace) -> None:
+    """`tokencredit sweep`."""
+    if options.export and options.dry_run:
+        raise ConfigError("--export and --dry_run are both given; leave one of them out")
+    from tokencredit import sweeping
+    from tokencredit.runs.sweep import read_sweep
+
+    runs = read_sweep(Path(options.file), configure)
+    if options.dry_run:
+        sweeping.show(runs, options.jobs)
+    elif options.export:
+        sweeping.export(runs, Path(options.export), options.file)
+    else:
+        sweeping.sweep(runs, options.jobs, options.file)
+
+
+def configure(world: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole configuration that some settings of one of a sweep's worlds stand for, as `--config` reads them.
+
+    Raises:
+        ConfigError: a key or value that the world refuses.
+    """
+    command, kind = ("train", PPOConfig) if world == "text" else ("control", ControlConfig)
+    commands = build_parser()[1]
+    try:
+        parsed = commands[command].parse_string(yaml.safe_dump(settings))
+        return asdict(to_config(commands[command], parsed, kind))
+    except ArgumentError as error:
+        raise ConfigError(explain(str(error), [command], commands)) from error
+
+
 def doctor(parser: ArgumentParser, options: Namespace) -> None:
     """`tokencredit doctor`."""
     from tokencredit.report.reading import read_run
@@ -321,6 +377,8 @@ COMMANDS = {
     "evaluate": evaluate,
     "play": play,
     "report": report,
+    "compare": compare,
+    "sweep": sweep,
     "doctor": doctor,
 }
 

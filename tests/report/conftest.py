@@ -1,3 +1,5 @@
+from shutil import which
+
 import pytest
 
 from tokencredit.runs.config import ModelConfig, PPOConfig, RolloutConfig, RunConfig, UpdateConfig
@@ -16,3 +18,19 @@ def run_folder(tmp_path_factory):
     )
     PPOTrainer(args=args).train()
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's chromium, without a screen."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    if not (which("chromium") and which("chromedriver")):
+        pytest.skip("needs Debian's chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = which("chromium")
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(which("chromedriver")))
+    yield driver
+    driver.quit()

@@ -2,33 +2,16 @@
 
 import json
 import shutil
-from shutil import which
 
 import pytest
 
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.select import Select  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    not (which("chromium") and which("chromedriver")), reason="needs Debian's chromium and chromium-driver"
-)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = which("chromium")
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(which("chromedriver")))
-    yield driver
-    driver.quit()
+pytest.importorskip("selenium")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
 
 def opened(browser, folder, width=1600):
@@ -139,6 +122,16 @@ def contrast(one, other):
 
     light, dark = sorted(map(luminance, (one, other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
+
+
+def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    rows = [json.loads(line) | {"reward/<b>x</b>&lt;": 1.0} for line in (copy / "metrics.jsonl").open()]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(copy)
+    opened(browser, copy)
+    legends = [text.get_attribute("textContent") for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
+    assert "reward/<b>x</b>&lt;" in legends
 
 
 def test_hostile_output_does_nothing(browser, run_folder, tmp_path):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
 from tokencredit.core.losses import clip_range
 from tokencredit.report.reading import Run, read_run
+from tokencredit.report.templating import figure, fill
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.console import visible
 from tokencredit.runs.diagnosis import WINDOW, diagnose, headline
@@ -54,15 +52,11 @@ def write_report(folder: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page."""
-    # Autoescape for what stands in the page; `tojson` for its data, which then holds no character that HTML knows.
-    pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
-    pages.filters["visible"] = visible
-    pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    return pages.get_template("page.html").render(
+    return fill(
+        "page.html",
         name=visible(run.path.resolve().name),
         story=story(run),
         findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
-        plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
         data={"curves": curves(run.metrics), "credit": credit(run), "alternatives": list(ALTERNATIVES)},
         phrases=phrases(run.samples),
     )
@@ -102,11 +96,6 @@ def mean(values: Sequence[Any]) -> float | None:
     """Of those that are numbers; None of none."""
     numbers = [x for x in values if isinstance(x, int | float)]
     return sum(numbers) / len(numbers) if numbers else None
-
-
-def figure(value: float | None) -> str:
-    """A number for a reader."""
-    return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:

@@ -1,18 +1,4 @@
-"use strict";
-// Model output is untrusted: it enters the page as text nodes only, never as HTML.
-const { curves, credit, alternatives } = JSON.parse(document.getElementById("data").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const by = (id) => document.getElementById(id);
-
-function make(tag, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
-}
-
-function choices(select, pairs) {
-  select.replaceChildren(...pairs.map(([value, text]) => make("option", { value, textContent: text })));
-}
+const { curves, credit, alternatives } = data;
 
 // Purple to orange, which people with any colour vision tell apart, ever thinner towards the middle.
 const ENDS = { light: ["94 60 153", "230 97 1"], dark: ["140 110 220", "230 120 20"] };
@@ -28,7 +14,6 @@ const UNITS = {
   clipped: "1 where the update's gradient is cut off",
 };
 const CENTRES = { "ratio after the update": 1 };
-const format = (x) => (x === null || x === undefined ? "none" : Number(x.toPrecision(4)).toString());
 
 function reach(samples, quantity) { // the largest distance from the centre
   const centre = CENTRES[quantity] ?? 0;
@@ -180,18 +165,14 @@ function smooth(values, width) {
 function plots() {
   const boxes = curves.map((group) => ({ group, box: by("plots").appendChild(make("div")) }));
   function draw() {
-    const width = Number(by("smooth").value), style = getComputedStyle(document.documentElement);
-    const ink = style.getPropertyValue("--ink").trim(), line = style.getPropertyValue("--line").trim();
+    const width = Number(by("smooth").value);
     by("smoothed").textContent = width;
     for (const { group, box } of boxes) {
-      const traces = group.lines.map(({ name, x, y }) => ({ name, x, y: smooth(y, width), mode: x.length > 1 ? "lines" : "markers", type: "scatter" }));
-      const axis = { gridcolor: line, zerolinecolor: line };
-      Plotly.react(box, traces, {
-        title: { text: group.title, font: { size: 15 } }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-        font: { color: ink }, margin: { l: 50, r: 10, t: 40, b: 40 }, hovermode: "x unified", showlegend: true,
+      const traces = group.lines.map(({ name, x, y }) => ({ name: plain(name), x, y: smooth(y, width), mode: x.length > 1 ? "lines" : "markers", type: "scatter" }));
+      plot(box, traces, {
+        title: { text: group.title, font: { size: 15 } }, margin: { l: 50, r: 10, t: 40, b: 40 }, showlegend: true,
         legend: { orientation: "h", y: -0.2, font: { size: 11 } },
-        xaxis: axis, yaxis: axis,
-      }, { responsive: true, displaylogo: false, displayModeBar: false });
+      });
     }
   }
   by("smooth").addEventListener("input", draw);

@@ -1,0 +1,25 @@
+"""What the pages share: their templates, and numbers for a reader."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+
+from tokencredit.runs.console import visible
+
+
+def fill(template: str, **values: Any) -> str:
+    """A page that needs nothing else, Plotly included, from a template beside this file."""
+    # Autoescape for what stands in the page; `tojson` for its data, which then holds no character that HTML knows.
+    pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
+    pages.filters["visible"] = visible
+    pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return pages.get_template(template).render(plotly=plotly, **values)
+
+
+def figure(value: float | None) -> str:
+    """A number for a reader."""
+    return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
