@@ -462,6 +462,8 @@ def check(config: Any, prefix: str = "") -> None:
     hints = get_type_hints(type(config))
     for item in fields(config):
         key, value = prefix + item.name, getattr(config, item.name)
+        if value is None and type(None) not in get_args(hints[item.name]):
+            raise ConfigError(f"{key} is null; it must have a value")
         if is_dataclass(value):
             check(value, f"{key}.")
         elif isinstance(value, list):
