@@ -174,7 +174,7 @@ class Work:
         outcome = [{"run": run.name, "state": run.state(), "failure": self.failures.get(run)} for run in self.runs]
         RunFolder(str(home(self.runs))).write("sweep.json", json.dumps(outcome, indent=2) + "\n")
         done = sum(row["state"] == "finished" for row in outcome)
-        left = len(self.waiting) + len(self.going)
+        left = len(self.runs) - done - len(self.failures)
         say(f"{run.name}: {failure or told(run)}")
         say(f"  {done} of {len(self.runs)} finished; {estimate(self.runs, left, self.jobs)}")
 
