@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from tokencredit.cli import configure, main
+from tokencredit.runs.outcomes import clock, trouble
 from tokencredit.runs.sweep import read_sweep
-from tokencredit.sweeping import clock, share, start
+from tokencredit.sweeping import share, start
 
 TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "show_every": 0, "trackers": []}}
 LONG = TINY | {"steps": 64, "run": TINY["run"] | {"iterations": 40, "save_every": 5}}
@@ -215,3 +216,13 @@ def test_jobs_share_the_threads(monkeypatch):
 
 def test_times_are_said_in_units_to_plan_with():
     assert [clock(40), clock(600), clock(20_000)] == ["40 s", "10 min", "5.6 h"]
+
+
+def test_why_a_run_failed_is_its_exit_code_and_its_last_line(tmp_path):
+    (run,) = read_sweep(sweep_file(tmp_path), configure)
+    run.log.parent.mkdir(parents=True)
+    run.log.write_text("iteration 1/3\ntokencredit: the disk is full\n\n")
+    assert trouble(run, 1) == "exit code 1: the disk is full"
+    assert trouble(run, -9) == "killed by SIGKILL: the disk is full"
+    run.log.write_text("")
+    assert trouble(run, 0) == "exit code 0: it said nothing"

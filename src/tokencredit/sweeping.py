@@ -16,12 +16,11 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from tokencredit.runs.console import visible
-from tokencredit.runs.diagnosis import headline
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder, recover
+from tokencredit.runs.outcomes import estimate, table, told, trouble
 from tokencredit.runs.signals import Signals
 from tokencredit.runs.sweep import COMMANDS, TAKEN, Run, refuse_changed
 
@@ -43,24 +42,6 @@ def show(runs: Sequence[Run], jobs: int) -> None:
     left = len(runs) - states.count("finished")
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("finished", "to resume", "to begin"))
     say(f"{len(runs)} runs: {counts}; {estimate(runs, left, jobs)}")
-
-
-def estimate(runs: Sequence[Run], left: int, jobs: int) -> str:
-    """How long the runs that are left will take, by those that are finished."""
-    seconds = [run.summary()["seconds"] for run in runs if run.state() == "finished"]
-    if not left:
-        return "nothing is left to run"
-    if not seconds:
-        return "how long they take is known once one is finished"
-    each = sum(seconds) / len(seconds)
-    return f"about {clock(each * left / min(jobs, left))} left, at {each:.0f} s a run and {jobs} at a time"
-
-
-def clock(seconds: float) -> str:
-    """A time that a person can plan with."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def export(runs: Sequence[Run], folder: Path, file: str) -> None:
@@ -110,7 +91,9 @@ def sweep(runs: Sequence[Run], jobs: int, file: str) -> None:
         return
     done = [run for run in runs if run.state() == "finished"]
     compare(done, home(runs) / TAKEN)
-    table(runs, work.failures)
+    Console(highlight=False).print(table(runs, work.failures))
+    for run, failure in work.failures.items():
+        say(f"{run.name}: {failure}; see {run.log}")
     if work.failures:
         raise RunStopped(f"{len(work.failures)} of {len(runs)} runs failed; tokencredit sweep {file} tries them again")
 
@@ -191,7 +174,7 @@ class Work:
         outcome = [{"run": run.name, "state": run.state(), "failure": self.failures.get(run)} for run in self.runs]
         RunFolder(str(home(self.runs))).write("sweep.json", json.dumps(outcome, indent=2) + "\n")
         done = sum(row["state"] == "finished" for row in outcome)
-        left = len(self.waiting) + len(self.going)
+        left = len(self.runs) - done - len(self.failures)
         say(f"{run.name}: {failure or told(run)}")
         say(f"  {done} of {len(self.runs)} finished; {estimate(self.runs, left, self.jobs)}")
 
@@ -235,30 +218,6 @@ def clear(run: Run) -> None:
         recover(run.folder)
 
 
-def told(run: Run) -> str:
-    """What became of a run that did not fail, in a few words."""
-    if run.state() != "finished":
-        return "stopped, to be resumed"
-    summary, name = run.summary(), name_of(run)
-    return f"{name} {number(summary[f'{name}_first'])} → {number(summary[f'{name}_last'])}, {summary['seconds']:.0f} s"
-
-
-def name_of(run: Run) -> str:
-    """What a run's summary calls how well it went."""
-    return headline(run.config).split("/")[-1]
-
-
-def number(value: float | None) -> str:
-    """A figure for a person."""
-    return "none" if value is None else f"{value:.4g}"
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of those that there are."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
-
-
 def compare(done: Sequence[Run], out: Path) -> None:
     """Write the comparison of runs, if there is one."""
     from tokencredit.report.comparison import write_comparison  # Matplotlib and SciPy, at the end only
@@ -267,29 +226,3 @@ def compare(done: Sequence[Run], out: Path) -> None:
         say(f"compared in {write_comparison([run.folder for run in done], out=out)}")
     except ConfigError as error:
         say(f"no comparison: {error}")
-
-
-def table(runs: Sequence[Run], failures: Mapping[Run, str]) -> None:
-    """Show what came out: a line a variant, means over its seeds, and what went wrong."""
-    name = name_of(runs[0])
-    shown = Table()
-    for title in ("variant", "seeds done", f"{name.replace('_', ' ')}, first → last", "seconds a run", "failed"):
-        shown.add_column(title, overflow="fold")
-    for variant in dict.fromkeys(run.variant for run in runs):
-        mine = [run for run in runs if run.variant == variant]
-        found = [run.summary() for run in mine if run.state() == "finished"]
-        first, last, seconds = (mean([x[key] for x in found]) for key in (f"{name}_first", f"{name}_last", "seconds"))
-        failed = ", ".join(f"seed {run.seed}" for run in mine if run in failures)
-        figures = f"{number(first)} → {number(last)}" if found else ""
-        shown.add_row(variant, f"{len(found)} of {len(mine)}", figures, f"{seconds:.0f}" if found else "", failed)
-    Console(highlight=False).print(shown)
-    for run, failure in failures.items():
-        say(f"{run.name}: {failure}; see {run.log}")
-
-
-def trouble(run: Run, code: int) -> str:
-    """Why a run failed: its exit code, and the last line that it said."""
-    lines = run.log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-    how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-    return f"{how}: {last.removeprefix('tokencredit: ')}"

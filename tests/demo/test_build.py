@@ -12,7 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from tokencredit.demo.build import FOLDER, build
+from tokencredit.demo import build as building
+from tokencredit.demo.build import FOLDER, build, main
 from tokencredit.demo.corpus import babble, cut
 from tokencredit.demo.grammar import reviews
 from tokencredit.demo.measures import NEW_TOKENS, PROMPT, complete, load, negative_probability, perplexity
@@ -137,6 +138,25 @@ def test_the_build_runs_and_repeats_itself(tmp_path):
     for file in (tmp_path / "first").glob("*/*"):
         twin = tmp_path / "second" / file.relative_to(tmp_path / "first")
         assert file.read_bytes() == twin.read_bytes(), file.name
+
+
+def test_a_size_makes_a_policy_of_that_size_with_the_same_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "REVIEWS", 40)
+    monkeypatch.setattr(building, "HELD_OUT", 8)
+    main(["--size", "tiny", "--out", str(tmp_path / "tiny")])
+    main(["--out", str(tmp_path / "medium")])
+    tiny, medium = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "policy") for name in ("tiny", "medium"))
+    assert (tiny.config.n_embd, medium.config.n_embd) == (64, 224)
+    assert tiny.num_parameters() < medium.num_parameters() / 4
+    tokenizers = [AutoTokenizer.from_pretrained(tmp_path / name / "policy") for name in ("tiny", "medium")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    assert "--seed 0 --size tiny`" in (tmp_path / "tiny" / "policy" / "README.md").read_text()
+
+
+def test_another_size_never_takes_the_place_of_the_built_in_world(capsys):
+    with pytest.raises(SystemExit):
+        main(["--size", "tiny"])
+    assert "--size tiny needs --out" in capsys.readouterr().err
 
 
 def test_importing_the_package_stays_light():

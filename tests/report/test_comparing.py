@@ -15,6 +15,7 @@ from tokencredit.report.comparing import (
     estimate,
     flatten,
     group_runs,
+    names,
     outcomes,
     repeated,
     series,
@@ -211,7 +212,7 @@ def test_many_differences_make_no_name():
 
 def test_folders_of_one_name_are_told_apart():
     one, two = made("x/run", prompts={"text": ["long" * 20]}), made("y/run")
-    assert [group.label for group in group_runs([one, two])] == ["runs/x/run", "runs/y/run"]
+    assert [group.label for group in group_runs([one, two])] == ["x/run", "y/run"]
 
 
 def test_a_key_groups_runs_that_differ_elsewhere():
@@ -292,3 +293,9 @@ def test_a_run_that_lacks_the_metric_is_named():
         choose_metric(runs, "rewards")
     with pytest.raises(ConfigError, match="no metric in common"):
         choose_metric([made(rewards=[None], tokens=None, columns={"seconds": [None]}), made()])
+
+
+def test_runs_are_called_by_what_tells_them_apart():
+    assert names([Path("a/first"), Path("b/second")]) == ["first", "second"]
+    assert names([Path("sweep/low/seed-1"), Path("sweep/high/seed-1")]) == ["low/seed-1", "high/seed-1"]
+    assert names([Path("a/seed-1"), Path("a/seed-1")]) == ["seed-1", "seed-1"]

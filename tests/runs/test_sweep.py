@@ -77,6 +77,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
     [
         ({"seed": [1]}, "unknown key seed; a sweep has world, base, grid"),
         ({"world": "games"}, "world is 'games'; it must be text or control"),
+        ({"world": ["text"]}, r"world is \['text'\]"),
         ({"dir": None}, "dir is None; give the folder"),
         ({"seeds": []}, r"seeds is \[\]; it must be a list of at least one"),
         ({"seeds": None}, "seeds is None"),
@@ -98,6 +99,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {"b": {"optim": 3}}}, "variant b: optim is 3; it is a group of settings: name, lr"),
         ({"variants": {"b": {"optim.lr": "fast"}}}, 'variant b: Parser key "optim.lr": Expected a'),
         ({"variants": {"b": {"optim.lr": -1}}}, "variant b: optim.lr is -1.0; it must be above 0"),
+        ({"variants": {"b": {"steps": None}}}, "variant b: steps is null, and needs a value"),
         ({"variants": {"b": {"seed": 3}}}, "variant b: seed is given; a sweep gives it itself, from its key seeds"),
         ({"variants": {"b": {"run": {"dir": "x"}}}}, "variant b: run.dir is given; .*, from its key dir"),
         ({"variants": {"b": {"optim.lr": 1, "optim": {"lr": 2}}}}, "variant b: optim.lr is given twice"),
@@ -150,6 +152,7 @@ def test_neither_grid_nor_variants_is_refused():
         ("world: !!python/object/apply:os.system ['touch made']\n", "is a tag; configurations hold plain values"),
         ("world: !!python/name:os.system\n", "is a tag; configurations hold plain values"),
         ("base:\n  env.kwargs: {x: {class_path: subprocess.Popen}}\n", "class_path is no setting .*line 2"),
+        ("base:\n  ? [kl, coef]\n  : 1\n", "found unhashable key .*line 2"),
         ("world: [\n", r"sweep.yaml: .*line 2"),
         ("- 1\n", "holds no settings"),
         ("world: text\nbase: nowhere.yaml\n", "nowhere.yaml cannot be read: No such file"),

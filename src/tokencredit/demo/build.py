@@ -7,6 +7,7 @@ else.
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from tokencredit.demo.grammar import reviews
 from tokencredit.demo.measures import PROMPT, measure
 from tokencredit.demo.training import (
-    POLICY,
+    POLICIES,
     SENTIMENT,
     policy_tokenizer,
     sentiment_tokenizer,
@@ -24,6 +25,7 @@ from tokencredit.demo.training import (
 )
 
 FOLDER = Path(__file__).parent / "reviews"
+REVIEWS, HELD_OUT = 150_000, 2_000
 SAMPLES_SHOWN = 8
 
 CARDS = {
@@ -60,28 +62,32 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     tokenizer.save_pretrained(folder)
 
 
-def build(out: Path, seed: int, count: int, held_out: int) -> tuple[dict[str, float], list[str]]:
-    """Make both folders under `out`, trained on `count` reviews; return their figures and some samples."""
+def build(out: Path, seed: int, count: int, held_out: int, size: str = "medium") -> tuple[dict[str, float], list[str]]:
+    """Make both folders under `out`, trained on `count` reviews; return their figures and some samples.
+
+    `size` is the policy's, one of `POLICIES`; the classifier is the same for all.
+    """
     drawn = reviews(count, seed)
     texts = [review.text for review in drawn]
     print("the language model")
     bpe = policy_tokenizer(texts[:20_000])
-    save(train_policy(texts, bpe, POLICY, seed), bpe, out / "policy")
+    save(train_policy(texts, bpe, POLICIES[size], seed), bpe, out / "policy")
     print("the classifier")
     word_piece = sentiment_tokenizer(texts[:20_000])
     save(train_sentiment(drawn, word_piece, SENTIMENT, seed), word_piece, out / "sentiment")
     figures, samples = measure(out, seed + 1, held_out)
     for name, card in CARDS.items():
-        (out / name / "README.md").write_text(card + made(figures, samples, seed, count), encoding="utf-8")
+        (out / name / "README.md").write_text(card + made(figures, samples, seed, count, size), encoding="utf-8")
     return figures, samples
 
 
-def made(figures: dict[str, float], samples: list[str], seed: int, count: int) -> str:
+def made(figures: dict[str, float], samples: list[str], seed: int, count: int, size: str) -> str:
     """How a folder was made and what came out, for its card."""
     table = "\n".join(f"| {name} | {value:,.4g} |" for name, value in figures.items())
     quoted = "\n".join(f"- {sample}" for sample in samples[:SAMPLES_SHOWN])
+    other = "" if size == "medium" else f" --size {size}"
     return f"""
-Made by `python -m tokencredit.demo.build --seed {seed}` from {count:,} reviews; float16 weights. Both folders:
+Made by `python -m tokencredit.demo.build --seed {seed}{other}` from {count:,} reviews; float16 weights. Both folders:
 
 | | |
 |---|---|
@@ -93,15 +99,18 @@ The policy after "{PROMPT}":
 """
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Build with the given seed and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER, help="where the folders policy and sentiment go")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.add_argument("--size", choices=POLICIES, default="medium", help="of the policy; the built-in one is medium")
+    args = parser.parse_args(argv)
+    if args.size != "medium" and args.out == FOLDER:
+        parser.error(f"--size {args.size} needs --out, so that the built-in world stays as it is")
     disable_progress_bar()
     start = time.perf_counter()
-    figures, samples = build(args.out, args.seed, count=150_000, held_out=2_000)
+    figures, samples = build(args.out, args.seed, REVIEWS, HELD_OUT, args.size)
     for name, value in (figures | {"minutes": (time.perf_counter() - start) / 60}).items():
         print(f"{name:42} {value:,.4g}")
     print("\n".join(samples[:SAMPLES_SHOWN]))

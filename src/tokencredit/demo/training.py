@@ -40,7 +40,13 @@ class Size:
     lr: float
 
 
-POLICY = Size(width=224, layers=2, readings=1, batch=8, lr=2e-3)
+POLICIES = {
+    "tiny": Size(width=64, layers=2, readings=1, batch=8, lr=2e-3),
+    "small": Size(width=128, layers=2, readings=1, batch=8, lr=2e-3),
+    "medium": Size(width=224, layers=2, readings=1, batch=8, lr=2e-3),
+    "large": Size(width=320, layers=4, readings=1, batch=8, lr=1e-3),
+}
+"""Policies to be built; the built-in one is medium."""
 SENTIMENT = Size(width=96, layers=2, readings=2, batch=64, lr=1e-3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -78,9 +79,13 @@ def is_number(value: Any) -> bool:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """What to call runs: by their folders' names if these differ, else by the paths as they were given."""
-    short = [path.resolve().name for path in paths]
-    return short if len(set(short)) == len(short) else [str(path) for path in paths]
+    """What to call runs: by their folders' names if these differ, else by their paths in the folder they share."""
+    whole = [path.resolve() for path in paths]
+    short = [path.name for path in whole]
+    if len(set(short)) == len(short):
+        return short
+    shared = os.path.commonpath([path.parent for path in whole])
+    return [str(path.relative_to(shared)) for path in whole]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, str]:

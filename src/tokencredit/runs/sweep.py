@@ -6,17 +6,15 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.plain import read_yaml
 from tokencredit.runs.records import read_object
 from tokencredit.runs.resuming import changes, flat, saved
-from tokencredit.runs.safe_yaml import check_yaml
 
 COMMANDS = {"text": "train", "control": "control"}
 """The command that does a run of each world."""
@@ -101,7 +99,7 @@ def expand(asked: Mapping[str, Any], configure: Configure) -> list[Run]:
         if key not in KEYS:
             raise ConfigError(f"unknown key {key}; a sweep has {', '.join(KEYS)}")
     world, folder, seeds = asked.get("world"), asked.get("dir"), asked.get("seeds")
-    if world not in COMMANDS:
+    if not isinstance(world, str) or world not in COMMANDS:
         raise ConfigError(f"world is {world!r}; it must be text or control")
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"dir is {folder!r}; give the folder that the runs go into")
@@ -120,42 +118,6 @@ def expand(asked: Mapping[str, Any], configure: Configure) -> list[Run]:
             own = {"seed": seed, "run": config["run"] | {"dir": str(at)}}
             runs.append(Run(world, name, seed, at, config | own))
     return runs
-
-
-class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which builds plain values alone, and refuses two things that others pass over."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping; raises `yaml.YAMLError` for a key that stands in it twice, or that names a class."""
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            if key.value == "class_path":  # jsonargparse would import what it names
-                raise yaml.constructor.ConstructorError(None, None, "class_path is no setting", key.start_mark)
-            if isinstance(key.value, str):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-# 1e-5 is a number to everyone but YAML 1.1, which wants 1.0e-5.
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """A file of plain settings; `ConfigError` says where there are none."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        check_yaml(text)
-        found = yaml.load(text, Loader)  # a safe loader
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        told = " ".join(str(error).replace('in "<unicode string>", ', "").split())
-        raise ConfigError(f"{file}: {told}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds no settings")
-    return found
 
 
 def mapping(value: Any, key: str) -> dict[str, Any]:
