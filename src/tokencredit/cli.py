@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
-import functools
 import os
-import re
 import sys
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
+from tokencredit.parsing import (
+    build_parser,
+    configure,
+    explain,
+    plainly,
+    read_config,
+    resumed_run,
+    to_config,
+    with_resumed,
+)
 from tokencredit.runs.config import PPOConfig
 from tokencredit.runs.console import visible
 from tokencredit.runs.control_config import ControlConfig, EpisodesConfig
 from tokencredit.runs.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
-from tokencredit.runs.foreign import refuse_foreign_code
-from tokencredit.runs.safe_yaml import check_yaml
-
-set_parsing_settings(
-    docstring_parse_attribute_docstrings=True,
-    # jsonargparse would import, and in part call, whatever a `class_path` in a configuration names. It goes that way
-    # itself to the classes of lists and of what may be null.
-    import_path_denylist=["*"],
-    import_path_allowlist=["tokencredit.RewardTerm", "tokencredit.PromptsConfig", "tokencredit.runs.config"],
-    instantiate_subclass_spec_in_any=False,
-)
-any_yaml = get_loader("yaml")
-
-
-def bounded_yaml(text: str) -> Any:
-    """What jsonargparse makes of YAML, once that is known to be within bounds."""
-    check_yaml(text)
-    return any_yaml(text)
-
-
-set_loader("yaml", bounded_yaml, exceptions=(yaml.YAMLError, ValueError))
-
-Config = TypeVar("Config", PPOConfig, ControlConfig)
-
-RESUME = "The folder of a run that was cut short, to go on with, with its configuration; flags change that."
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
-NOT_SETTINGS = ("config", "debug", "no_code", "resume")
-"""Options of `train` and `control` that are no keys of a configuration."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,149 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return fail(error, describe(error), FAILED, arguments)
     return 0
-
-
-def with_resumed(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--resume RUN` as what it also stands for: the run's configuration, which flags change."""
-    run = resumed_run(arguments)
-    if run is None:
-        return list(arguments)
-    return [arguments[0], "--config", str(Path(run) / "config.yaml"), "--run.dir", run, *arguments[1:]]
-
-
-def resumed_run(arguments: Sequence[str]) -> str | None:
-    """The folder that `--resume` names; a configuration file cannot ask for that."""
-    for at, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--resume" and (equals or len(arguments) > at + 1):
-            return value if equals else arguments[at + 1]
-    return None
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Let whatever jsonargparse raises of a value that it did not foresee be one message: it has no common type."""
-    try:
-        yield
-    except (ArgumentError, ConfigError, OSError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"not a configuration: {named(str(error))} ({type(error).__name__})") from error
-
-
-class Parser(ArgumentParser):
-    """jsonargparse's parser, which would pass over a file's `model: 3`, where a group of keys belongs."""
-
-    def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file, and raise `ConfigError` for a group that is none."""
-        found = super().parse_path(*args, **kwargs)
-        check_groups(found, self.get_defaults(skip_validation=True))
-        return found
-
-
-def check_groups(found: Namespace, defaults: Namespace, prefix: str = "") -> None:
-    """Raise `ConfigError` for the first key that has something other than keys where `defaults` has keys."""
-    for key, default in vars(defaults).items():
-        if isinstance(default, Namespace) and key in found:
-            if not isinstance(found[key], Namespace):
-                raise ConfigError(
-                    f"{prefix}{key} is {found[key]!r}; it must hold keys, such as {next(iter(vars(default)))}"
-                )
-            check_groups(found[key], default, f"{prefix}{key}.")
-
-
-def named(message: str) -> str:
-    """A message in which jsonargparse refuses to import something, without its advice to programmers."""
-    return re.sub(
-        r"Importing ('[^']*') is not allowed.*?to allow it\.", r"\1 names code, and none is imported here", message
-    )
-
-
-def new_parser(description: str) -> ArgumentParser:
-    """A parser that raises what it does not understand, and takes no abbreviations, since keys are many and alike."""
-    return Parser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
-
-
-@functools.cache  # a sweep reads many configurations
-def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The command's parser, and that of each subcommand by name."""
-    train = new_parser("Train a language model with PPO.")
-    train.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
-    train.add_argument("--resume", help=RESUME)
-    train.add_class_arguments(PPOConfig)
-    # A tuple, because jsonargparse merges a list of the same length into the default item by item.
-    train.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
-
-    control = new_parser("Train an agent in a Gymnasium environment.")
-    control.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
-    control.add_argument("--resume", help=RESUME)
-    control.add_class_arguments(ControlConfig)
-
-    generate = new_parser("Write from the policy that a run trained.")
-    generate.add_argument("run", help="The folder of a run.")
-    generate.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
-    generate.add_argument(
-        "--chat", action="store_true", help="The prompt is a user's message, read through the chat template."
-    )
-    generate.add_argument("-n", "--samples", type=PositiveInt, default=5, help="How many completions.")
-    generate.add_argument("--base", action="store_true", help="Write from the model that the run started from.")
-    generate.add_argument("--max_new_tokens", type=PositiveInt | None, help="By default the run's.")
-    generate.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
-    generate.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
-
-    evaluate = new_parser("Measure the policy that a run trained.")
-    evaluate.add_argument("run", help="The folder of a run.")
-    evaluate.add_argument("--base", action="store_true", help="Measure the model that the run started from.")
-    evaluate.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
-
-    play = new_parser("Play with the agent that a run trained.")
-    play.add_argument("run", help="The folder of a run.")
-    play.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="How many episodes.")
-    play.add_argument("--sample", action="store_true", help="Draw actions as in training; else the likeliest is taken.")
-    play.add_argument("--videos", type=NonNegativeInt, default=0, help="Further episodes that are filmed.")
-    play.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
-
-    report = new_parser("Write a run's page, which opens in any browser.")
-    report.add_argument("run", help="The folder of a run; it may still be going on.")
-    report.add_argument("--open", action="store_true", help="Open the page.")
-
-    compare = new_parser("Write a page and pictures that show runs beside each other.")
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs; they may still be going on.")
-    compare.add_argument("--metric", help="What to compare; by default the reward of texts, or an agent's return.")
-    compare.add_argument("--group-by", metavar="KEY", help="Runs with the same value of this key are one curve.")
-    compare.add_argument("--smooth", type=PositiveInt, default=1, help="Numbers in the running mean of each run.")
-    compare.add_argument("--out", default="comparison", help="The folder to write into.")
-
-    sweep = new_parser("Do all runs that a file asks for, and compare them.")
-    sweep.add_argument("file", help="A YAML file: docs/sweeps.md says what it holds.")
-    sweep.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at a time.")
-    sweep.add_argument("--dry_run", "--dry-run", action="store_true", help="Only say what would be run.")
-    sweep.add_argument("--export", metavar="FOLDER", help="Run nothing; write a configuration file for each run.")
-
-    doctor = new_parser("Say what is wrong with a run.")
-    doctor.add_argument("run", help="The folder of a run; it may still be going on.")
-
-    parser = new_parser("PPO for language models and agents.")
-    commands = {
-        "train": train,
-        "control": control,
-        "generate": generate,
-        "evaluate": evaluate,
-        "play": play,
-        "report": report,
-        "compare": compare,
-        "sweep": sweep,
-        "doctor": doctor,
-    }
-    chosen = parser.add_subcommands(dest="command", required=False)
-    for name, command in commands.items():
-        command.add_argument("--debug", action="store_true", help="Show tracebacks.")
-        if name not in ("report", "doctor"):  # which read figures and texts alone
-            command.add_argument(
-                "--no-code", action="store_true", help="Refuse a configuration that lets code of others run."
-            )
-        chosen.add_subcommand(name, command, help=command.description)
-    return parser, commands
 
 
 def train(parser: ArgumentParser, options: Namespace) -> None:
@@ -331,30 +163,15 @@ def sweep(parser: ArgumentParser, options: Namespace) -> None:
     if options.export and options.dry_run:
         raise ConfigError("--export and --dry_run are both given; leave one of them out")
     from tokencredit import sweeping
-    from tokencredit.runs.sweep import read_sweep
+    from tokencredit.runs.sweep import first_seeds, read_sweep
 
-    runs = read_sweep(Path(options.file), configure)
+    runs = first_seeds(read_sweep(Path(options.file), configure), options.seeds)
     if options.dry_run:
         sweeping.show(runs, options.jobs)
     elif options.export:
         sweeping.export(runs, Path(options.export), options.file)
     else:
         sweeping.sweep(runs, options.jobs, options.file)
-
-
-def configure(world: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole configuration that some settings of one of a sweep's worlds stand for, as `--config` reads them.
-
-    Raises:
-        ConfigError: a key or value that the world refuses.
-    """
-    command, kind = ("train", PPOConfig) if world == "text" else ("control", ControlConfig)
-    commands = build_parser()[1]
-    try:
-        parsed = commands[command].parse_string(yaml.safe_dump(settings))
-        return asdict(to_config(commands[command], parsed, kind))
-    except ArgumentError as error:
-        raise ConfigError(explain(str(error), [command], commands)) from error
 
 
 def doctor(parser: ArgumentParser, options: Namespace) -> None:
@@ -381,51 +198,6 @@ COMMANDS = {
     "sweep": sweep,
     "doctor": doctor,
 }
-
-
-def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config], no_code: bool = False) -> Config:
-    """The checked configuration that parsed options stand for.
-
-    Raises:
-        ConfigError: it cannot work, or it lets code of others run where `no_code` forbids that.
-    """
-    settings = vars(parser.instantiate(options))
-    config = kind(**{key: value for key, value in settings.items() if key not in NOT_SETTINGS})
-    if no_code:
-        refuse_foreign_code(config)
-    return config
-
-
-def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
-    """The configuration of a run, from the file in its folder.
-
-    Raises:
-        ConfigError: there is no such file, it is not the configuration of a run, or as `to_config`.
-    """
-    if not file.is_file():
-        raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
-    parser = build_parser()[1]["train" if kind is PPOConfig else "control"]
-    try:
-        with plainly():
-            return to_config(parser, parser.parse_path(file), kind, no_code)
-    except (ArgumentError, ConfigError) as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
-def explain(message: str, arguments: Sequence[str], commands: dict[str, ArgumentParser]) -> str:
-    """A parser's complaint in one line: the key, its file unless it was a flag, and the key that was probably meant."""
-    message = named(message)
-    key = re.search(
-        r"does not accept option '([^']+)'|unrecognized arguments: --([^\s=]+)|Parser key \"([^\"]+)\"", message
-    )
-    name = next(filter(None, key.groups())) if key else ""
-    file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
-    where = f"{file}: " if file and not any(a.startswith(f"--{name}") for a in arguments if name) else ""
-    if key is None or key[3]:
-        return where + " ".join(message.replace('"<unicode string>"', str(file)).split())
-    known = commands[arguments[0]].get_defaults(skip_validation=True).keys() if arguments[0] in commands else []
-    near = difflib.get_close_matches(name, [k for k in known if k != "debug"], n=1)
-    return f"{where}unknown key {name}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
 
 
 def describe(error: OSError) -> str:

@@ -9,7 +9,7 @@ import yaml
 from tokencredit.cli import configure
 from tokencredit.runs import sweep
 from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.sweep import combinations, expand, merged, nested, read_sweep, refuse_changed
+from tokencredit.runs.sweep import combinations, expand, first_seeds, merged, nested, read_sweep, refuse_changed
 
 PLAIN = {"world": "control", "dir": "out", "seeds": [1, 2], "base": {"steps": 64, "optim.lr": 0.1}}
 ONE = {"variants": {"plain": {}}}
@@ -33,6 +33,12 @@ def test_variants_are_laid_over_the_base_and_run_with_each_seed():
     assert (two["optim"]["lr"], two["optim"]["value_lr"], two["advantage"]["lam"]) == (0.1, 0.2, 0.0)
     assert two["run"]["dir"] == "out/two/seed-2"
     assert {key for key in one if one[key] != two[key]} == {"optim", "advantage", "run"}
+
+
+def test_the_first_seeds_of_every_variant_are_a_smaller_study():
+    runs = asked(variants={"one": {}, "two": {}}, seeds=[7, 3, 5])
+    assert [run.name for run in first_seeds(runs, 2)] == ["one/seed-7", "one/seed-3", "two/seed-7", "two/seed-3"]
+    assert first_seeds(runs, None) == runs
 
 
 def test_a_grid_is_every_combination():

@@ -93,6 +93,12 @@ def read_sweep(file: Path, configure: Configure) -> list[Run]:
         raise ConfigError(f"{file}: {error}") from error
 
 
+def first_seeds(runs: Sequence[Run], count: int | None) -> list[Run]:
+    """The runs with the first seeds of their sweep, for a smaller study; all of them for None."""
+    seeds = list(dict.fromkeys(run.seed for run in runs))[:count]
+    return [run for run in runs if run.seed in seeds]
+
+
 def expand(asked: Mapping[str, Any], configure: Configure) -> list[Run]:
     """The runs that a sweep file's settings stand for, `base` among them as a mapping; see `read_sweep`."""
     for key in asked:
