@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test lint types format benchmark bench chaos world
+.PHONY: install train test lint types format benchmark bench chaos findings world
 
 install: .venv/installed
 
@@ -37,6 +37,10 @@ benchmark: install
 # The tables of benchmarks/RESULTS.md; TRL gets an environment of its own.
 bench: install .trl-venv/installed
 	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
+
+# The figures and tables of docs/findings.md, from the committed metrics in benchmarks/findings.
+findings: install
+	$(BIN)/python benchmarks/findings.py
 
 # Kills and damages real runs, resumes them, and compares with runs left in peace; as root, for the small disks.
 chaos: install

@@ -19,6 +19,7 @@ from tokencredit.report.reading import Run
 from tokencredit.report.templating import figure
 from tokencredit.runs.diagnosis import WINDOW, headline
 from tokencredit.runs.errors import ConfigError
+from tokencredit.runs.records import is_number
 
 POINTS = 500
 """Of a curve, at most."""
@@ -71,11 +72,6 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
 def is_control(run: Run) -> bool:
     """Whether it trained an agent, not a language model."""
     return "env" in run.config
-
-
-def is_number(value: Any) -> bool:
-    """Whether a metric has a finite value there."""
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def names(paths: Sequence[Path]) -> list[str]:

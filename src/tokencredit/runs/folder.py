@@ -147,7 +147,9 @@ def recover(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk; Windows cannot say that of a folder."""
+    if os.name == "nt" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
