@@ -360,6 +360,20 @@ def test_evaluation_keeps_the_best_policy(tmp_path):
     assert all(torch.equal(best[name], weights) for name, weights in expected.items())
 
 
+def test_an_evaluation_with_a_reward_that_is_not_finite_is_left_out(tmp_path):
+    trainer = PPOTrainer(args=small(tmp_path / "run", eval=EvalConfig(every=1, samples=4, max_new_tokens=4)))
+    honest = trainer.terms[0].function
+
+    def judge(prompts, completions):
+        return [math.nan] * 4 if len(completions) == 4 and trainer.record.history else honest(prompts, completions)
+
+    trainer.terms = [Term("odd", 1.0, judge)]
+    trainer.train()
+    assert ["eval/reward" in m for m in lines(tmp_path / "run", "metrics.jsonl")] == [True, False]
+    (event,) = [event["event"] for event in lines(tmp_path / "run", "events.jsonl")]
+    assert event.startswith("an evaluation is left out: reward term 'odd' is nan")
+
+
 def test_evaluation_does_not_disturb_training(run, tmp_path):
     evaluation = EvalConfig(every=1, samples=4, max_new_tokens=6, temperature=0.5)
     PPOTrainer(args=small(tmp_path / "run", eval=evaluation)).train()

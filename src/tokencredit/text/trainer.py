@@ -370,19 +370,28 @@ class PPOTrainer:
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the policy on the evaluation prompts, and keep it in `best/` if it never did as well."""
-        with self._stage("evaluation") as results, self._no_grad():
-            metrics = results["metrics"] = evaluate(
-                self.policy,
-                self.tokenizer,
-                self.end_ids,
-                self.terms,
-                self.eval_prompts,
-                self.args.eval,
-                seed=self.args.seed,
-                ref_logprobs=lambda rollout: self._refer(rollout, self.args.eval.temperature).logprobs,
-                accelerator=self.accelerator,
-            )
+        """Measure the policy on the evaluation prompts, and keep it in `best/` if it never did as well.
+
+        There is no measure, in one process, if a reward is not finite; it stops the run with several.
+        """
+        try:
+            with self._stage("evaluation") as results, self._no_grad():
+                metrics = results["metrics"] = evaluate(
+                    self.policy,
+                    self.tokenizer,
+                    self.end_ids,
+                    self.terms,
+                    self.eval_prompts,
+                    self.args.eval,
+                    seed=self.args.seed,
+                    ref_logprobs=lambda rollout: self._refer(rollout, self.args.eval.temperature).logprobs,
+                    accelerator=self.accelerator,
+                )
+        except NonFiniteReward as error:
+            if self.accelerator.num_processes > 1:
+                raise  # the others wait for a mean
+            self.record.event(f"an evaluation is left out: {error}")
+            return {}
         if metrics["eval/reward"] > self.record.best and self.record.main and self.record.folder.path.is_dir():
             with replacing(self.record.folder.path / "best") as folder:
                 save_policy(folder, self.policy, self.tokenizer)
