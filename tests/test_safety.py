@@ -151,6 +151,16 @@ def test_no_code_refuses_by_the_key(command, text, key, marker, tmp_path, capsys
     assert not marker.exists()
 
 
+def test_no_code_refuses_a_sweep_by_its_variant(tmp_path, capsys, marker):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        f"{{world: text, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}, sly: {{{REWARD.strip()}}}}}}}"
+    )
+    error = refused(capsys, "sweep", "--no-code", str(file))
+    assert "variant sly: --no-code refuses what the configuration asks for: reward[0].function runs" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_code_lets_the_rest_run(tmp_path, capsys):
     (tmp_path / "used").write_text("")
     assert "holds a run or other files" in refused(capsys, "train", "--no-code", "--run.dir", str(tmp_path))

@@ -7,6 +7,7 @@ import os
 import sys
 import webbrowser
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -165,7 +166,7 @@ def sweep(parser: ArgumentParser, options: Namespace) -> None:
     from tokencredit import sweeping
     from tokencredit.runs.sweep import first_seeds, read_sweep
 
-    runs = first_seeds(read_sweep(Path(options.file), configure), options.seeds)
+    runs = first_seeds(read_sweep(Path(options.file), partial(configure, no_code=options.no_code)), options.seeds)
     if options.dry_run:
         sweeping.show(runs, options.jobs)
     elif options.export:

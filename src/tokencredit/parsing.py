@@ -183,7 +183,7 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     chosen = parser.add_subcommands(dest="command", required=False)
     for name, command in commands.items():
         command.add_argument("--debug", action="store_true", help="Show tracebacks.")
-        if name not in ("report", "doctor"):  # which read figures and texts alone
+        if name not in ("report", "compare", "doctor"):  # which read figures and texts alone
             command.add_argument(
                 "--no-code", action="store_true", help="Refuse a configuration that lets code of others run."
             )
@@ -220,17 +220,17 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
         raise ConfigError(f"{file}: {error}") from error
 
 
-def configure(world: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def configure(world: str, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
     """The whole configuration that some settings of one of a sweep's worlds stand for, as `--config` reads them.
 
     Raises:
-        ConfigError: a key or value that the world refuses.
+        ConfigError: a key or value that the world refuses, or as `to_config`.
     """
     command, kind = ("train", PPOConfig) if world == "text" else ("control", ControlConfig)
     commands = build_parser()[1]
     try:
         parsed = commands[command].parse_string(yaml.safe_dump(settings))
-        return asdict(to_config(commands[command], parsed, kind))
+        return asdict(to_config(commands[command], parsed, kind, no_code))
     except ArgumentError as error:
         raise ConfigError(explain(str(error), [command], commands)) from error
 
