@@ -3,7 +3,6 @@
 `TOKENCREDIT_FUZZ=long` tries fifty times as many.
 """
 
-import functools
 import io
 import json
 import os
@@ -21,8 +20,9 @@ from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tokencredit.cli import build_parser, main, read_config
+from tokencredit.cli import main, read_config
 from tokencredit.control.trainer import ControlTrainer
+from tokencredit.parsing import configure
 from tokencredit.report.page import NAME, write_report
 from tokencredit.report.reading import read_run
 from tokencredit.runs.checkpoint import write_manifest
@@ -32,6 +32,7 @@ from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.errors import ConfigError
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import newest
+from tokencredit.runs.sweep import read_sweep
 from tokencredit.text.datasets import column_names, column_values, read_dataset
 from tokencredit.text.prompts import Prompts
 
@@ -206,12 +207,6 @@ def with_line(records):
     )
 
 
-@pytest.fixture
-def one_parser(monkeypatch):
-    """To build the command's parser takes most of the time of reading a file with it."""
-    monkeypatch.setattr("tokencredit.cli.build_parser", functools.cache(build_parser))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
@@ -224,7 +219,7 @@ def config_bytes(config):
 
 
 @pytest.mark.parametrize(("command", "config"), [("train", TEXT_CONFIG), ("control", CONTROL_CONFIG)])
-def test_configurations_through_the_command(command, config, folder, one_parser):
+def test_configurations_through_the_command(command, config, folder):
     """Into a folder that is in use, so that a configuration that could be run is refused at last too."""
     file = folder / f"{command}.yaml"
 
@@ -242,7 +237,7 @@ def test_configurations_through_the_command(command, config, folder, one_parser)
 
 
 @pytest.mark.parametrize(("kind", "config"), [(PPOConfig, TEXT_CONFIG), (ControlConfig, CONTROL_CONFIG)])
-def test_a_runs_configuration(kind, config, folder, one_parser):
+def test_a_runs_configuration(kind, config, folder):
     file = folder / "config.yaml"
 
     @SLOW
@@ -251,6 +246,23 @@ def test_a_runs_configuration(kind, config, folder, one_parser):
         file.write_bytes(data)
         with tried(f"config.yaml of {kind.__name__}"):
             assert isinstance(read_config(file, kind), kind)
+
+    fuzz()
+
+
+SWEEP = {"world": "text", "dir": "out", "seeds": [1, 2], "base": {"ppo": {"clip": 0.1}, "kl.coef": 1}}
+
+
+@pytest.mark.parametrize("kinds", [{"grid": {"optim.lr": [0.1, 1]}}, {"variants": {"a": {}, "b": {"seed": None}}}])
+def test_sweeps(kinds, folder):
+    file, sweep = folder / "sweep.yaml", SWEEP | kinds
+
+    @SLOW
+    @given(config_bytes(sweep))
+    def fuzz(data):
+        file.write_bytes(data)
+        with tried("sweep"):
+            assert all(run.folder.parts[-1] == f"seed-{run.seed}" for run in read_sweep(file, configure))
 
     fuzz()
 

@@ -229,8 +229,9 @@ def configure(world: str, settings: Mapping[str, Any], no_code: bool = False) ->
     command, kind = ("train", PPOConfig) if world == "text" else ("control", ControlConfig)
     commands = build_parser()[1]
     try:
-        parsed = commands[command].parse_string(yaml.safe_dump(settings))
-        return asdict(to_config(commands[command], parsed, kind, no_code))
+        with plainly():
+            parsed = commands[command].parse_string(yaml.safe_dump(settings))
+            return asdict(to_config(commands[command], parsed, kind, no_code))
     except ArgumentError as error:
         raise ConfigError(explain(str(error), [command], commands)) from error
 

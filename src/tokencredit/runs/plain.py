@@ -42,7 +42,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
         found = yaml.load(text, Loader)  # a safe loader
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number too long, a month 13, no UTF-8
         told = " ".join(str(error).replace('in "<unicode string>", ', "").split())
         raise ConfigError(f"{file}: {told}") from error
     if not isinstance(found, dict):
