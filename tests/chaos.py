@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -80,7 +81,11 @@ class Life:
 
     def end(self, seconds: float = 300.0) -> tuple[int, str, str]:
         """Wait for its end: exit code, output, error output."""
-        out, err = self.process.communicate(timeout=seconds)
+        try:
+            out, err = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
         return self.process.returncode, out, err
 
 
@@ -180,10 +185,11 @@ def damage_newest(folder: Path, chance: random.Random) -> str:
     return f"{newest.name}/{file.name} cut at byte {at:,}"
 
 
-def half_a_line(folder: Path) -> None:
-    """Let metrics.jsonl end in the middle of its last line."""
-    file = folder / "metrics.jsonl"
-    os.truncate(file, file.stat().st_size - 20)
+def half_a_line(folder: Path, chance: random.Random) -> str:
+    """Let metrics.jsonl end in the middle of its last line; how."""
+    file, lost = folder / "metrics.jsonl", chance.randrange(2, 200)
+    os.truncate(file, file.stat().st_size - lost)
+    return f"its last {lost} bytes were cut off"
 
 
 @contextmanager
@@ -277,151 +283,169 @@ def served(port: int, folder: Path) -> list[str]:
     return [*TEXT, "--reward", f"[{{function: '{file}:judge', timeout: 1}}]"]
 
 
-class Chaos:
-    """All of it, a row of the table each, in a folder."""
+Outcome = tuple[str, Path, Path]
+"""What happened in a trial, a run left in peace, and the run that must be like it."""
 
-    def __init__(self, folder: Path, kills: int, seed: int):
-        self.folder, self.kills, self.chance = folder, kills, random.Random(seed)
-        self.table = Table("what was done", "what happened", "as if nothing had been")
-        self.failed = 0
 
-    def row(self, what: str, do: Callable[[Path], tuple[str, Path, Path]]) -> None:
-        """Do something to a run; what happened, and the two runs that must be alike."""
-        place = self.folder / re.sub(r"\W+", "-", what)
-        place.mkdir()
-        try:
-            happened, expected, found = do(place)
-            assert_same(expected, found)
-            verdict = "yes"
-        except Exception as error:
-            happened, verdict = f"{type(error).__name__}: {error}"[:500], "NO"
-            self.failed += 1
-        self.say(what, happened, verdict)
+def in_peace(place: Path, command: list[str], iterations: int) -> list[str]:
+    """Run a command to its end, in `place / "whole"`; returns it with its flags."""
+    command = [*command, "--run.iterations", str(iterations), "--run.save_every", "3"]
+    finish(place / "whole", command)
+    return command
 
-    def say(self, what: str, happened: str, verdict: str) -> None:
-        """Fill a row, and show it at once."""
-        self.table.add_row(what, happened, verdict)
-        print(f"{what}: {happened} [{verdict}]", flush=True)
 
-    def whole(self, place: Path, command: list[str], iterations: int) -> list[str]:
-        """Run a command in peace, to `place / "whole"`; returns it."""
-        command = [*command, "--run.iterations", str(iterations), "--run.save_every", "3"]
-        finish(place / "whole", command)
-        return command
+def kill(place: Path, chance: random.Random, command: list[str], iterations: int, kills: int) -> Outcome:
+    """SIGKILL, again and again."""
+    full = in_peace(place, command, iterations)
+    moments = killed(place / "run", full, kills, chance)
+    assert sum(moments.values()) == kills, f"the run was over after {moments}"
+    finish(place / "run", full)
+    return ", ".join(f"{n} while {moment}" for moment, n in moments.items()), place / "whole", place / "run"
 
-    def kill(self, command: list[str], iterations: int, kills: int) -> Callable[[Path], tuple[str, Path, Path]]:
-        def do(place: Path) -> tuple[str, Path, Path]:
-            full = self.whole(place, command, iterations)
-            moments = killed(place / "run", full, kills, self.chance)
-            assert sum(moments.values()) == kills, f"the run was over after {moments}"
-            finish(place / "run", full)
-            return ", ".join(f"{n} while {moment}" for moment, n in moments.items()), place / "whole", place / "run"
 
-        return do
+def ask_to_stop(place: Path, chance: random.Random, expected: int, *numbers: signal.Signals) -> Outcome:
+    """Signals that a run hears."""
+    full = in_peace(place, TEXT, 30)
+    code, said = stopped(place / "run", full, *numbers)
+    assert code == expected, f"exit code {code}: {said[-500:]}"
+    assert "--resume" in said, said[-500:]
+    done = len(metrics(place / "run"))
+    finish(place / "run", full)
+    return f"exit code {code} after {done} of 30 iterations", place / "whole", place / "run"
 
-    def signals(self, expected: int, *numbers: signal.Signals) -> Callable[[Path], tuple[str, Path, Path]]:
-        def do(place: Path) -> tuple[str, Path, Path]:
-            full = self.whole(place, TEXT, 30)
-            code, said = stopped(place / "run", full, *numbers)
-            assert code == expected, f"exit code {code}: {said[-500:]}"
-            assert "--resume" in said, said[-500:]
-            done = len(metrics(place / "run"))
-            finish(place / "run", full)
-            return f"exit code {code} after {done} of 30 iterations", place / "whole", place / "run"
 
-        return do
+def damage(place: Path, chance: random.Random, break_file: Callable[[Path, random.Random], str]) -> Outcome:
+    """A run that is killed and whose files are then broken."""
+    full = in_peace(place, TEXT, 12)
+    life = begin(place / "run", full)
+    assert life.wait_for(lambda: life.lines() >= 8)
+    life.kill()
+    happened = break_file(place / "run", chance)
+    finish(place / "run", full)
+    return happened, place / "whole", place / "run"
 
-    def broken(self, breaks: Callable[[Path], str | None]) -> Callable[[Path], tuple[str, Path, Path]]:
-        def do(place: Path) -> tuple[str, Path, Path]:
-            full = self.whole(place, TEXT, 12)
-            life = begin(place / "run", full)
-            assert life.wait_for(lambda: life.lines() >= 8)
-            life.kill()
-            happened = breaks(place / "run") or ""
-            finish(place / "run", full)
-            return happened, place / "whole", place / "run"
 
-        return do
+def fill(disk: Path) -> None:
+    """Leave less on a disk than a run keeps for its end."""
+    (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - 2**20))
 
-    def disk(self, hinder: Callable[[Path], object], free: Callable[[Path], object], expected: str):
-        def do(place: Path) -> tuple[str, Path, Path]:
-            full = self.whole(place, TEXT, 60)
-            with small_disk(place / "disk", 160) as disk:
-                life = begin(disk / "run", full)
-                assert life.wait_for(lambda: life.lines() >= 4)
-                hinder(disk)
-                code, _, err = life.end()
-                last = err.strip().splitlines()[-1]
-                assert code == 1, f"exit code {code}: {last}"
-                assert expected in last, last
-                assert "Traceback" not in err, err
-                free(disk)
-                finish(disk / "run", full)
-                shutil.copytree(disk / "run", place / "run")
-            return f"exit code 1: … {expected}", place / "whole", place / "run"
 
-        return do
+def empty(disk: Path) -> None:
+    """Take back what `fill` did."""
+    (disk / "other").unlink()
 
-    def tracker(self, place: Path) -> tuple[str, Path, Path]:
-        full = self.whole(place, TEXT, 4)
-        (place / "run").mkdir()
-        life = begin(place / "run", [*full, "--run.trackers", "[tensorboard]"])
-        assert life.wait_for((place / "run" / "config.yaml").exists)
-        shutil.rmtree(place / "run" / "tensorboard", ignore_errors=True)
-        (place / "run" / "tensorboard").write_text("in the way")
-        code, out, err = life.end()
-        assert code == 0, err
-        said = next(line for line in (out + err).splitlines() if "left out" in line)
-        return said, place / "whole", place / "run"
 
-    def reward(self, trouble: str, calls: range, stops: bool) -> Callable[[Path], tuple[str, Path, Path]]:
-        def do(place: Path) -> tuple[str, Path, Path]:
-            with service(lambda call: "well") as port:
-                self.whole(place, served(port, place / "reward"), 8)
-            with service(lambda call: trouble if call in calls else "well") as port:
-                full = [*served(port, place / "reward"), "--run.iterations", "8", "--run.save_every", "3"]
-                code, _, err = begin(place / "run", full).end()
-                assert code == (1 if stops else 0), err
-                if stops:
-                    command = [full[0], "--reward", full[-5]]
-                    finish(place / "run", command)
-            return "stopped, then resumed" if stops else "went on by itself", place / "whole", place / "run"
+def forbid(disk: Path) -> None:
+    """Let nobody write on a disk."""
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
 
-        return do
+
+def allow(disk: Path) -> None:
+    """Take back what `forbid` did."""
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+
+
+def hinder(
+    place: Path, chance: random.Random, hinder: Callable[[Path], None], free: Callable[[Path], None], expected: str
+) -> Outcome:
+    """A disk that can no longer be written to, and later can again."""
+    full = in_peace(place, TEXT, 60)
+    with small_disk(place / "disk", 160) as disk:
+        life = begin(disk / "run", full)
+        assert life.wait_for(lambda: life.lines() >= 4)
+        hinder(disk)
+        code, _, err = life.end()
+        last = err.strip().splitlines()[-1]
+        assert code == 1, f"exit code {code}: {last}"
+        assert expected in last, last
+        assert "Traceback" not in err, err
+        free(disk)
+        finish(disk / "run", full)
+        shutil.copytree(disk / "run", place / "run")
+    return f"exit code 1: … {expected}", place / "whole", place / "run"
+
+
+def break_tracker(place: Path, chance: random.Random) -> Outcome:
+    """A file where TensorBoard's folder should be."""
+    full = in_peace(place, TEXT, 4)
+    life = begin(place / "run", [*full, "--run.trackers", "[tensorboard]"])
+    assert life.wait_for((place / "run" / "config.yaml").exists)
+    shutil.rmtree(place / "run" / "tensorboard", ignore_errors=True)
+    (place / "run" / "tensorboard").write_text("in the way")
+    code, out, err = life.end()
+    assert code == 0, err
+    said = next(line for line in (out + err).splitlines() if "left out" in line)
+    return said, place / "whole", place / "run"
+
+
+def trouble_service(place: Path, chance: random.Random, trouble: str, calls: range, stops: bool) -> Outcome:
+    """A reward service that is in trouble at some calls; if that stops the run, it is resumed."""
+    with service(lambda call: "well") as port:
+        in_peace(place, served(port, place / "reward"), 8)
+    with service(lambda call: trouble if call in calls else "well") as port:
+        command = served(port, place / "reward")
+        flags = ["--run.iterations", "8", "--run.save_every", "3"]
+        code, _, err = begin(place / "run", [*command, *flags]).end()
+        assert code == (1 if stops else 0), err
+        if stops:
+            finish(place / "run", command)
+    return "stopped, then resumed" if stops else "went on by itself", place / "whole", place / "run"
+
+
+def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Outcome]]]:
+    """What is done to runs, with its name in the table."""
+    yield "SIGKILL, a language model", partial(kill, command=TEXT, iterations=10 * kills, kills=kills)
+    yield "SIGKILL, agents", partial(kill, command=CONTROL, iterations=30 * kills, kills=kills // 3)
+    for name, code, numbers in (
+        ("SIGTERM", 0, [signal.SIGTERM]),
+        ("Ctrl-C", 130, [signal.SIGINT]),
+        ("Ctrl-C twice", 130, [signal.SIGINT, signal.SIGINT]),
+    ):
+        yield name, lambda place, chance, code=code, numbers=numbers: ask_to_stop(place, chance, code, *numbers)
+    for number in range(1, 6):
+        yield f"checkpoint cut short, {number}", partial(damage, break_file=damage_newest)
+    yield "metrics.jsonl ends in half a line", partial(damage, break_file=half_a_line)
+    yield "full disk", partial(hinder, hinder=fill, free=empty, expected="No space left on device")
+    yield "read-only disk", partial(hinder, hinder=forbid, free=allow, expected="Read-only file system")
+    yield "TensorBoard's folder is in the way", break_tracker
+    for trouble in ("down", "hanging", "garbage"):
+        few, many = range(3, 5), range(4, 8)
+        yield (
+            f"reward service {trouble} for two calls",
+            partial(trouble_service, trouble=trouble, calls=few, stops=False),
+        )
+        yield f"reward service {trouble} for long", partial(trouble_service, trouble=trouble, calls=many, stops=True)
 
 
 def main() -> int:
-    """The whole of it; the exit code is 1 if anything went otherwise than it should."""
+    """All of it, a row of a table each; the exit code is 1 if anything went otherwise than it should."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="of language models; a third as many of agents")
     parser.add_argument("--iterations", type=int, default=2000, help="of the run whose memory is watched")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    chance, table = random.Random(options.seed), Table("what was done", "what happened", "as if nothing had been")
+    failed = 0
+
+    def row(what: str, happened: str, good: bool) -> None:
+        table.add_row(what, happened, "yes" if good else "NO")
+        print(f"{what}: {happened} [{'yes' if good else 'NO'}]", flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        chaos = Chaos(Path(folder), options.kills, options.seed)
-        int_, term = signal.SIGINT, signal.SIGTERM
-        chaos.row("SIGKILL, a language model", chaos.kill(TEXT, 10 * options.kills, options.kills))
-        chaos.row("SIGKILL, agents", chaos.kill(CONTROL, 30 * options.kills, options.kills // 3))
-        chaos.row("SIGTERM", chaos.signals(0, term))
-        chaos.row("Ctrl-C", chaos.signals(130, int_))
-        chaos.row("Ctrl-C twice", chaos.signals(130, int_, int_))
-        for number in range(1, 6):
-            chaos.row(f"checkpoint cut short, {number}", chaos.broken(lambda run: damage_newest(run, chaos.chance)))
-        chaos.row("metrics.jsonl ends in half a line", chaos.broken(half_a_line))
-        full = "No space left on device"
-        fill = lambda disk: (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - 2**20))  # noqa: E731
-        chaos.row("full disk", chaos.disk(fill, lambda disk: (disk / "other").unlink(), full))
-        remount = lambda how: lambda disk: subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)  # noqa: E731
-        chaos.row("read-only disk", chaos.disk(remount("ro"), remount("rw"), "Read-only file system"))
-        chaos.row("TensorBoard's folder is in the way", chaos.tracker)
-        for trouble in ("down", "hanging", "garbage"):
-            chaos.row(f"reward service {trouble} for two calls", chaos.reward(trouble, range(3, 5), False))
-            chaos.row(f"reward service {trouble} for long", chaos.reward(trouble, range(4, 8), True))
+        for what, trial in trials(options.kills):
+            place = Path(folder) / re.sub(r"\W+", "-", what)
+            place.mkdir()
+            try:
+                happened, expected, found = trial(place, chance)
+                assert_same(expected, found)
+                row(what, happened, True)
+            except Exception as error:
+                row(what, f"{type(error).__name__}: {error}"[:500], False)
+                failed = 1
         grown = growth(Path(folder) / "long", options.iterations)
-        chaos.say(f"{options.iterations:,} iterations", f"memory grew by {grown:.1f} MB", "yes" if grown < 10 else "NO")
-        chaos.failed += grown >= 10
-        Console(width=140).print(chaos.table)
-    return min(chaos.failed, 1)
+        row(f"{options.iterations:,} iterations", f"memory grew by {grown:.1f} MB", grown < 10)
+    Console(width=140).print(table)
+    return int(failed or grown >= 10)
 
 
 if __name__ == "__main__":
