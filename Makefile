@@ -38,7 +38,7 @@ benchmark: install
 bench: install .trl-venv/installed
 	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
 
-# The figures and tables of docs/findings.md, from the committed metrics in benchmarks/findings.
+# The figures and tables of docs/findings.md, from the committed metrics in benchmarks/findings-data.
 findings: install
 	$(BIN)/python benchmarks/findings.py
 
