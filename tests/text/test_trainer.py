@@ -606,6 +606,23 @@ def test_a_loss_that_is_not_finite_names_the_text_and_leaves_the_weights_alone(t
     assert {"prompt_ids", "response_ids", "advantages", "returns", "logprobs"} <= set(minibatch)
 
 
+def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
+    """Its weights are finite, but what they make of a text is not."""
+    trainer = PPOTrainer(args=small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=9)))
+
+    class Overflow:
+        def after_iteration(self, trainer, metrics, **results):
+            if metrics["iteration"] == 1:
+                with torch.no_grad():
+                    trainer.policy.lm.get_input_embeddings().weight.mul_(1e25)
+
+    trainer.callbacks = [Overflow()]
+    with pytest.raises(RunStopped, match=r"a log-probability, value or KL of a completion is not finite, in 3 steps"):
+        trainer.train()
+    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    assert [(m["iteration"], m["bad_steps"]) for m in metrics] == [(1, 0), (2, 1), (3, 1)]
+
+
 def test_a_gradient_that_is_not_finite_costs_one_step(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     weight = trainer.policy.value_head[-1].weight

@@ -73,7 +73,7 @@ MEMORY_ADVICE = {
 
 
 class UnusableBatch(Exception):
-    """Completions with a reward that is not finite, from which nothing can be learned."""
+    """Completions with something about them that is not finite, from which nothing can be learned."""
 
     def __init__(self, reason: str, rollout: Rollout, texts: list[str]):
         super().__init__(reason)
@@ -196,7 +196,7 @@ class PPOTrainer:
                 metrics |= self.update(number, batch, experience)
                 if "kl" in metrics:
                     self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
-                if number % self.args.run.samples_every == 0 or number == 1:
+                if number % self.args.run.samples_every == 0 or number in (1, self.args.run.iterations):
                     kept = batch.samples(self.tokenizer, self._logprobs_now(batch))
                     samples = [{"iteration": number, **sample} for sample in kept]
             metrics |= {"lr": lr, "value_lr": value_lr}
@@ -212,7 +212,7 @@ class PPOTrainer:
         """Sample a batch from the policy as it is, score it, and give each token its credit.
 
         Raises:
-            UnusableBatch: a reward is not finite.
+            UnusableBatch: a log-probability, value or reward is not finite.
             RewardError: a reward cannot be had.
         """
         args = self.args
@@ -227,8 +227,12 @@ class PPOTrainer:
         with self._stage("reference") as results:
             reference = results["reference"] = self._refer(rollout, args.rollout.temperature)
         completions = rollout.texts(self.tokenizer)
+        texts = [prompt + completion for prompt, completion in zip(prompts.texts, completions, strict=True)]
+        said = [x for x in (rollout.logprobs, rollout.values, reference.kl) if x is not None]
+        if not everywhere(all(bool(x.isfinite().all()) for x in said), self.accelerator):
+            raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)
         with self._stage("reward") as results:
-            rated = results["scores"] = self.score(prompts, rollout, completions, reference)
+            rated = results["scores"] = self.score(prompts, rollout, completions, reference, texts)
         scores = torch.tensor(rated.totals, device=self.accelerator.device)
         rewards, advantages, returns = self.credit.give(rollout, scores, rated.dense, reference.kl)
         if rated.dense is not None:
@@ -242,10 +246,17 @@ class PPOTrainer:
         lengths = rollout.lengths()
         return batch, Experience(inputs, rollout.mask, lengths, rollout.logprobs, rollout.values, advantages, returns)
 
-    def score(self, prompts: PromptBatch, rollout: Rollout, completions: list[str], reference: Reference) -> Scores:
-        """What the reward's terms say of this process's completions."""
+    def score(
+        self, prompts: PromptBatch, rollout: Rollout, completions: list[str], reference: Reference, texts: list[str]
+    ) -> Scores:
+        """What the reward's terms say of this process's completions.
+
+        Raises:
+            UnusableBatch: a reward is not finite, in any process.
+            RewardError: a reward cannot be had.
+        """
         columns = prompts.columns | rollout.columns(reference.logprobs)
-        rated, wrong = None, ""
+        rated, wrong = None, "a reward term is not finite in another process"
         try:
             rated = score(
                 self.terms, prompts.prompts, prompts.answers(completions), columns, rollout.mask.sum(1).tolist()
@@ -253,8 +264,7 @@ class PPOTrainer:
         except NonFiniteReward as error:
             wrong = str(error)
         if not everywhere(rated is not None, self.accelerator) or rated is None:
-            texts = [prompt + completion for prompt, completion in zip(prompts.texts, completions, strict=True)]
-            raise UnusableBatch(wrong or "a reward term is not finite in another process", rollout, texts)
+            raise UnusableBatch(wrong, rollout, texts)
         return rated
 
     def roll(self, prompts: PromptBatch, uniforms: Tensor) -> Rollout:
