@@ -1,0 +1,296 @@
+"""The figures and tables of docs/findings.md, from the metrics in benchmarks/findings-data/ (`make findings`).
+
+`python benchmarks/findings.py keep STUDY RUNS` first puts the metrics of a sweep's runs there, in little space.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy import stats
+
+from tokencredit.report.reading import read_run
+from tokencredit.runs.resuming import flat
+
+HERE = Path(__file__).parent
+DATA = HERE / "findings-data"
+PAGE = HERE.parent / "docs" / "findings.md"
+FIGURES = HERE.parent / "docs" / "figures"
+KEPT = (
+    "reward",
+    "reward_std",
+    "kl",
+    "kl_coef",
+    "entropy",
+    "ref_logprob",
+    "length",
+    "truncated",
+    "distinct",
+    "distinct_2",
+)
+KEPT += ("repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
+KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return")
+LAST = 10
+"""Iterations at the end whose mean counts as what came out."""
+
+Run = Mapping[str, list[float | None]]
+Study = Mapping[str, Mapping[str, Run]]
+"""Variants, seeds, metrics."""
+
+
+def keep(study: str, folder: Path) -> None:
+    """Write the metrics of all finished runs `folder/VARIANT/seed-N` into one small file."""
+    kept: dict[str, dict[str, object]] = {}
+    for summary in sorted(folder.glob("*/seed-*/summary.json")):
+        run = read_run(summary.parent)
+        rows = {name: [shorter(row.get(name)) for row in run.metrics] for name in KEPT if name in run.metrics[0]}
+        if run.samples:
+            rows["value"] = [shorter(mean_value(run.samples, row["iteration"])) for row in run.metrics]
+            rows["last_texts"] = [s["prompt"] + s["completion"] for s in run.samples[-3:]]
+        settings = flat(run.config)
+        kept.setdefault(summary.parts[-3], {})[summary.parts[-2].removeprefix("seed-")] = {
+            "seed": settings["seed"]
+        } | rows
+    text = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).replace('},"', '},\n"')
+    DATA.mkdir(exist_ok=True)
+    (DATA / f"{study}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def shorter(value: float | None) -> float | None:
+    """Four digits, which no figure shows more of."""
+    return None if value is None else float(f"{value:.4g}")
+
+
+def mean_value(samples: Sequence[Mapping[str, object]], iteration: int) -> float | None:
+    """The critic's mean value over the tokens of an iteration's kept completions."""
+    values = [v for sample in samples if sample["iteration"] == iteration for v in sample["values"]]
+    return sum(values) / len(values) if values else None
+
+
+def read(study: str) -> Study:
+    """A study that was kept."""
+    return json.loads((DATA / f"{study}.json").read_text(encoding="utf-8"))
+
+
+def end(run: Run, metric: str) -> float:
+    """The mean of a metric over the last iterations."""
+    return average(run.get(metric, [])[-LAST:])
+
+
+def whole(run: Run, metric: str) -> float:
+    """The mean over all iterations: for the reward, how fast it was learned."""
+    return average(run.get(metric, []))
+
+
+def average(values: Sequence[float | None]) -> float:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else math.nan
+
+
+def unsteadiness(run: Run, metric: str) -> float:
+    """The deviation of a metric's change from an iteration to the next, over the second half of the run."""
+    values = np.array([np.nan if value is None else value for value in run[metric]], dtype=float)
+    return float(np.nanstd(np.diff(values[len(values) // 2 :])))
+
+
+def figures(study: Study, variant: str, measure: Callable[[Run, str], float], metric: str) -> list[float]:
+    """A measure of each run of a variant."""
+    return [measure(run, metric) for run in study[variant].values()]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its 95 % interval by Student's t."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, math.nan
+    return mean, float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """The difference of two means with its 95 % interval by Welch's t; NaN where one run alone stands on a side."""
+    delta = float(np.mean(one) - np.mean(other))
+    if min(len(one), len(other)) < 2:
+        return delta, math.nan, math.nan
+    low, high = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+    return delta, float(low), float(high)
+
+
+def row(
+    study: Study, variant: str, base: str | None, columns: Mapping[str, tuple[Callable[[Run, str], float], str]]
+) -> str:
+    """A variant's line of a table: its number of runs, and each figure with its 95 % interval."""
+    cells = []
+    for measure, metric in columns.values():
+        mean, half = interval(figures(study, variant, measure, metric))
+        shown = f"{mean:.3g}" if math.isfinite(mean) else "–"  # nothing, where there is no reference to ask
+        cells.append(shown + (f" ± {half:.2g}" if math.isfinite(half) else ""))
+    if base is not None:
+        first = next(iter(columns.values()))
+        if variant == base:
+            cells.append("")
+        else:
+            delta, low, high = difference(figures(study, variant, *first), figures(study, base, *first))
+            mark = "" if low <= 0 <= high else " *"
+            cells.append(f"{delta:+.3f}" + (f" [{low:+.3f}, {high:+.3f}]{mark}" if math.isfinite(low) else ""))
+    return f"| {variant} | {len(study[variant])} | " + " | ".join(cells) + " |"
+
+
+def table(study: Study, columns: Mapping[str, tuple[Callable[[Run, str], float], str]], base: str | None = None) -> str:
+    """All variants, a line each; with a base, the last column is the first figure's difference to it."""
+    titles = ["variant", "runs", *columns] + ([f"{next(iter(columns))}, less {base}'s"] if base else [])
+    head = "| " + " | ".join(titles) + " |\n|" + "---|" * len(titles)
+    return "\n".join([head, *(row(study, variant, base, columns) for variant in study)])
+
+
+def draw(study: Study, metric: str, name: str, base: str | None, title: str, log: bool = False) -> None:
+    """Small pictures beside one another, a variant each: every run a line, and the base's mean behind them."""
+    variants = [variant for variant in study if variant != base]
+    across = min(5, len(variants))
+    down = -(-len(variants) // across)
+    picture, axes = plt.subplots(
+        down, across, figsize=(2.3 * across, 1.7 * down), sharex=True, sharey=True, squeeze=False
+    )
+    for axis in axes.flat[len(variants) :]:
+        axis.set_visible(False)
+    for axis, variant in zip(axes.flat, variants, strict=False):
+        if base is not None:
+            axis.plot(mean_curve(study[base], metric), color="#999999", linewidth=2.5, label=base)
+        for run in study[variant].values():
+            axis.plot(np.array(run[metric], dtype=float), color="#0072B2", linewidth=0.9)
+        axis.set_title(variant, fontsize=8, parse_math=False)
+        axis.tick_params(labelsize=7)
+        if log:
+            axis.set_yscale("log")
+    picture.suptitle(title, fontsize=9)
+    picture.supxlabel("iteration", fontsize=8)
+    picture.tight_layout()
+    picture.savefig(FIGURES / f"findings-{name}.png", dpi=110)
+    plt.close(picture)
+
+
+def mean_curve(runs: Mapping[str, Run], metric: str) -> np.ndarray:
+    """The mean over runs, as far as the shortest goes."""
+    shortest = min(len(run[metric]) for run in runs.values())
+    return np.mean([np.array(run[metric][:shortest], dtype=float) for run in runs.values()], axis=0)
+
+
+def fill(page: str, tables: Mapping[str, str]) -> str:
+    """The page with each table between its two comments."""
+    for name, text in tables.items():
+        pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        page, places = pattern.subn(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
+        if places != 1:
+            raise SystemExit(f"{PAGE} has {places} places for the table {name}")
+    return page
+
+
+Studies = Mapping[str, Study]
+
+
+def studies() -> Studies:
+    """All studies that were kept, and one that shares its base with another."""
+    found = {name: read(name) for name in ("negative-sentiment", "spread", "hacking", "pendulum")}
+    # kl-0.5 is the very run that is the base of the changes at that price.
+    return found | {"at-kl-0.5": {"base": found["negative-sentiment"]["kl-0.5"]} | read("at-kl-0.5")}
+
+
+def tables(found: Studies) -> dict[str, str]:
+    """The tables of the page, by their names in it."""
+    sentiment, learning = found["negative-sentiment"], found["at-kl-0.5"]
+    rewards = {
+        "reward, mean of all iterations": (whole, "reward"),
+        "reward at the end": (end, "reward"),
+        "KL at the end, nats a sequence": (end, "kl"),
+        "unsteadiness of the reward": (unsteadiness, "reward"),
+    }
+    language = {
+        "log-probability under the reference, nats a token": (end, "ref_logprob"),
+        "entropy, nats a token": (end, "entropy"),
+        "length, tokens": (end, "length"),
+        "distinct pairs of tokens": (end, "distinct_2"),
+    }
+    critic = {
+        "value loss, mean of all iterations": (whole, "value_loss"),
+        "explained variance, mean of all iterations": (whole, "explained_variance"),
+        "value at the end": (end, "value"),
+    }
+    heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
+    return {
+        "kl": table(sentiment, rewards, base="base"),
+        "reward": table(learning, rewards, base="base"),
+        "language": table(learning, language, base="base"),
+        "critic": table(heads, critic, base="base"),
+        "spread": table(
+            found["spread"],
+            {"value loss at the end": (end, "value_loss"), "KL at the end": (end, "kl"), "length": (end, "length")},
+            base="terminal",
+        ),
+        "hacking": table(
+            found["hacking"],
+            {
+                "the classifier's score at the end": (end, "reward/NEGATIVE"),
+                "log-probability under the reference": (end, "ref_logprob"),
+                "KL at the end": (end, "kl"),
+                "distinct texts": (end, "distinct"),
+                "distinct pairs of tokens": (end, "distinct_2"),
+                "length, tokens": (end, "length"),
+            },
+        ),
+        "texts": texts(found["hacking"]),
+        "lambda": table(
+            found["pendulum"],
+            {
+                "return at the end": (end, "train/average_return"),
+                "return, mean of all iterations": (whole, "train/average_return"),
+                "return, mean of the first 50": (early, "train/average_return"),
+                "unsteadiness of the return": (unsteadiness, "train/average_return"),
+                "deviation of the advantages": (whole, "advantage_std"),
+            },
+        ),
+    }
+
+
+def main() -> int:
+    """Draw all figures and fill all tables, or keep a study."""
+    if sys.argv[1:2] == ["keep"]:
+        keep(sys.argv[2], Path(sys.argv[3]))
+        return 0
+    found = studies()
+    draw(found["negative-sentiment"], "reward", "kl", "base", "reward (grey: mean of base)")
+    draw(found["at-kl-0.5"], "reward", "reward", "base", "reward at a price of KL of 0.5 (grey: mean of base)")
+    draw(found["spread"], "value_loss", "spread", None, "value loss", log=True)
+    draw(found["hacking"], "reward/NEGATIVE", "hacking", None, "the classifier's score")
+    draw(found["pendulum"], "train/average_return", "lambda", None, "return of InvertedPendulum-v5")
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), tables(found)), encoding="utf-8")
+    return 0
+
+
+def texts(study: Study) -> str:
+    """The last kept completions of each variant's first run; as code, since nobody has checked them."""
+    rows = ["| variant | the last completions of its first seed |", "|---|---|"]
+    for variant, runs in study.items():
+        shown = [
+            text.replace("`", "'").replace("|", "/").replace("\n", " ")
+            for text in next(iter(runs.values()))["last_texts"]
+        ]
+        rows.append(f"| {variant} | " + "<br>".join(f"`{text}`" for text in shown) + " |")
+    return "\n".join(rows)
+
+
+def early(run: Run, metric: str) -> float:
+    """The mean over the first fifty iterations."""
+    return average(run[metric][:50])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

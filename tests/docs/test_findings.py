@@ -1,0 +1,36 @@
+"""The tables of docs/findings.md say what the kept metrics say."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("findings", ROOT / "benchmarks" / "findings.py")
+findings = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(findings)
+
+
+def test_the_page_has_the_tables_of_the_kept_metrics():
+    page = findings.PAGE.read_text(encoding="utf-8")
+    assert findings.fill(page, findings.tables(findings.studies())) == page
+
+
+def test_every_figure_of_the_page_is_there():
+    page = findings.PAGE.read_text(encoding="utf-8")
+    figures = [part.split(")")[0] for part in page.split("](figures/")[1:]]
+    assert figures
+    assert all((findings.FIGURES / name).is_file() for name in figures)
+
+
+def test_intervals_are_students_and_welchs():
+    mean, half = findings.interval([1.0, 2.0, 3.0])
+    assert (mean, half) == pytest.approx((2.0, 4.302653 / 3**0.5), rel=1e-6)  # t of 2 degrees of freedom
+    delta, low, high = findings.difference([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+    error, freedom = (1 / 3 + 4 / 3) ** 0.5, (1 / 3 + 4 / 3) ** 2 / ((1 / 3) ** 2 / 2 + (4 / 3) ** 2 / 2)
+    assert delta == -2.0
+    assert (high - low) / 2 == pytest.approx(findings.stats.t.ppf(0.975, freedom) * error)
+
+
+def test_steadiness_looks_at_changes_in_the_second_half():
+    assert findings.unsteadiness({"x": [9.0, 1.0, 1.0, 2.0, 1.0, 2.0]}, "x") == pytest.approx(1.0)
