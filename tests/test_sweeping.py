@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from chaos import hear_ctrl_c
 from tokencredit.cli import configure, main
 from tokencredit.runs.outcomes import clock, trouble
 from tokencredit.runs.sweep import read_sweep
@@ -181,10 +182,14 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
 def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_path):
     endless = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
     file, run = sweep_file(tmp_path, base=endless), tmp_path / "out" / "plain" / "seed-1"
-    with subprocess.Popen(command(file), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command(file), stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c) as process:
         wait_for(lambda: lines(run / "metrics.jsonl") > 6)
         process.send_signal(number)
-        shown = process.communicate(timeout=120)[0]
+        try:
+            shown = process.communicate(timeout=120)[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()  # or the run, which has no end, would be waited for
+            raise
     assert process.returncode == code
     assert f"go on with: tokencredit sweep {file}" in shown
     summary = json.loads((run / "summary.json").read_text())
