@@ -80,17 +80,25 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> dict[s
                 if wish or record.due(number, last=stopped_by is not None):
                     record.checkpoint(number, *trainer.state())
     except KeyboardInterrupt:
-        record.screen.say(f"stopped at once; {record.how_to_resume()}")
+        _say_stopped(record)
         raise
     except (RunStopped, OSError) as error:
         told = [f"stopped in iteration {number}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
         raise RunStopped("; ".join([*told, record.how_to_resume()])) from error
-    summary = trainer.finish(stopped_by or "iterations")
+    try:
+        summary = trainer.finish(stopped_by or "iterations")
+    except KeyboardInterrupt:
+        _say_stopped(record)
+        raise
     if wish:
         record.screen.say(record.how_to_resume())
     if wish == "SIGINT":
         raise KeyboardInterrupt
     return summary
+
+
+def _say_stopped(record: RunRecord) -> None:
+    record.screen.say(f"stopped at once; {record.how_to_resume()}")
 
 
 def load(trainer: Trainer, state: State, changed: set[str]) -> None:
