@@ -335,8 +335,10 @@ def test_another_model_or_tokenizer_under_the_same_name_is_refused(part, model_f
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings["chat_template"] = "{{ messages }}"
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(ConfigError, match=rf"the {part} that model\.name .* stands for is not what it was"):
         resumed(PPOTrainer, args)
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
 def test_a_reward_that_fails_costs_no_iteration(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,8 @@ class ControlTrainer:
         }
         return shared, {"shuffling": to_text(self.shuffling.get_state()), "random": random_state()}
 
-    def load(self, state: State, changed: set[str]) -> None:
-        """Go on from what `state` gave, its second part under `process`.
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:
+        """Go on from what `state` gave, its second part under `process`; returns what people should know of it.
 
         Raises:
             ConfigError: the agent is not of the form that the run began with.
@@ -210,15 +211,18 @@ class ControlTrainer:
             load_optimizer_state(self.optimizer, state["optimizer"])
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this agent: {error}") from error
-        if lost := self.collector.load(state["collector"]):
-            self.record.event(
-                f"environments {', '.join(map(str, lost))} could not be brought back to where they were (what they do "
-                "does not follow from seed and actions alone); they begin a new episode"
-            )
+        lost = self.collector.load(state["collector"])
         self.episodes.extend((score, length) for score, length in state["episodes"])
         self.steps = state["steps"]
         self.shuffling.set_state(from_text(state["process"]["shuffling"]))
         set_random_state(state["process"]["random"])
+        if not lost:
+            return ()
+        which = ", ".join(map(str, lost))
+        return (
+            f"environments {which} could not be brought back to where they were (what they do does not follow from "
+            "seed and actions alone); they begin a new episode",
+        )
 
     def rewind(self) -> bool:
         """Environments have no way back to the beginning of an iteration."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from tokencredit.runs.errors import ConfigError, RunStopped
@@ -33,8 +34,11 @@ class Trainer(Protocol):
     def state(self) -> tuple[State, State]:
         """Everything that the next iteration depends on: what all processes share, and this process's own."""
 
-    def load(self, state: State, changed: set[str]) -> None:
-        """Go on from what `state` gave, its second part under `process`; `changed` are keys with new settings."""
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:
+        """Go on from what `state` gave, its second part under `process`; `changed` are keys with new settings.
+
+        Returns what people should know of it.
+        """
 
     def rewind(self) -> bool:
         """Go back to the beginning of the iteration that failed, if nothing was learned in it; whether it could."""
@@ -60,9 +64,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> dict[s
     args, record = trainer.args, trainer.record
     number = 0
     if resume:
-        number, state, changed = record.resume(args, reserve)
-        if state is not None:
-            load(trainer, state, changed)
+        number = record.resume(args, reserve, partial(load, trainer))
     else:
         record.begin(args, reserve, weights)
     stopped_by = None
@@ -101,10 +103,10 @@ def _say_stopped(record: RunRecord) -> None:
     record.screen.say(f"stopped at once; {record.how_to_resume()}")
 
 
-def load(trainer: Trainer, state: State, changed: set[str]) -> None:
+def load(trainer: Trainer, state: State, changed: set[str]) -> Sequence[str]:
     """Go on from a checkpoint, which may come from anywhere, and raise `ConfigError` for one of another shape."""
     try:
-        trainer.load(state, changed)
+        return trainer.load(state, changed)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -32,6 +32,7 @@ from tokencredit.runs.records import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, changes, fixed, newest, saved
 from tokencredit.runs.trackers import Trackers, require_installed
 
+Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
 LAST = 5
 """Iterations whose mean counts as where a run ended."""
 BAD_STEPS_KEPT = 20
@@ -96,16 +97,18 @@ class RunRecord:
         for line in foreign_code(config):
             self.event(line)
 
-    def resume(self, config: Any, reserve: int) -> tuple[int, dict[str, Any] | None, set[str]]:
+    def resume(self, config: Any, reserve: int, load: Load) -> int:
         """Go on in a folder: back to its newest checkpoint that is whole, or to the beginning if it has none yet.
 
         Args:
             config: the configuration now.
             reserve: as in `begin`.
+            load: is given what `checkpoint` was given as the trainer's state, with the process's own part under
+                `process`, and the keys of the configuration that have changed; returns what there is to say of it. It
+                is not called for the beginning, and may refuse before any file has been touched.
 
         Returns:
-            The iterations done, what `checkpoint` was given as the trainer's state, with the process's own part under
-            `process` (None for the beginning), and the keys of the configuration that have changed.
+            The iterations done.
 
         Raises:
             ConfigError: the folder holds no run that can go on, or a setting has changed that cannot change.
@@ -127,6 +130,7 @@ class RunRecord:
         done, state, damaged = newest(checkpoints, self.accelerator.process_index, path)
         if done >= self.args.iterations and (path / "summary.json").is_file():
             raise ConfigError(f"{str(path)!r} has done all its {done} iterations; raise run.iterations to go on")
+        said = [] if state is None else load(state["trainer"] | {"process": state["process"]}, set(changed))
         self.accelerator.wait_for_everyone()
         if self.main:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
@@ -135,19 +139,19 @@ class RunRecord:
         self.accelerator.wait_for_everyone()
         self._reread()
         self._start()
-        for complaint in [*damaged, *foreign_code(config)]:
+        for complaint in [*damaged, *foreign_code(config), *said]:
             self.event(complaint)
         self.event(f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew")
         for key, (then, now) in changed.items():
             self.event(f"{key} is now {now!r}; it was {then!r}")
         if state is None:
-            return 0, None, set(changed)
+            return 0
         for name, now in versions().items():
             if state["versions"].get(name) != now:
                 self.event(f"{name} is now {now}; the checkpoint is of {state['versions'].get(name)}")
         self.started -= state["seconds"]
         self.bad_in_a_row = state["bad_in_a_row"]
-        return done, state["trainer"] | {"process": state["process"]}, set(changed)
+        return done
 
     def _reread(self) -> None:
         """Remember what metrics.jsonl and samples.jsonl say of the iterations that are done."""

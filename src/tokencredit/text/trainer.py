@@ -341,7 +341,7 @@ class PPOTrainer:
         }
         return shared, {"shuffling": to_text(self.shuffling.get_state()), "random": random_state()}
 
-    def load(self, state: State, changed: set[str]) -> None:
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:
         """Go on from what `state` gave, its second part under `process`; `changed` are keys with new settings.
 
         Raises:
@@ -361,6 +361,7 @@ class PPOTrainer:
         if any(key.startswith("kl.") for key in changed):
             del state["credit"]["kl"]
         self._stand(state, state["process"])
+        return ()
 
     def _stand(self, shared: State, own: State) -> None:
         self.drawn = shared["drawn"]
