@@ -151,6 +151,7 @@ def test_a_size_makes_a_policy_of_that_size_with_the_same_tokens(tmp_path, monke
     tokenizers = [AutoTokenizer.from_pretrained(tmp_path / name / "policy") for name in ("tiny", "medium")]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     assert "--seed 0 --size tiny`" in (tmp_path / "tiny" / "policy" / "README.md").read_text()
+    assert not (tmp_path / "tiny" / "sentiment").exists()  # all sizes share the built-in classifier
 
 
 def test_another_size_never_takes_the_place_of_the_built_in_world(capsys):

@@ -2,7 +2,7 @@
 
 Two ordinary Hugging Face folders come out: `policy`, a small GPT-2 that writes film reviews, and `sentiment`, a small
 DistilBERT that tells praise from blame. Both learn from the reviews of `tokencredit.demo.grammar` and from nothing
-else.
+else. With `--size` other than medium, a policy of that size comes out alone.
 """
 
 import argparse
@@ -63,21 +63,26 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 def build(out: Path, seed: int, count: int, held_out: int, size: str = "medium") -> tuple[dict[str, float], list[str]]:
-    """Make both folders under `out`, trained on `count` reviews; return their figures and some samples.
+    """Make the folders under `out`, trained on `count` reviews; return their figures and some samples.
 
-    `size` is the policy's, one of `POLICIES`; the classifier is the same for all.
+    `size` is the policy's, one of `POLICIES`. The classifier is the same for all, so it is made with the medium one
+    alone; the others are measured with the built-in one.
     """
     drawn = reviews(count, seed)
     texts = [review.text for review in drawn]
     print("the language model")
     bpe = policy_tokenizer(texts[:20_000])
     save(train_policy(texts, bpe, POLICIES[size], seed), bpe, out / "policy")
-    print("the classifier")
-    word_piece = sentiment_tokenizer(texts[:20_000])
-    save(train_sentiment(drawn, word_piece, SENTIMENT, seed), word_piece, out / "sentiment")
-    figures, samples = measure(out, seed + 1, held_out)
-    for name, card in CARDS.items():
-        (out / name / "README.md").write_text(card + made(figures, samples, seed, count, size), encoding="utf-8")
+    folders = {"policy": out / "policy"}
+    if size == "medium":
+        print("the classifier")
+        word_piece = sentiment_tokenizer(texts[:20_000])
+        save(train_sentiment(drawn, word_piece, SENTIMENT, seed), word_piece, out / "sentiment")
+        folders["sentiment"] = out / "sentiment"
+    figures, samples = measure({"sentiment": FOLDER / "sentiment"} | folders, seed + 1, held_out)
+    for name, folder in folders.items():
+        card = CARDS[name] + made(figures, samples, seed, count, size)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     return figures, samples
 
 
@@ -87,7 +92,8 @@ def made(figures: dict[str, float], samples: list[str], seed: int, count: int, s
     quoted = "\n".join(f"- {sample}" for sample in samples[:SAMPLES_SHOWN])
     other = "" if size == "medium" else f" --size {size}"
     return f"""
-Made by `python -m tokencredit.demo.build --seed {seed}{other}` from {count:,} reviews; float16 weights. Both folders:
+Made by `python -m tokencredit.demo.build --seed {seed}{other}` from {count:,} reviews; float16 weights.
+The policy and its classifier:
 
 | | |
 |---|---|
@@ -102,7 +108,7 @@ The policy after "{PROMPT}":
 def main(argv: Sequence[str] | None = None) -> None:
     """Build with the given seed and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="where the folders policy and sentiment go")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="where the folders go")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=POLICIES, default="medium", help="of the policy; the built-in one is medium")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """What the report of a build says about the two saved folders, on reviews that neither model has read."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -62,10 +62,10 @@ def complete(
     return tokenizer.batch_decode(rows, skip_special_tokens=True), lengths
 
 
-def measure(out: Path, seed: int, held_out: int) -> tuple[dict[str, float], list[str]]:
-    """The figures of the report, and samples of the language model after the default prompt."""
-    policy = load(out / "policy", AutoModelForCausalLM)
-    sentiment = load(out / "sentiment", AutoModelForSequenceClassification)
+def measure(folders: Mapping[str, Path], seed: int, held_out: int) -> tuple[dict[str, float], list[str]]:
+    """The figures of the report on the folders `policy` and `sentiment`, and samples after the default prompt."""
+    policy = load(folders["policy"], AutoModelForCausalLM)
+    sentiment = load(folders["sentiment"], AutoModelForSequenceClassification)
     fresh = reviews(held_out, seed)
     texts = [review.text for review in fresh]
     blame = torch.tensor([not review.positive for review in fresh])
@@ -81,7 +81,10 @@ def measure(out: Path, seed: int, held_out: int) -> tuple[dict[str, float], list
     figures = {
         "policy parameters": float(policy[0].num_parameters()),
         "sentiment parameters": float(sentiment[0].num_parameters()),
-        "megabytes, both folders": sum(file.stat().st_size for file in out.glob("*/*") if file.suffix != ".md") / 1e6,
+        "megabytes, both folders": sum(
+            file.stat().st_size for folder in folders.values() for file in folder.iterdir() if file.suffix != ".md"
+        )
+        / 1e6,
         "perplexity a token, held-out": perplexity(*policy, texts[: held_out // 4]),
         "accuracy, whole reviews": accuracy(texts),
         "accuracy, reviews cut at a random place": accuracy([cut(text, rng) for text in texts]),
