@@ -15,7 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tokencredit.cli import read_config
+from tokencredit.parsing import read_config
 from tokencredit.runs.control_config import ControlConfig
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "control"

@@ -20,9 +20,9 @@ from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tokencredit.cli import main, read_config
+from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.parsing import configure
+from tokencredit.parsing import configure, read_config
 from tokencredit.report.page import NAME, write_report
 from tokencredit.report.reading import read_run
 from tokencredit.runs.checkpoint import write_manifest

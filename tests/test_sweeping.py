@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from chaos import hear_ctrl_c
-from tokencredit.cli import configure, main
+from tokencredit.cli import main
+from tokencredit.parsing import configure
 from tokencredit.runs.outcomes import clock, trouble
 from tokencredit.runs.sweep import read_sweep
 from tokencredit.sweeping import share, start

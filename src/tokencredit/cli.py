@@ -6,16 +6,19 @@ import errno
 import os
 import sys
 import webbrowser
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.parsing import (
-    build_parser,
+    config_parser,
     configure,
     explain,
+    new_command,
+    new_parser,
     plainly,
     read_config,
     resumed_run,
@@ -47,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = chosen[chosen.command]
         # The flags themselves, since a configuration file could say otherwise.
         options.no_code, options.resume = "--no-code" in arguments, resumed_run(arguments)
-        COMMANDS[chosen.command](commands[chosen.command], options)
+        COMMANDS[chosen.command][1](options)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
     except ArgumentError as error:
-        return complain(explain(str(error), arguments, commands), BAD_ARGUMENTS)
+        return complain(explain(str(error), arguments, commands.get(arguments[0])), BAD_ARGUMENTS)
     except ConfigError as error:
         return fail(error, str(error), BAD_ARGUMENTS, arguments)
     except RunStopped as error:
@@ -61,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(parser: ArgumentParser, options: Namespace) -> None:
+def train(options: Namespace) -> None:
     """`tokencredit train`."""
-    config = to_config(parser, options, PPOConfig, options.no_code)
+    config = to_config(options, PPOConfig, options.no_code)
     resume = options.resume is not None
     first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher starts, only this one writes
     if first and not resume:
@@ -77,9 +80,9 @@ def train(parser: ArgumentParser, options: Namespace) -> None:
     PPOTrainer(args=config).train(resume_from_checkpoint=resume)
 
 
-def control(parser: ArgumentParser, options: Namespace) -> None:
+def control(options: Namespace) -> None:
     """`tokencredit control`."""
-    config = to_config(parser, options, ControlConfig, options.no_code)
+    config = to_config(options, ControlConfig, options.no_code)
     resume = options.resume is not None
     if not resume:
         RunFolder(config.run.dir).refuse_if_used()
@@ -89,7 +92,20 @@ def control(parser: ArgumentParser, options: Namespace) -> None:
     ControlTrainer(config).train(resume_from_checkpoint=resume)
 
 
-def play(parser: ArgumentParser, options: Namespace) -> None:
+def play_parser() -> ArgumentParser:
+    """The arguments of `tokencredit play`."""
+    parser = new_command("Play with the agent that a run trained.")
+    parser.add_argument("run", help="The folder of a run.")
+    parser.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="How many episodes.")
+    parser.add_argument(
+        "--sample", action="store_true", help="Draw actions as in training; else the likeliest is taken."
+    )
+    parser.add_argument("--videos", type=NonNegativeInt, default=0, help="Further episodes that are filmed.")
+    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
+    return parser
+
+
+def play(options: Namespace) -> None:
     """`tokencredit play`."""
     config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
     require_gymnasium()
@@ -107,7 +123,23 @@ def require_gymnasium() -> None:
         raise ConfigError("agents need Gymnasium: pip install tokencredit[control]") from error
 
 
-def generate(parser: ArgumentParser, options: Namespace) -> None:
+def generate_parser() -> ArgumentParser:
+    """The arguments of `tokencredit generate`."""
+    parser = new_command("Write from the policy that a run trained.")
+    parser.add_argument("run", help="The folder of a run.")
+    parser.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
+    parser.add_argument(
+        "--chat", action="store_true", help="The prompt is a user's message, read through the chat template."
+    )
+    parser.add_argument("-n", "--samples", type=PositiveInt, default=5, help="How many completions.")
+    parser.add_argument("--base", action="store_true", help="Write from the model that the run started from.")
+    parser.add_argument("--max_new_tokens", type=PositiveInt | None, help="By default the run's.")
+    parser.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
+    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
+    return parser
+
+
+def generate(options: Namespace) -> None:
     """`tokencredit generate`."""
     if options.chat and not options.prompt:
         raise ConfigError("--chat needs --prompt, the message")
@@ -130,7 +162,16 @@ def generate(parser: ArgumentParser, options: Namespace) -> None:
     )
 
 
-def evaluate(parser: ArgumentParser, options: Namespace) -> None:
+def evaluate_parser() -> ArgumentParser:
+    """The arguments of `tokencredit evaluate`."""
+    parser = new_command("Measure the policy that a run trained.")
+    parser.add_argument("run", help="The folder of a run.")
+    parser.add_argument("--base", action="store_true", help="Measure the model that the run started from.")
+    parser.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
+    return parser
+
+
+def evaluate(options: Namespace) -> None:
     """`tokencredit evaluate`."""
     config = read_config(Path(options.run) / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
@@ -141,7 +182,15 @@ def evaluate(parser: ArgumentParser, options: Namespace) -> None:
     evaluate_run(Path(options.run), config, "base" if options.base else "best" if options.best else "policy")
 
 
-def report(parser: ArgumentParser, options: Namespace) -> None:
+def report_parser() -> ArgumentParser:
+    """The arguments of `tokencredit report`."""
+    parser = new_command("Write a run's page, which opens in any browser.", runs_code=False)
+    parser.add_argument("run", help="The folder of a run; it may still be going on.")
+    parser.add_argument("--open", action="store_true", help="Open the page.")
+    return parser
+
+
+def report(options: Namespace) -> None:
     """`tokencredit report`."""
     from tokencredit.report.page import write_report
 
@@ -151,7 +200,18 @@ def report(parser: ArgumentParser, options: Namespace) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
-def compare(parser: ArgumentParser, options: Namespace) -> None:
+def compare_parser() -> ArgumentParser:
+    """The arguments of `tokencredit compare`."""
+    parser = new_command("Write a page and pictures that show runs beside each other.", runs_code=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs; they may still be going on.")
+    parser.add_argument("--metric", help="What to compare; by default the reward of texts, or an agent's return.")
+    parser.add_argument("--group-by", metavar="KEY", help="Runs with the same value of this key are one curve.")
+    parser.add_argument("--smooth", type=PositiveInt, default=1, help="Numbers in the running mean of each run.")
+    parser.add_argument("--out", default="comparison", help="The folder to write into.")
+    return parser
+
+
+def compare(options: Namespace) -> None:
     """`tokencredit compare`."""
     from tokencredit.report.comparison import write_comparison
 
@@ -159,7 +219,18 @@ def compare(parser: ArgumentParser, options: Namespace) -> None:
     print(write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out)))
 
 
-def sweep(parser: ArgumentParser, options: Namespace) -> None:
+def sweep_parser() -> ArgumentParser:
+    """The arguments of `tokencredit sweep`."""
+    parser = new_command("Do all runs that a file asks for, and compare them.")
+    parser.add_argument("file", help="A YAML file: docs/sweeps.md says what it holds.")
+    parser.add_argument("--seeds", type=PositiveInt | None, help="Only so many of the file's seeds, the first ones.")
+    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at a time.")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="Only say what would be run.")
+    parser.add_argument("--export", metavar="FOLDER", help="Run nothing; write a configuration file for each run.")
+    return parser
+
+
+def sweep(options: Namespace) -> None:
     """`tokencredit sweep`."""
     if options.export and options.dry_run:
         raise ConfigError("--export and --dry_run are both given; leave one of them out")
@@ -175,7 +246,14 @@ def sweep(parser: ArgumentParser, options: Namespace) -> None:
         sweeping.sweep(runs, options.jobs, options.file)
 
 
-def doctor(parser: ArgumentParser, options: Namespace) -> None:
+def doctor_parser() -> ArgumentParser:
+    """The arguments of `tokencredit doctor`."""
+    parser = new_command("Say what is wrong with a run.", runs_code=False)
+    parser.add_argument("run", help="The folder of a run; it may still be going on.")
+    return parser
+
+
+def doctor(options: Namespace) -> None:
     """`tokencredit doctor`."""
     from tokencredit.report.reading import read_run
     from tokencredit.runs.console import Screen
@@ -188,17 +266,29 @@ def doctor(parser: ArgumentParser, options: Namespace) -> None:
         screen.say("nothing that the checks know of is wrong with this run")
 
 
-COMMANDS = {
-    "train": train,
-    "control": control,
-    "generate": generate,
-    "evaluate": evaluate,
-    "play": play,
-    "report": report,
-    "compare": compare,
-    "sweep": sweep,
-    "doctor": doctor,
+COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], Callable[[Namespace], None]]] = {
+    "train": (partial(config_parser, PPOConfig), train),
+    "control": (partial(config_parser, ControlConfig), control),
+    "generate": (generate_parser, generate),
+    "evaluate": (evaluate_parser, evaluate),
+    "play": (play_parser, play),
+    "report": (report_parser, report),
+    "compare": (compare_parser, compare),
+    "sweep": (sweep_parser, sweep),
+    "doctor": (doctor_parser, doctor),
 }
+"""Of each subcommand, what reads its arguments and what does it."""
+
+
+@cache
+def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The command's parser, and that of each subcommand by name."""
+    parser = new_parser("PPO for language models and agents.")
+    chosen = parser.add_subcommands(dest="command", required=False)
+    commands = {name: arguments() for name, (arguments, _) in COMMANDS.items()}
+    for name, command in commands.items():
+        chosen.add_subcommand(name, command, help=command.description)
+    return parser, commands
 
 
 def describe(error: OSError) -> str:

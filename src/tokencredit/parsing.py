@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.runs.config import PPOConfig
 from tokencredit.runs.control_config import ControlConfig
@@ -108,96 +107,38 @@ def new_parser(description: str) -> ArgumentParser:
     return Parser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
 
 
+def new_command(description: str, runs_code: bool = True) -> ArgumentParser:
+    """The parser of a subcommand, with what all have; those that read figures and texts alone run no code of others."""
+    command = new_parser(description)
+    command.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    if runs_code:
+        command.add_argument(
+            "--no-code", action="store_true", help="Refuse a configuration that lets code of others run."
+        )
+    return command
+
+
 @functools.cache  # a sweep reads many configurations
-def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The command's parser, and that of each subcommand by name."""
-    train = new_parser("Train a language model with PPO.")
-    train.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
-    train.add_argument("--resume", help=RESUME)
-    train.add_class_arguments(PPOConfig)
-    # A tuple, because jsonargparse merges a list of the same length into the default item by item.
-    train.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
-
-    control = new_parser("Train an agent in a Gymnasium environment.")
-    control.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
-    control.add_argument("--resume", help=RESUME)
-    control.add_class_arguments(ControlConfig)
-
-    generate = new_parser("Write from the policy that a run trained.")
-    generate.add_argument("run", help="The folder of a run.")
-    generate.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
-    generate.add_argument(
-        "--chat", action="store_true", help="The prompt is a user's message, read through the chat template."
-    )
-    generate.add_argument("-n", "--samples", type=PositiveInt, default=5, help="How many completions.")
-    generate.add_argument("--base", action="store_true", help="Write from the model that the run started from.")
-    generate.add_argument("--max_new_tokens", type=PositiveInt | None, help="By default the run's.")
-    generate.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
-    generate.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
-
-    evaluate = new_parser("Measure the policy that a run trained.")
-    evaluate.add_argument("run", help="The folder of a run.")
-    evaluate.add_argument("--base", action="store_true", help="Measure the model that the run started from.")
-    evaluate.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
-
-    play = new_parser("Play with the agent that a run trained.")
-    play.add_argument("run", help="The folder of a run.")
-    play.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="How many episodes.")
-    play.add_argument("--sample", action="store_true", help="Draw actions as in training; else the likeliest is taken.")
-    play.add_argument("--videos", type=NonNegativeInt, default=0, help="Further episodes that are filmed.")
-    play.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
-
-    report = new_parser("Write a run's page, which opens in any browser.")
-    report.add_argument("run", help="The folder of a run; it may still be going on.")
-    report.add_argument("--open", action="store_true", help="Open the page.")
-
-    compare = new_parser("Write a page and pictures that show runs beside each other.")
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs; they may still be going on.")
-    compare.add_argument("--metric", help="What to compare; by default the reward of texts, or an agent's return.")
-    compare.add_argument("--group-by", metavar="KEY", help="Runs with the same value of this key are one curve.")
-    compare.add_argument("--smooth", type=PositiveInt, default=1, help="Numbers in the running mean of each run.")
-    compare.add_argument("--out", default="comparison", help="The folder to write into.")
-
-    sweep = new_parser("Do all runs that a file asks for, and compare them.")
-    sweep.add_argument("file", help="A YAML file: docs/sweeps.md says what it holds.")
-    sweep.add_argument("--seeds", type=PositiveInt | None, help="Only so many of the file's seeds, the first ones.")
-    sweep.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at a time.")
-    sweep.add_argument("--dry_run", "--dry-run", action="store_true", help="Only say what would be run.")
-    sweep.add_argument("--export", metavar="FOLDER", help="Run nothing; write a configuration file for each run.")
-
-    doctor = new_parser("Say what is wrong with a run.")
-    doctor.add_argument("run", help="The folder of a run; it may still be going on.")
-
-    parser = new_parser("PPO for language models and agents.")
-    commands = {
-        "train": train,
-        "control": control,
-        "generate": generate,
-        "evaluate": evaluate,
-        "play": play,
-        "report": report,
-        "compare": compare,
-        "sweep": sweep,
-        "doctor": doctor,
-    }
-    chosen = parser.add_subcommands(dest="command", required=False)
-    for name, command in commands.items():
-        command.add_argument("--debug", action="store_true", help="Show tracebacks.")
-        if name not in ("report", "compare", "doctor"):  # which read figures and texts alone
-            command.add_argument(
-                "--no-code", action="store_true", help="Refuse a configuration that lets code of others run."
-            )
-        chosen.add_subcommand(name, command, help=command.description)
-    return parser, commands
+def config_parser(kind: type[Config]) -> ArgumentParser:
+    """The parser of a configuration, which is that of the subcommand that trains with it."""
+    what = "a language model with PPO" if kind is PPOConfig else "an agent in a Gymnasium environment"
+    parser = new_command(f"Train {what}.")
+    parser.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
+    parser.add_argument("--resume", help=RESUME)
+    parser.add_class_arguments(kind)
+    if kind is PPOConfig:
+        # A tuple, because jsonargparse merges a list of the same length into the default item by item.
+        parser.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
+    return parser
 
 
-def to_config(parser: ArgumentParser, options: Namespace, kind: type[Config], no_code: bool = False) -> Config:
-    """The checked configuration that parsed options stand for.
+def to_config(options: Namespace, kind: type[Config], no_code: bool = False) -> Config:
+    """The checked configuration that options stand for, as `config_parser` parsed them.
 
     Raises:
         ConfigError: it cannot work, or it lets code of others run where `no_code` forbids that.
     """
-    settings = vars(parser.instantiate(options))
+    settings = vars(config_parser(kind).instantiate(options))
     config = kind(**{key: value for key, value in settings.items() if key not in NOT_SETTINGS})
     if no_code:
         refuse_foreign_code(config)
@@ -212,10 +153,9 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
     """
     if not file.is_file():
         raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
-    parser = build_parser()[1]["train" if kind is PPOConfig else "control"]
     try:
         with plainly():
-            return to_config(parser, parser.parse_path(file), kind, no_code)
+            return to_config(config_parser(kind).parse_path(file), kind, no_code)
     except (ArgumentError, ConfigError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
@@ -226,17 +166,16 @@ def configure(world: str, settings: Mapping[str, Any], no_code: bool = False) ->
     Raises:
         ConfigError: a key or value that the world refuses, or as `to_config`.
     """
-    command, kind = ("train", PPOConfig) if world == "text" else ("control", ControlConfig)
-    commands = build_parser()[1]
+    kind = PPOConfig if world == "text" else ControlConfig
+    parser = config_parser(kind)
     try:
         with plainly():
-            parsed = commands[command].parse_string(yaml.safe_dump(settings))
-            return asdict(to_config(commands[command], parsed, kind, no_code))
+            return asdict(to_config(parser.parse_string(yaml.safe_dump(settings)), kind, no_code))
     except ArgumentError as error:
-        raise ConfigError(explain(str(error), [command], commands)) from error
+        raise ConfigError(explain(str(error), [], parser)) from error
 
 
-def explain(message: str, arguments: Sequence[str], commands: dict[str, ArgumentParser]) -> str:
+def explain(message: str, arguments: Sequence[str], command: ArgumentParser | None) -> str:
     """A parser's complaint in one line: the key, its file unless it was a flag, and the key that was probably meant."""
     message = named(message)
     key = re.search(
@@ -247,6 +186,6 @@ def explain(message: str, arguments: Sequence[str], commands: dict[str, Argument
     where = f"{file}: " if file and not any(a.startswith(f"--{name}") for a in arguments if name) else ""
     if key is None or key[3]:
         return where + " ".join(message.replace('"<unicode string>"', str(file)).split())
-    known = commands[arguments[0]].get_defaults(skip_validation=True).keys() if arguments[0] in commands else []
+    known = command.get_defaults(skip_validation=True).keys() if command else []
     near = difflib.get_close_matches(name, [k for k in known if k != "debug"], n=1)
     return f"{where}unknown key {name}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")

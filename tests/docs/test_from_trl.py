@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tokencredit import PPOConfig, PPOTrainer
-from tokencredit.cli import build_parser, to_config
+from tokencredit.parsing import config_parser, to_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
 TRL_FIELDS = [
@@ -121,8 +121,8 @@ def test_the_yaml_says_the_same_as_the_script(folder):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "PPOConfig"
     )
     (folder / "run.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
-    parser = build_parser()[1]["train"]
-    config = to_config(parser, parser.parse_args(["--config", "run.yaml"]), PPOConfig)
+    parser = config_parser(PPOConfig)
+    config = to_config(parser.parse_args(["--config", "run.yaml"]), PPOConfig)
     for group in call.keywords:
         for setting in group.value.keywords:
             got = getattr(getattr(config, group.arg), setting.arg)

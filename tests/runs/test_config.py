@@ -4,8 +4,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from tokencredit.cli import read_config
 from tokencredit.core.advantages import ESTIMATORS
+from tokencredit.parsing import read_config
 from tokencredit.runs.config import (
     AdvantageConfig,
     Estimator,

@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 
-from tokencredit.cli import configure
+from tokencredit.parsing import configure
 from tokencredit.runs import sweep
 from tokencredit.runs.errors import ConfigError
 from tokencredit.runs.sweep import combinations, expand, first_seeds, merged, nested, read_sweep, refuse_changed

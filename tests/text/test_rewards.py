@@ -24,7 +24,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tokencredit.cli import build_parser, to_config
+from tokencredit.parsing import config_parser, to_config
 from tokencredit.runs.config import PPOConfig, RewardTerm
 from tokencredit.runs.errors import ConfigError
 from tokencredit.text.loading import resolve
@@ -604,14 +604,14 @@ def test_a_term_that_never_applies_has_no_statistics():
 
 
 def test_terms_from_yaml_and_from_flags(tmp_path):
-    parser = build_parser()[1]["train"]
+    parser = config_parser(PPOConfig)
     file = tmp_path / "run.yaml"
     terms = [{"function": "count", "kwargs": {"text": "."}, "weight": 0.1}, {"classifier": BUILTIN, "output": "logit"}]
     file.write_text(yaml.safe_dump({"reward": terms}))
-    config = to_config(parser, parser.parse_args(["--config", str(file)]), PPOConfig)
+    config = to_config(parser.parse_args(["--config", str(file)]), PPOConfig)
     assert config.reward == [RewardTerm(**term) for term in terms]
     flag = "[{function: length, weight: 0.1}, {function: distinct, kwargs: {n: 3}}]"
-    config = to_config(parser, parser.parse_args(["--reward", flag]), PPOConfig)
+    config = to_config(parser.parse_args(["--reward", flag]), PPOConfig)
     assert config.reward == [
         RewardTerm(function="length", weight=0.1),
         RewardTerm(function="distinct", kwargs={"n": 3}),
