@@ -70,8 +70,8 @@ def test_ratio_and_clipping_by_hand():
     metrics = [{"iteration": 1, "reward": 1.0, "advantage_mean": 0.6}]
     whitened = render(made([sample()], metrics, advantage={"gamma": 1.0, "whiten": True}))
     assert data_of(whitened)["credit"][0]["numbers"]["clipped"] == [0.0, 0.0, 0.0]  # all are below the mean
-    lower = data_of(render(made([sample()], ppo={"clip": [0.2, 0.4]})))["credit"][0]["numbers"]
-    assert lower["clipped"] == [0.0, 0.0, 0.0]
+    wider = data_of(render(made([sample()], ppo={"clip": 0.2, "clip_high": 0.4})))["credit"][0]["numbers"]
+    assert wider["clipped"] == [0.0, 0.0, 0.0]
 
 
 def test_model_output_is_text():

@@ -138,14 +138,18 @@ def credit(run: Run) -> list[dict[str, Any]]:
         numbers = [numbers[round(i * (len(numbers) - 1) / (room - 1))] for i in range(room)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
     gamma, clip = float(advantage.get("gamma", 1.0)), ppo.get("clip")
+    kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten")}
-    return [shown(s, gamma, clip, means.get(number, 0.0)) for number in numbers for s in by_iteration[number]]
+    return [shown(s, gamma, kept, means.get(number, 0.0)) for number in numbers for s in by_iteration[number]]
 
 
-def shown(sample: Mapping[str, Any], gamma: float, clip: Any, mean_advantage: float) -> dict[str, Any]:
+def shown(
+    sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
+) -> dict[str, Any]:
     """One sample of the credit view: its texts without anything that acts, and a list of numbers a quantity.
 
-    An update that whitens pushes a token up where its advantage is above the batch's `mean_advantage`.
+    Beyond the interval `kept` of ratios a gradient is cut off. An update that whitens pushes a token up where its
+    advantage is above the batch's `mean_advantage`.
     """
     logprobs = sample["logprobs"]
     numbers = {
@@ -159,8 +163,8 @@ def shown(sample: Mapping[str, Any], gamma: float, clip: Any, mean_advantage: fl
     if "new_logprobs" in sample:
         ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(logprobs, sample["new_logprobs"], strict=True)]
         numbers["ratio after the update"] = ratios
-        if clip is not None:
-            low, high = clip_range(tuple(clip) if isinstance(clip, list) else clip)
+        if kept is not None:
+            low, high = kept
             pairs = zip(ratios, sample["advantages"], strict=True)
             numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
     return {

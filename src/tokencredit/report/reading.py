@@ -29,6 +29,7 @@ CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reward": (all_of(is_term), "a list of terms"),
     "advantage.gamma": (lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "ppo.clip": (lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1"),
+    "ppo.clip_high": (lambda value: is_number(value) and value > 0, "a number above 0"),
     "ppo.epochs": (is_number, "a number"),
     "ppo.minibatches": (is_number, "a number"),
     "optim.warmup": (is_number, "a number"),
