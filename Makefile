@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test lint types format benchmark bench chaos findings world
+.PHONY: install train test lint types format benchmark bench chaos study findings world
 
 install: .venv/installed
 
@@ -37,6 +37,11 @@ benchmark: install
 # The tables of benchmarks/RESULTS.md; TRL gets an environment of its own.
 bench: install .trl-venv/installed
 	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
+
+# The runs behind docs/findings.md, for hours, and their metrics into benchmarks/findings-data. `make study SEEDS=1` takes the first
+# seed of each alone; the same command goes on where it was.
+study: install
+	$(BIN)/python benchmarks/study.py $(if $(SEEDS),--seeds $(SEEDS))
 
 # The figures and tables of docs/findings.md, from the committed metrics in benchmarks/findings-data.
 findings: install

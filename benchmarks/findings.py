@@ -1,6 +1,6 @@
 """The figures and tables of docs/findings.md, from the metrics in benchmarks/findings-data/ (`make findings`).
 
-`python benchmarks/findings.py keep STUDY RUNS` first puts the metrics of a sweep's runs there, in little space.
+benchmarks/study.py runs what they are of and keeps them there.
 """
 
 from __future__ import annotations
@@ -19,62 +19,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
-from tokencredit.report.reading import read_run
-from tokencredit.runs.resuming import flat
-
 HERE = Path(__file__).parent
 DATA = HERE / "findings-data"
 PAGE = HERE.parent / "docs" / "findings.md"
 FIGURES = HERE.parent / "docs" / "figures"
-KEPT = (
-    "reward",
-    "reward_std",
-    "kl",
-    "kl_coef",
-    "entropy",
-    "ref_logprob",
-    "length",
-    "truncated",
-    "distinct",
-    "distinct_2",
-)
-KEPT += ("repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
-KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return")
 LAST = 10
 """Iterations at the end whose mean counts as what came out."""
 
 Run = Mapping[str, list[float | None]]
 Study = Mapping[str, Mapping[str, Run]]
 """Variants, seeds, metrics."""
-
-
-def keep(study: str, folder: Path) -> None:
-    """Write the metrics of all finished runs `folder/VARIANT/seed-N` into one small file."""
-    kept: dict[str, dict[str, object]] = {}
-    for summary in sorted(folder.glob("*/seed-*/summary.json")):
-        run = read_run(summary.parent)
-        rows = {name: [shorter(row.get(name)) for row in run.metrics] for name in KEPT if name in run.metrics[0]}
-        if run.samples:
-            rows["value"] = [shorter(mean_value(run.samples, row["iteration"])) for row in run.metrics]
-            rows["last_texts"] = [s["prompt"] + s["completion"] for s in run.samples[-3:]]
-        settings = flat(run.config)
-        kept.setdefault(summary.parts[-3], {})[summary.parts[-2].removeprefix("seed-")] = {
-            "seed": settings["seed"]
-        } | rows
-    text = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).replace('},"', '},\n"')
-    DATA.mkdir(exist_ok=True)
-    (DATA / f"{study}.json").write_text(text + "\n", encoding="utf-8")
-
-
-def shorter(value: float | None) -> float | None:
-    """Four digits, which no figure shows more of."""
-    return None if value is None else float(f"{value:.4g}")
-
-
-def mean_value(samples: Sequence[Mapping[str, object]], iteration: int) -> float | None:
-    """The critic's mean value over the tokens of an iteration's kept completions."""
-    values = [v for sample in samples if sample["iteration"] == iteration for v in sample["values"]]
-    return sum(values) / len(values) if values else None
+Columns = Mapping[str, tuple[Callable[[Run, str], float], str]]
+"""Of a table: a title, a measure of a run, and the metric that it measures."""
 
 
 def read(study: str) -> Study:
@@ -90,6 +46,21 @@ def end(run: Run, metric: str) -> float:
 def whole(run: Run, metric: str) -> float:
     """The mean over all iterations: for the reward, how fast it was learned."""
     return average(run.get(metric, []))
+
+
+def early(run: Run, metric: str) -> float:
+    """The mean over the first quarter of the iterations."""
+    return average(run[metric][: len(run[metric]) // 4])
+
+
+def first(run: Run, metric: str) -> float:
+    """What the first iteration says, before anything is learned."""
+    return average(run[metric][:1])
+
+
+def peak(run: Run, metric: str) -> float:
+    """The largest of all iterations."""
+    return max((value for value in run.get(metric, []) if value is not None), default=math.nan)
 
 
 def average(values: Sequence[float | None]) -> float:
@@ -125,31 +96,44 @@ def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, flo
     return delta, float(low), float(high)
 
 
-def row(
-    study: Study, variant: str, base: str | None, columns: Mapping[str, tuple[Callable[[Run, str], float], str]]
-) -> str:
+def number(value: float, digits: int = 3, sign: str = "") -> str:
+    """So many digits, and no exponent: 0.0123, 1,230."""
+    return f"{float(f'{value:.{digits}g}'):{sign},.10g}"
+
+
+def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
     """A variant's line of a table: its number of runs, and each figure with its 95 % interval."""
     cells = []
     for measure, metric in columns.values():
         mean, half = interval(figures(study, variant, measure, metric))
-        shown = f"{mean:.3g}" if math.isfinite(mean) else "–"  # nothing, where there is no reference to ask
-        cells.append(shown + (f" ± {half:.2g}" if math.isfinite(half) else ""))
+        shown = number(mean) if math.isfinite(mean) else "–"  # nothing, where there is no reference to ask
+        cells.append(shown + (f" ± {number(half, 2)}" if math.isfinite(half) else ""))
     if base is not None:
-        first = next(iter(columns.values()))
-        if variant == base:
-            cells.append("")
-        else:
-            delta, low, high = difference(figures(study, variant, *first), figures(study, base, *first))
-            mark = "" if low <= 0 <= high else " *"
-            cells.append(f"{delta:+.3f}" + (f" [{low:+.3f}, {high:+.3f}]{mark}" if math.isfinite(low) else ""))
+        cells.append("" if variant == base else less(study, variant, base, *next(iter(columns.values()))))
     return f"| {variant} | {len(study[variant])} | " + " | ".join(cells) + " |"
 
 
-def table(study: Study, columns: Mapping[str, tuple[Callable[[Run, str], float], str]], base: str | None = None) -> str:
-    """All variants, a line each; with a base, the last column is the first figure's difference to it."""
+def less(study: Study, variant: str, other: str, measure: Callable[[Run, str], float], metric: str) -> str:
+    """How much more one variant has of a figure than another, with the interval where there is one; * is without 0."""
+    delta, low, high = difference(figures(study, variant, measure, metric), figures(study, other, measure, metric))
+    if not math.isfinite(low):
+        return number(delta, sign="+")
+    return f"{number(delta, sign='+')} [{number(low, sign='+')}, {number(high, sign='+')}]" + " *" * (low * high > 0)
+
+
+def table(study: Study, columns: Columns, base: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> str:
+    """All variants, a line each.
+
+    With a base, the last column is the first figure's difference to it; each of `pairs` adds a line, whose every figure
+    is the first one's less the second one's.
+    """
     titles = ["variant", "runs", *columns] + ([f"{next(iter(columns))}, less {base}'s"] if base else [])
-    head = "| " + " | ".join(titles) + " |\n|" + "---|" * len(titles)
-    return "\n".join([head, *(row(study, variant, base, columns) for variant in study)])
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    lines += [row(study, variant, base, columns) for variant in study]
+    for one, other in pairs:
+        cells = [less(study, one, other, *column) for column in columns.values()]
+        lines.append(f"| {one} less {other} | | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def draw(study: Study, metric: str, name: str, base: str | None, title: str, log: bool = False) -> None:
@@ -158,7 +142,7 @@ def draw(study: Study, metric: str, name: str, base: str | None, title: str, log
     across = min(5, len(variants))
     down = -(-len(variants) // across)
     picture, axes = plt.subplots(
-        down, across, figsize=(2.3 * across, 1.7 * down), sharex=True, sharey=True, squeeze=False
+        down, across, figsize=(2.3 * across, 0.9 + 1.5 * down), sharex=True, sharey=True, squeeze=False
     )
     for axis in axes.flat[len(variants) :]:
         axis.set_visible(False)
@@ -168,7 +152,7 @@ def draw(study: Study, metric: str, name: str, base: str | None, title: str, log
         for run in study[variant].values():
             axis.plot(np.array(run[metric], dtype=float), color="#0072B2", linewidth=0.9)
         axis.set_title(variant, fontsize=8, parse_math=False)
-        axis.tick_params(labelsize=7)
+        axis.tick_params(labelsize=7, labelbottom=True)
         if log:
             axis.set_yscale("log")
     picture.suptitle(title, fontsize=9)
@@ -199,9 +183,11 @@ Studies = Mapping[str, Study]
 
 def studies() -> Studies:
     """All studies that were kept, and one that shares its base with another."""
-    found = {name: read(name) for name in ("negative-sentiment", "spread", "hacking", "pendulum")}
+    found = {path.stem: read(path.stem) for path in sorted(DATA.glob("*.json"))}
     # kl-0.5 is the very run that is the base of the changes at that price.
-    return found | {"at-kl-0.5": {"base": found["negative-sentiment"]["kl-0.5"]} | read("at-kl-0.5")}
+    found["at-kl-0.5"] = {"base": found["negative-sentiment"]["kl-0.5"]} | found["at-kl-0.5"]
+    sizes = ("tiny", "small", "medium", "large")
+    return found | {"scaling": {size: found["scaling"][size] for size in sizes}}
 
 
 def tables(found: Studies) -> dict[str, str]:
@@ -214,6 +200,7 @@ def tables(found: Studies) -> dict[str, str]:
         "unsteadiness of the reward": (unsteadiness, "reward"),
     }
     language = {
+        "known words": (end, "known"),
         "log-probability under the reference, nats a token": (end, "ref_logprob"),
         "entropy, nats a token": (end, "entropy"),
         "length, tokens": (end, "length"),
@@ -223,6 +210,13 @@ def tables(found: Studies) -> dict[str, str]:
         "value loss, mean of all iterations": (whole, "value_loss"),
         "explained variance, mean of all iterations": (whole, "explained_variance"),
         "value at the end": (end, "value"),
+    }
+    returns = {
+        "return at the end": (end, "train/average_return"),
+        "return, mean of all iterations": (whole, "train/average_return"),
+        "return, mean of the first quarter": (early, "train/average_return"),
+        "unsteadiness of the return": (unsteadiness, "train/average_return"),
+        "deviation of the advantages": (whole, "advantage_std"),
     }
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     return {
@@ -239,38 +233,69 @@ def tables(found: Studies) -> dict[str, str]:
             found["hacking"],
             {
                 "the classifier's score at the end": (end, "reward/NEGATIVE"),
+                "known words": (end, "known"),
                 "log-probability under the reference": (end, "ref_logprob"),
                 "KL at the end": (end, "kl"),
+                "largest KL": (peak, "kl"),
+                "its price at the end": (end, "kl_coef"),
                 "distinct texts": (end, "distinct"),
                 "distinct pairs of tokens": (end, "distinct_2"),
                 "length, tokens": (end, "length"),
             },
         ),
         "texts": texts(found["hacking"]),
-        "lambda": table(
-            found["pendulum"],
+        "estimators": table(
+            found["estimators-text"],
+            rewards | {"deviation of the advantages": (whole, "advantage_std")},
+            base="estimator=gae",
+        ),
+        "cartpole": table(
+            found["estimators-cartpole"],
             {
-                "return at the end": (end, "train/average_return"),
                 "return, mean of all iterations": (whole, "train/average_return"),
-                "return, mean of the first 50": (early, "train/average_return"),
+                "return at the end": (end, "train/average_return"),
                 "unsteadiness of the return": (unsteadiness, "train/average_return"),
                 "deviation of the advantages": (whole, "advantage_std"),
             },
+            base="estimator=gae",
+        ),
+        "humanoid": table(found["humanoid"], returns, pairs=[("lam=0.95", "lam=0"), ("lam=0.95", "lam=1")]),
+        "lambda": table(found["pendulum"], returns),
+        "scaling": table(
+            found["scaling"],
+            {
+                "reward at the end": (end, "reward"),
+                "reward, first iteration": (first, "reward"),
+                "known words at the end": (end, "known"),
+                "known words, first iteration": (first, "known"),
+                "log-probability under the reference, nats a token": (end, "ref_logprob"),
+                "entropy at the end, nats a token": (end, "entropy"),
+                "entropy, first iteration": (first, "entropy"),
+                "KL at the end, nats a sequence": (end, "kl"),
+            },
+            pairs=[("large", "tiny")],
         ),
     }
 
 
 def main() -> int:
-    """Draw all figures and fill all tables, or keep a study."""
-    if sys.argv[1:2] == ["keep"]:
-        keep(sys.argv[2], Path(sys.argv[3]))
-        return 0
+    """Draw all figures and fill all tables."""
     found = studies()
     draw(found["negative-sentiment"], "reward", "kl", "base", "reward (grey: mean of base)")
     draw(found["at-kl-0.5"], "reward", "reward", "base", "reward at a price of KL of 0.5 (grey: mean of base)")
     draw(found["spread"], "value_loss", "spread", None, "value loss", log=True)
-    draw(found["hacking"], "reward/NEGATIVE", "hacking", None, "the classifier's score")
+    draw(found["hacking"], "known", "hacking", "kl-0.05", "known words (grey: mean of kl-0.05)")
+    draw(found["estimators-text"], "reward", "estimators", "estimator=gae", "reward (grey: mean of gae)")
+    draw(
+        found["estimators-cartpole"],
+        "train/average_return",
+        "cartpole",
+        "estimator=gae",
+        "return of CartPole-v1 (grey: mean of gae)",
+    )
+    draw(found["humanoid"], "train/average_return", "humanoid", None, "return of HumanoidStandup-v5")
     draw(found["pendulum"], "train/average_return", "lambda", None, "return of InvertedPendulum-v5")
+    draw(found["scaling"], "reward", "scaling", None, "reward of each size")
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), tables(found)), encoding="utf-8")
     return 0
 
@@ -285,11 +310,6 @@ def texts(study: Study) -> str:
         ]
         rows.append(f"| {variant} | " + "<br>".join(f"`{text}`" for text in shown) + " |")
     return "\n".join(rows)
-
-
-def early(run: Run, metric: str) -> float:
-    """The mean over the first fifty iterations."""
-    return average(run[metric][:50])
 
 
 if __name__ == "__main__":

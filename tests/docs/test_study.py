@@ -1,0 +1,55 @@
+"""The study behind docs/findings.md is run from the recipes, and its metrics are kept."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "study.py")
+study = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(study)
+
+
+def test_every_study_is_a_recipe_and_has_kept_metrics():
+    for name, recipe in study.STUDIES.items():
+        assert (ROOT / study.RECIPES / recipe).is_file()
+        assert (study.DATA / f"{name}.json").is_file()
+
+
+def test_a_study_is_run_with_fewer_seeds_and_its_metrics_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "cartpole.yaml").write_text(
+        """
+world: control
+dir: runs/few
+seeds: [7, 8]
+base: {env: {id: CartPole-v1, number: 2}, steps: 16, eval: {episodes: 1}, run: {iterations: 2, trackers: []}}
+grid: {advantage.lam: [0, 1]}
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "RECIPES", tmp_path)
+    monkeypatch.setattr(study, "DATA", tmp_path / "kept")
+    monkeypatch.setattr(study, "STUDIES", {"few": "cartpole.yaml"})
+    monkeypatch.setattr("sys.argv", ["study.py", "few", "--seeds", "1", "--jobs", "1"])
+    assert study.main() == 0
+    kept = json.loads((tmp_path / "kept" / "few.json").read_text())
+    assert {variant: list(runs) for variant, runs in kept.items()} == {"lam=0": ["7"], "lam=1": ["7"]}
+    metrics = [json.loads(line) for line in (tmp_path / "runs/few/lam=1/seed-7/metrics.jsonl").read_text().splitlines()]
+    assert kept["lam=1"]["7"]["value_loss"] == pytest.approx([m["value_loss"] for m in metrics], rel=1e-3)
+
+
+def test_an_unknown_study_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["study.py", "many"])
+    with pytest.raises(SystemExit):
+        study.main()
+    assert "there is no study many" in capsys.readouterr().err
+
+
+def test_known_words_are_those_of_the_reviews(monkeypatch):
+    known = frozenset({("a", "b", "c", "d"), ("b", "c", "d", "e")})
+    monkeypatch.setattr(study, "known_words", lambda: known)
+    samples = [{"prompt": "a b", "completion": " c d e f"}, {"prompt": "a b", "completion": ""}]
+    assert study.known_share(samples) == pytest.approx(2 / 3)  # abcd and bcde of these and cdef
+    assert study.known_share([]) is None
