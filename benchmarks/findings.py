@@ -182,12 +182,8 @@ Studies = Mapping[str, Study]
 
 
 def studies() -> Studies:
-    """All studies that were kept, and one that shares its base with another."""
-    found = {path.stem: read(path.stem) for path in sorted(DATA.glob("*.json"))}
-    # kl-0.5 is the very run that is the base of the changes at that price.
-    found["at-kl-0.5"] = {"base": found["negative-sentiment"]["kl-0.5"]} | found["at-kl-0.5"]
-    sizes = ("tiny", "small", "medium", "large")
-    return found | {"scaling": {size: found["scaling"][size] for size in sizes}}
+    """All studies that were kept."""
+    return {path.stem: read(path.stem) for path in DATA.glob("*.json")}
 
 
 def tables(found: Studies) -> dict[str, str]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-import yaml
-
+from tokencredit.cli import INTERRUPTED
 from tokencredit.demo.build import REVIEWS
 from tokencredit.demo.grammar import reviews
+from tokencredit.parsing import configure
 from tokencredit.report.reading import read_run
-from tokencredit.runs.resuming import flat
+from tokencredit.runs.sweep import read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
 RECIPES = Path("recipes")
@@ -58,19 +59,19 @@ def build_sizes() -> None:
 
 
 def keep(study: str) -> None:
-    """Write the metrics of all finished runs `DIR/VARIANT/seed-N` of a study into one file."""
-    folder = Path(yaml.safe_load((RECIPES / STUDIES[study]).read_text(encoding="utf-8"))["dir"])
-    kept: dict[str, dict[str, object]] = {}
-    for summary in sorted(folder.glob("*/seed-*/summary.json")):
-        run = read_run(summary.parent)
+    """Write the metrics of all finished runs of a study into one file, by variant and seed."""
+    kept: dict[str, dict[int, object]] = {}
+    for planned in read_sweep(RECIPES / STUDIES[study], configure):
+        if planned.state() != "finished":
+            continue
+        run = read_run(planned.folder)
         rows = {name: [shorter(row.get(name)) for row in run.metrics] for name in KEPT if name in run.metrics[0]}
         if run.samples:
             texts = [[s for s in run.samples if s["iteration"] == row["iteration"]] for row in run.metrics]
             rows["value"] = [shorter(mean_value(samples)) for samples in texts]
             rows["known"] = [shorter(known_share(samples)) for samples in texts]
             rows["last_texts"] = [s["prompt"] + s["completion"] for s in run.samples[-3:]]
-        seed = summary.parts[-2].removeprefix("seed-")
-        kept.setdefault(summary.parts[-3], {})[seed] = {"seed": flat(run.config)["seed"]} | rows
+        kept.setdefault(planned.variant, {})[planned.seed] = rows
     text = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).replace('},"', '},\n"')
     DATA.mkdir(exist_ok=True)
     (DATA / f"{study}.json").write_text(text + "\n", encoding="utf-8")
@@ -122,10 +123,14 @@ def main() -> int:
         parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
     failed = 0
     for study in args.studies or STUDIES:
-        failed |= 0 if args.keep_only else run(study, args.seeds, args.jobs)
+        code = 0 if args.keep_only else run(study, args.seeds, args.jobs)
+        if code == INTERRUPTED:
+            return code
         keep(study)
+        failed |= code
     return failed
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the sweep to answer, which lets its runs save
     sys.exit(main())
