@@ -1,6 +1,6 @@
 """Run the studies behind docs/findings.md, and keep their metrics in benchmarks/findings-data/ (`make study`).
 
-Each study is a recipe's sweep, which goes on where it was; a kept file holds the metrics of its finished runs.
+Each study is a recipe's sweep, which goes on where it was; a kept file is written anew, with the finished runs alone.
 `python benchmarks/study.py hacking --seeds 3 --jobs 2` does one of them with the first three seeds.
 """
 
@@ -25,6 +25,8 @@ from tokencredit.runs.sweep import read_sweep
 DATA = Path(__file__).parent / "findings-data"
 RECIPES = Path("recipes")
 MODELS = Path("runs/models")
+SIZES = ("tiny", "small", "large")
+"""Of the scaling study's policies, those that are not built in."""
 STUDIES = {
     "negative-sentiment": "negative-sentiment/sweep.yaml",
     "at-kl-0.5": "negative-sentiment/at-kl-0.5.yaml",
@@ -43,19 +45,17 @@ WORDS = 4
 
 
 def run(study: str, seeds: int | None, jobs: int) -> int:
-    """Do what is missing of a study, from the root of the repository; return the sweep's exit code."""
+    """Do what is missing of a study, from the root of the repository; return the exit code."""
+    commands = []
     if study == "scaling":
-        build_sizes()
-    command = [sys.executable, "-m", "tokencredit.cli", "sweep", str(RECIPES / STUDIES[study]), "--jobs", str(jobs)]
-    return subprocess.run(command + (["--seeds", str(seeds)] if seeds else []), check=False).returncode
-
-
-def build_sizes() -> None:
-    """Make the policies of the sizes that are not built in."""
-    for size in ("tiny", "small", "large"):
-        if not (MODELS / size / "policy" / "README.md").is_file():
-            command = [sys.executable, "-m", "tokencredit.demo.build", "--size", size, "--out", str(MODELS / size)]
-            subprocess.run(command, check=True)
+        missing = [size for size in SIZES if not (MODELS / size / "policy" / "README.md").is_file()]
+        commands = [["tokencredit.demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
+    sweep = ["tokencredit.cli", "sweep", str(RECIPES / STUDIES[study]), "--jobs", str(jobs)]
+    for command in [*commands, sweep + (["--seeds", str(seeds)] if seeds else [])]:
+        code = subprocess.run([sys.executable, "-m", *command], check=False).returncode
+        if code:
+            break
+    return code
 
 
 def keep(study: str) -> None:
@@ -121,14 +121,14 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.studies) - set(STUDIES):
         parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
-    failed = 0
+    failed = False
     for study in args.studies or STUDIES:
         code = 0 if args.keep_only else run(study, args.seeds, args.jobs)
-        if code == INTERRUPTED:
-            return code
+        if code in (INTERRUPTED, -signal.SIGINT):
+            return INTERRUPTED
         keep(study)
-        failed |= code
-    return failed
+        failed |= code != 0
+    return int(failed)
 
 
 if __name__ == "__main__":
