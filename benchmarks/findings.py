@@ -131,7 +131,7 @@ def table(study: Study, columns: Columns, base: str | None = None, pairs: Sequen
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     lines += [row(study, variant, base, columns) for variant in study]
     for one, other in pairs:
-        cells = [less(study, one, other, *column) for column in columns.values()]
+        cells = [less(study, one, other, *column) for column in columns.values()] + [""] * (base is not None)
         lines.append(f"| {one} less {other} | | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -217,9 +217,9 @@ def tables(found: Studies) -> dict[str, str]:
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     return {
         "kl": table(sentiment, rewards, base="base"),
-        "reward": table(learning, rewards, base="base"),
-        "language": table(learning, language, base="base"),
-        "critic": table(heads, critic, base="base"),
+        "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
+        "language": table(learning, language, base="base", pairs=[("gentle", "base"), ("temperature-2", "base")]),
+        "critic": table(heads, critic, pairs=[("orthogonal-head", "base"), ("keep-mean", "base")]),
         "spread": table(
             found["spread"],
             {"value loss at the end": (end, "value_loss"), "KL at the end": (end, "kl"), "length": (end, "length")},
