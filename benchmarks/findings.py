@@ -208,8 +208,8 @@ def tables(found: Studies) -> dict[str, str]:
         "value at the end": (end, "value"),
     }
     returns = {
-        "return at the end": (end, "train/average_return"),
         "return, mean of all iterations": (whole, "train/average_return"),
+        "return at the end": (end, "train/average_return"),
         "return, mean of the first quarter": (early, "train/average_return"),
         "unsteadiness of the return": (unsteadiness, "train/average_return"),
         "deviation of the advantages": (whole, "advantage_std"),
@@ -245,16 +245,7 @@ def tables(found: Studies) -> dict[str, str]:
             rewards | {"deviation of the advantages": (whole, "advantage_std")},
             base="estimator=gae",
         ),
-        "cartpole": table(
-            found["estimators-cartpole"],
-            {
-                "return, mean of all iterations": (whole, "train/average_return"),
-                "return at the end": (end, "train/average_return"),
-                "unsteadiness of the return": (unsteadiness, "train/average_return"),
-                "deviation of the advantages": (whole, "advantage_std"),
-            },
-            base="estimator=gae",
-        ),
+        "cartpole": table(found["estimators-cartpole"], returns, base="estimator=gae"),
         "humanoid": table(found["humanoid"], returns, pairs=[("lam=0.95", "lam=0"), ("lam=0.95", "lam=1")]),
         "lambda": table(found["pendulum"], returns),
         "scaling": table(
@@ -300,7 +291,7 @@ def texts(study: Study) -> str:
     """The last kept completion of each run; as code, since nobody has checked them."""
     rows = ["| variant | the last completion of each seed |", "|---|---|"]
     for variant, runs in study.items():
-        last = [run["last_texts"][-1] for run in runs.values()]
+        last = [run["last_text"] for run in runs.values()]
         shown = [text.replace("`", "'").replace("|", "/").replace("\n", " ") for text in last]
         rows.append(f"| {variant} | " + "<br>".join(f"`{text}`" for text in shown) + " |")
     return "\n".join(rows)

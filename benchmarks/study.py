@@ -70,7 +70,7 @@ def keep(study: str) -> None:
             texts = [[s for s in run.samples if s["iteration"] == row["iteration"]] for row in run.metrics]
             rows["value"] = [shorter(mean_value(samples)) for samples in texts]
             rows["known"] = [shorter(known_share(samples)) for samples in texts]
-            rows["last_texts"] = [s["prompt"] + s["completion"] for s in run.samples[-3:]]
+            rows["last_text"] = run.samples[-1]["prompt"] + run.samples[-1]["completion"]
         kept.setdefault(planned.variant, {})[planned.seed] = rows
     text = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).replace('},"', '},\n"')
     DATA.mkdir(exist_ok=True)
