@@ -15,8 +15,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tokencredit.parsing import read_config
-from tokencredit.runs.control_config import ControlConfig
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.parsing import read_config
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "control"
 COMPARED = ("hopper", "halfcheetah")

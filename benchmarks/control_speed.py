@@ -18,8 +18,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from torch import nn
 
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.runs.config import AdvantageConfig, RunConfig, UpdateConfig
-from tokencredit.runs.control_config import ControlConfig, EnvConfig
+from tokencredit.settings.control import ControlConfig, EnvConfig
+from tokencredit.settings.training import AdvantageConfig, RunConfig, UpdateConfig
 
 # id, copies, steps, epochs, minibatches, iterations a turn, wanted ratio
 SETTINGS = [

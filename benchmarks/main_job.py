@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 
 from tokencredit.report.reading import read_run
-from tokencredit.runs.config import ModelConfig, PPOConfig
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.text.loading import end_ids, load_language_model
-from tokencredit.text.models import ActorCritic
-from tokencredit.text.prompts import Prompts
-from tokencredit.text.sampling import sample
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.sampling import sample
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import end_ids, load_language_model
 
 COMPLETIONS = 100
 TARGETS = {

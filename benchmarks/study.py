@@ -18,9 +18,9 @@ from pathlib import Path
 from tokencredit.cli import INTERRUPTED
 from tokencredit.demo.build import REVIEWS
 from tokencredit.demo.grammar import reviews
-from tokencredit.parsing import configure
 from tokencredit.report.reading import read_run
-from tokencredit.runs.sweep import read_sweep
+from tokencredit.settings.parsing import configure
+from tokencredit.sweep.plan import read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
 RECIPES = Path("recipes")

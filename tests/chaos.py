@@ -205,7 +205,9 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
 
 GROWTH = """
 import sys
-from tokencredit.runs.config import EvalConfig, ModelConfig, PPOConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import EvalConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
 from tokencredit.text.trainer import PPOTrainer
 
 class Watch:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tokencredit.text.loading import resolve
+from tokencredit.text.models.loading import resolve
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 GATED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}

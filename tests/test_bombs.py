@@ -14,12 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tokencredit.cli import main
-from tokencredit.control.playing import AGENT_FILE, load_agent
-from tokencredit.runs.config import LoraConfig, ModelConfig
-from tokencredit.runs.control_config import ControlConfig
-from tokencredit.runs.errors import ConfigError
-from tokencredit.text.datasets import column_values, read_dataset
-from tokencredit.text.loading import (
+from tokencredit.control.evaluation import AGENT_FILE, load_agent
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.text.data.datasets import column_values, read_dataset
+from tokencredit.text.models.loading import (
     VALUE_HEAD_FILE,
     build_actor_critic,
     load_language_model,
@@ -27,8 +27,8 @@ from tokencredit.text.loading import (
     resolve,
     save_policy,
 )
-from tokencredit.text.reward_functions import similarity
-from tokencredit.text.reward_models import load
+from tokencredit.text.rewards.functions import similarity
+from tokencredit.text.rewards.models import load
 
 POLICY, SENTIMENT = resolve("builtin:reviews", "policy"), resolve("builtin:reviews", "sentiment")
 

@@ -22,19 +22,20 @@ from hypothesis import strategies as st
 
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.parsing import configure, read_config
+from tokencredit.errors import ConfigError
 from tokencredit.report.page import NAME, write_report
 from tokencredit.report.reading import read_run
 from tokencredit.runs.checkpoint import write_manifest
-from tokencredit.runs.config import PPOConfig, RunConfig, UpdateConfig
-from tokencredit.runs.control_config import ControlConfig, EpisodesConfig
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.runs.errors import ConfigError
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import newest
-from tokencredit.runs.sweep import read_sweep
-from tokencredit.text.datasets import column_names, column_values, read_dataset
-from tokencredit.text.prompts import Prompts
+from tokencredit.settings.control import ControlConfig, EpisodesConfig
+from tokencredit.settings.parsing import configure, read_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import RunConfig, UpdateConfig
+from tokencredit.sweep.plan import read_sweep
+from tokencredit.text.data.datasets import column_names, column_values, read_dataset
+from tokencredit.text.data.prompts import Prompts
 
 settings.register_profile("fuzz-quick", max_examples=160, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("fuzz-long", settings.get_profile("fuzz-quick"), max_examples=8000)

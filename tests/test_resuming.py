@@ -16,24 +16,21 @@ import chaos
 from chaos import assert_same
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.runs.config import (
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import (
     EvalConfig,
     KLConfig,
-    LoraConfig,
-    ModelConfig,
     OptimConfig,
-    PPOConfig,
-    PromptsConfig,
-    RewardTerm,
     RolloutConfig,
     RunConfig,
-    ScoreConfig,
     StopConfig,
     UpdateConfig,
 )
-from tokencredit.runs.control_config import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
-from tokencredit.runs.errors import ConfigError, RunStopped
-from tokencredit.text.rewards import Term
+from tokencredit.text.rewards.terms import Term
 from tokencredit.text.trainer import PPOTrainer
 
 

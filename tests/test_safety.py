@@ -6,12 +6,14 @@ import sys
 import pytest
 
 from tokencredit.cli import main
+from tokencredit.errors import ConfigError
 from tokencredit.report.reading import read_run
-from tokencredit.runs.config import ModelConfig, PPOConfig, PromptsConfig, RewardTerm
-from tokencredit.runs.control_config import ControlConfig, EnvConfig
-from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.foreign import foreign_code
-from tokencredit.runs.safe_yaml import DEEPEST, load_yaml
+from tokencredit.settings.code_policy import foreign_code
+from tokencredit.settings.control import ControlConfig, EnvConfig
+from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.yaml import DEEPEST, load_yaml
 
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n"
@@ -25,7 +27,7 @@ def marker(tmp_path, monkeypatch):
     """A file that foreign code would make, and a module that makes it when it is imported, calls it or is an object."""
     marker = tmp_path / "it-ran"
     (tmp_path / "foreign_module.py").write_text(
-        f"from tokencredit.runs.config import ModelConfig\nopen({str(marker)!r}, 'w').close()\n"
+        f"from tokencredit.settings.text import ModelConfig\nopen({str(marker)!r}, 'w').close()\n"
         "class Foreign(ModelConfig):\n    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

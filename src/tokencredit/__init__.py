@@ -2,19 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tokencredit.runs.config import (
+from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import (
     AdvantageConfig,
     EvalConfig,
     KLConfig,
-    LoraConfig,
-    ModelConfig,
     OptimConfig,
-    PPOConfig,
-    PromptsConfig,
-    RewardTerm,
     RolloutConfig,
     RunConfig,
-    ScoreConfig,
     StopConfig,
     UpdateConfig,
 )

@@ -13,7 +13,11 @@ from pathlib import Path
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from tokencredit.parsing import (
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.runs.console import visible
+from tokencredit.runs.folder import RunFolder
+from tokencredit.settings.control import ControlConfig, EpisodesConfig
+from tokencredit.settings.parsing import (
     config_parser,
     configure,
     explain,
@@ -25,11 +29,7 @@ from tokencredit.parsing import (
     to_config,
     with_resumed,
 )
-from tokencredit.runs.config import PPOConfig
-from tokencredit.runs.console import visible
-from tokencredit.runs.control_config import ControlConfig, EpisodesConfig
-from tokencredit.runs.errors import ConfigError, RunStopped
-from tokencredit.runs.folder import RunFolder
+from tokencredit.settings.text import PPOConfig
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
@@ -109,7 +109,7 @@ def play(options: Namespace) -> None:
     """`tokencredit play`."""
     config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
     require_gymnasium()
-    from tokencredit.control.playing import play_run
+    from tokencredit.control.evaluation import play_run
 
     settings = EpisodesConfig(episodes=options.episodes, greedy=not options.sample, videos=options.videos)
     play_run(Path(options.run), config, settings, options.seed)
@@ -213,7 +213,7 @@ def compare_parser() -> ArgumentParser:
 
 def compare(options: Namespace) -> None:
     """`tokencredit compare`."""
-    from tokencredit.report.comparison import write_comparison
+    from tokencredit.report.comparison_page import write_comparison
 
     settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
     print(write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out)))
@@ -234,16 +234,16 @@ def sweep(options: Namespace) -> None:
     """`tokencredit sweep`."""
     if options.export and options.dry_run:
         raise ConfigError("--export and --dry_run are both given; leave one of them out")
-    from tokencredit import sweeping
-    from tokencredit.runs.sweep import first_seeds, read_sweep
+    from tokencredit.sweep import runner
+    from tokencredit.sweep.plan import first_seeds, read_sweep
 
     runs = first_seeds(read_sweep(Path(options.file), partial(configure, no_code=options.no_code)), options.seeds)
     if options.dry_run:
-        sweeping.show(runs, options.jobs)
+        runner.show(runs, options.jobs)
     elif options.export:
-        sweeping.export(runs, Path(options.export), options.file)
+        runner.export(runs, Path(options.export), options.file)
     else:
-        sweeping.sweep(runs, options.jobs, options.file)
+        runner.sweep(runs, options.jobs, options.file)
 
 
 def doctor_parser() -> ArgumentParser:

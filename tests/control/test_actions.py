@@ -4,7 +4,7 @@ import torch
 from gymnasium import spaces
 
 from tokencredit.control.actions import actions_of
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
 
 GENERATOR = torch.Generator().manual_seed(0)
 

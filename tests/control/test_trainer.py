@@ -9,12 +9,12 @@ from gymnasium import spaces
 from safetensors.torch import load_file
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.collecting import Collector
 from tokencredit.control.environments import make_envs, statistics
+from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.runs.config import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
-from tokencredit.runs.control_config import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
 
 
 def small(folder, **changes):

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tokencredit import PPOConfig, PPOTrainer
-from tokencredit.parsing import config_parser, to_config
+from tokencredit.settings.parsing import config_parser, to_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
 TRL_FIELDS = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tokencredit.text.loading import resolve
+from tokencredit.text.models.loading import resolve
 
 ROOT = Path(__file__).parents[2]
 SMALL = {

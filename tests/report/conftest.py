@@ -2,7 +2,9 @@ from shutil import which
 
 import pytest
 
-from tokencredit.runs.config import ModelConfig, PPOConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
 
 

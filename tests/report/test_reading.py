@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from tokencredit.errors import ConfigError
 from tokencredit.report.reading import ITERATIONS, read_run
 from tokencredit.runs.diagnosis import WINDOW
-from tokencredit.runs.errors import ConfigError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import RunFolder, replacing
 
 

@@ -6,17 +6,11 @@ import pytest
 import torch
 
 from tokencredit.report.reading import read_run
-from tokencredit.runs.config import (
-    KLConfig,
-    ModelConfig,
-    OptimConfig,
-    PPOConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    UpdateConfig,
-)
 from tokencredit.runs.diagnosis import diagnose
+from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import KLConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
 
 

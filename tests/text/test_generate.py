@@ -1,10 +1,11 @@
 import pytest
 from transformers import AutoTokenizer
 
-from tokencredit.runs.config import ModelConfig, PPOConfig
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
 from tokencredit.text.generate import generate
-from tokencredit.text.loading import resolve
+from tokencredit.text.models.loading import resolve
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

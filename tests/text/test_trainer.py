@@ -16,25 +16,22 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tokencredit.runs.config import (
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import (
     AdvantageConfig,
     Estimator,
     EvalConfig,
     KLConfig,
-    LoraConfig,
-    ModelConfig,
     OptimConfig,
-    PPOConfig,
-    PromptsConfig,
-    RewardTerm,
     RolloutConfig,
     RunConfig,
-    ScoreConfig,
     StopConfig,
     UpdateConfig,
 )
-from tokencredit.runs.errors import ConfigError, RunStopped
-from tokencredit.text.rewards import Term
+from tokencredit.text.rewards.terms import Term
 from tokencredit.text.trainer import PPOTrainer
 
 TIMES = ("seconds", "tokens_per_second")
@@ -684,7 +681,7 @@ def test_ctrl_c_keeps_what_was_earned(tmp_path):
 
 def test_one_operation_for_the_gelu_changes_no_token_and_no_loss(tmp_path, monkeypatch):
     fused, fused_samples = PPOTrainer(args=small(tmp_path / "fused")).iteration(1)
-    monkeypatch.setattr("tokencredit.text.loading.fuse_gelu", lambda model: None)
+    monkeypatch.setattr("tokencredit.text.models.loading.fuse_gelu", lambda model: None)
     plain_trainer = PPOTrainer(args=small(tmp_path / "plain"))
     assert any(type(module).__name__ == "NewGELUActivation" for module in plain_trainer.policy.modules())
     plain, plain_samples = plain_trainer.iteration(1)

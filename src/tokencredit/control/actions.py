@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tokencredit.control.actions import actions_of
 from tokencredit.core.projection import TokenLoss, TokenStats
 from tokencredit.learn.update import Evaluation
-from tokencredit.runs.control_config import AgentConfig
+from tokencredit.settings.control import AgentConfig
 
 ACTIVATIONS = {"tanh": torch.tanh, "relu": nn.functional.relu, "gelu": nn.functional.gelu}
 

@@ -29,8 +29,8 @@ from gymnasium.wrappers.vector import (
     TransformReward,
 )
 
-from tokencredit.runs.control_config import EnvConfig
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import EnvConfig
 
 EXPECTED = ("ERROR: ", "precision lowered by casting to float32", "Overwriting existing videos")
 """Warnings of Gymnasium's about what is meant so, or what an exception says again."""

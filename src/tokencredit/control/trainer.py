@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.collecting import Collector, NonFiniteReward, Rollout
 from tokencredit.control.environments import make_envs
-from tokencredit.control.playing import Player, check_videos, episode_metrics, save_agent
+from tokencredit.control.evaluation import Player, check_videos, episode_metrics, save_agent
+from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout
 from tokencredit.core.advantages import estimate
 from tokencredit.core.masked import explained_variance, moments, whiten
 from tokencredit.core.projection import TokenLoss
+from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule, set_rates
+from tokencredit.learn.rng import from_text, random_state, set_random_state, to_text
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, ppo_update
 from tokencredit.report.page import LARGEST, write_report
-from tokencredit.runs.control_config import ControlConfig
-from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.generators import from_text, random_state, set_random_state, to_text
 from tokencredit.runs.loop import State, run
-from tokencredit.runs.record import RunRecord
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.settings.control import ControlConfig
 
 EPISODES = 100
 """How many of the last training episodes train/average_return is the mean of."""

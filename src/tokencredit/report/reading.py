@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from tokencredit.errors import ConfigError
 from tokencredit.runs.diagnosis import WINDOW
-from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.records import all_of, is_number, is_text, read_metrics, read_object, read_samples
-from tokencredit.runs.safe_yaml import load_yaml
+from tokencredit.runs.jsonl import all_of, is_number, is_text, read_metrics, read_object, read_samples
+from tokencredit.settings.yaml import load_yaml
 
 ITERATIONS = 400
 """Whose completions are read, beside the first and the last: more would not fit into a page."""

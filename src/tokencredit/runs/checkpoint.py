@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.records import read_object
+from tokencredit.errors import ConfigError
+from tokencredit.runs.jsonl import read_object
 
 FORMAT = 1
 """Of the folder; another number is refused."""

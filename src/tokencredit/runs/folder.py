@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
 
 
 class RunFolder:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from tokencredit.runs.errors import ConfigError, RunStopped
-from tokencredit.runs.record import RunRecord
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.signals import Signals
 
 State = dict[str, Any]

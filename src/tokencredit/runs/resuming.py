@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokencredit.errors import ConfigError
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
-from tokencredit.runs.errors import ConfigError
-from tokencredit.runs.safe_yaml import load_yaml
+from tokencredit.settings.yaml import load_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
 """Files of a run that grow with each iteration; a checkpoint knows how long they were."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
-from tokencredit.runs.errors import ConfigError
+from tokencredit.errors import ConfigError
 
 
 def require_installed(names: list[str]) -> None:

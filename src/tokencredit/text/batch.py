@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
 from tokencredit.core.masked import Reduce, explained_variance, moments
-from tokencredit.text.rewards import term_metrics
-from tokencredit.text.sampling import Rollout
+from tokencredit.text.engines.sampling import Rollout
+from tokencredit.text.rewards.terms import term_metrics
 
 DECIMALS = 6
 """Of the numbers in samples.jsonl."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from tokencredit.runs.config import PPOConfig
 from tokencredit.runs.console import visible
+from tokencredit.settings.text import PPOConfig
 
 
 def model_card(args: PPOConfig, terms: Sequence[str], summary: dict[str, Any]) -> str:

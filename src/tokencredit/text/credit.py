@@ -9,8 +9,9 @@ from tokencredit.core.advantages import estimate
 from tokencredit.core.masked import Reduce, whiten
 from tokencredit.core.rewards import token_rewards
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
-from tokencredit.runs.config import KLConfig, PPOConfig
-from tokencredit.text.sampling import Rollout
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import KLConfig
+from tokencredit.text.engines.sampling import Rollout
 
 
 class Credit:

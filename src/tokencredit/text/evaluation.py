@@ -12,15 +12,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
-from tokencredit.runs.config import EvalConfig, PPOConfig
+from tokencredit.errors import ConfigError
 from tokencredit.runs.console import visible
-from tokencredit.runs.errors import ConfigError
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import EvalConfig
 from tokencredit.text.batch import distinct_over_processes, token_pairs
-from tokencredit.text.loading import end_ids, load_language_model, room_for_prompts
-from tokencredit.text.models import ActorCritic
-from tokencredit.text.prompts import Prompts, load_prompts
-from tokencredit.text.rewards import Term, build_terms, score, term_metrics
-from tokencredit.text.sampling import Rollout, sample
+from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.engines.sampling import Rollout, sample
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import end_ids, load_language_model, room_for_prompts
+from tokencredit.text.rewards.terms import Term, build_terms, score, term_metrics
 
 SEED_OFFSET = 1_000_003
 """Keeps evaluation's random numbers apart from training's; they are the same in every evaluation of a run."""

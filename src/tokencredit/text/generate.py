@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
-from tokencredit.runs.config import PPOConfig, PromptsConfig
+from tokencredit.errors import ConfigError
 from tokencredit.runs.console import visible
-from tokencredit.runs.errors import ConfigError
-from tokencredit.text.loading import end_ids, load_language_model, room_for_prompts
-from tokencredit.text.models import ActorCritic
-from tokencredit.text.prompts import load_prompts
-from tokencredit.text.sampling import sample
+from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.prompts import load_prompts
+from tokencredit.text.engines.sampling import sample
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import end_ids, load_language_model, room_for_prompts
 
 
 def generate(

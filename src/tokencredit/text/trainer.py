@@ -19,8 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenLoss
+from tokencredit.errors import ConfigError, OutOfMemory
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.optim import schedule, set_rates
+from tokencredit.learn.rng import from_text, random_state, set_random_state, to_text
 from tokencredit.learn.state import (
     load_optimizer_state,
     load_trained_weights,
@@ -31,17 +33,19 @@ from tokencredit.learn.state import (
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import Evaluation, NonFiniteUpdate, Objective, everywhere, ppo_update
 from tokencredit.report.page import LARGEST, write_report
-from tokencredit.runs.config import PPOConfig
-from tokencredit.runs.errors import ConfigError, OutOfMemory
 from tokencredit.runs.folder import replacing
-from tokencredit.runs.generators import from_text, random_state, set_random_state, to_text
 from tokencredit.runs.loop import State, run
-from tokencredit.runs.record import RunRecord
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.card import model_card
 from tokencredit.text.credit import Credit
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.sampling import Rollout, sample
 from tokencredit.text.evaluation import evaluate
-from tokencredit.text.loading import (
+from tokencredit.text.memory import out_of_memory
+from tokencredit.text.models.actor_critic import width
+from tokencredit.text.models.loading import (
     check_language_model,
     end_ids,
     fingerprint,
@@ -50,18 +54,14 @@ from tokencredit.text.loading import (
     save_policy,
     upload,
 )
-from tokencredit.text.memory import out_of_memory
-from tokencredit.text.models import width
-from tokencredit.text.passes import Reference, critic_values, evaluate_rollout, refer, rollout_logprobs
-from tokencredit.text.precision import choose, this_process
-from tokencredit.text.preparing import check_batch_size, prepare_models, prepare_prompts
-from tokencredit.text.prompts import PromptBatch
-from tokencredit.text.reward_calls import NonFiniteReward
-from tokencredit.text.rewards import Scores, as_terms, build_terms, score
-from tokencredit.text.sampling import Rollout, sample
+from tokencredit.text.models.precision import choose, this_process
+from tokencredit.text.rewards.calls import NonFiniteReward
+from tokencredit.text.rewards.terms import Scores, as_terms, build_terms, score
+from tokencredit.text.scoring_passes import Reference, critic_values, evaluate_rollout, refer, rollout_logprobs
+from tokencredit.text.setup import check_batch_size, prepare_models, prepare_prompts
 
 if TYPE_CHECKING:
-    from tokencredit.text.datasets import Rows
+    from tokencredit.text.data.datasets import Rows
 
 
 MEMORY_ADVICE = {

@@ -1,0 +1,212 @@
+"""Several runs as one page that needs nothing else, and as pictures for a paper."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from tokencredit.errors import ConfigError
+from tokencredit.report.comparison_stats import (
+    MISSING,
+    SEED,
+    Curve,
+    Group,
+    axes,
+    choose_metric,
+    curve,
+    differing,
+    group_runs,
+    names,
+    outcomes,
+    repeated,
+    values,
+    varying,
+)
+from tokencredit.report.reading import read_run
+from tokencredit.report.templating import fill
+from tokencredit.runs.console import visible
+from tokencredit.runs.diagnosis import WINDOW
+from tokencredit.runs.folder import RunFolder
+
+NAME = "comparison.html"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Okabe and Ito's, which people with any colour vision tell apart, without black and yellow, which a page may hide."""
+DASHES = {"solid": (), "dash": (6.0, 3.0), "dot": (1.5, 2.0), "dashdot": (6.0, 2.0, 1.5, 2.0)}
+"""Plotly's names, and the lengths of strokes and gaps; a new one once the colours are used up."""
+SHOWN, LEGEND = 200, 80
+"""Characters of a setting in the table, and of a name under a picture, at most."""
+ENOUGH = 10
+"""Runs from which on a bootstrap interval of 95 % covers about as much; docs/compare.md holds the figures."""
+Curves = dict[str, list[Curve]]
+"""By axis, a curve a group."""
+
+
+def write_comparison(
+    runs: Sequence[Path],
+    *,
+    metric: str | None = None,
+    group_by: str | None = None,
+    smooth: int = 1,
+    out: Path = Path("comparison"),
+) -> Path:
+    """Write `comparison.html`, and a picture for each axis that the curves can be drawn over, into a folder.
+
+    Args:
+        runs: folders of runs, all of language models or all of agents; a run that is named twice counts once.
+        metric: what to compare; None for the reward of texts, or an agent's return.
+        group_by: the dotted key whose value makes runs one curve; None for all keys but the seed and the folder.
+        smooth: numbers in the running mean of each run.
+        out: the folder, which is made.
+
+    Returns:
+        Where the page is.
+
+    Raises:
+        ConfigError: a folder is no run's, or the runs cannot be compared, or not so.
+    """
+    if not runs:
+        raise ConfigError("no run to compare")
+    if smooth < 1:
+        raise ConfigError(f"smooth is {smooth}; it must be at least 1")
+    found = [read_run(path, samples=False) for path in {path.resolve(): path for path in runs}.values()]
+    metric = choose_metric(found, metric)
+    groups, titles = group_runs(found, group_by), axes(found)
+    curves = {axis: [curve(group.runs, metric, axis, smooth) for group in groups] for axis in titles}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {str(out)!r}: {error.strerror}; give another --out") from error
+    for axis, lines in curves.items():
+        draw(out / f"{axis}.png", groups, lines, titles[axis], metric)
+    RunFolder(str(out)).write(NAME, render(groups, curves, titles, metric, smooth))
+    return out / NAME
+
+
+def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metric: str, smooth: int) -> str:
+    """The page."""
+    keys = differing([group.settings for group in groups])
+    cells = [[", ".join(cut(text, SHOWN) for text in values(group.settings, key)) for key in keys] for group in groups]
+    runs = sum(len(group.runs) for group in groups)
+    return fill(
+        "comparison.html",
+        name=f"{visible(metric)} of {runs} run" + "s" * (runs > 1),
+        data={
+            "metric": visible(metric),
+            "axes": titles,
+            "reach": reach(curves["iteration"]),
+            "groups": [
+                style(number, group) | {"curves": {axis: shown(lines[number]) for axis, lines in curves.items()}}
+                for number, group in enumerate(groups)
+            ],
+        },
+        smooth=smooth,
+        window=WINDOW,
+        notes=[
+            note
+            for number, group in enumerate(groups)
+            for note in notes(group, {titles[axis]: lines[number] for axis, lines in curves.items()})
+        ],
+        outcomes=outcomes(groups, metric),
+        settings=(keys, cells),
+    )
+
+
+def notes(group: Group, lines: dict[str, Curve]) -> list[str]:
+    """What a reader of a group's curve should know: what it is made of, and what weakens it; `lines` by axis."""
+    called, count = names([run.path for run in group.runs]), len(group.runs)
+    seeds = [f"{name} (seed {found.get(SEED, MISSING)})" for name, found in zip(called, group.settings, strict=True)]
+    if count == 1:
+        how = "one run, of which there is no interval"
+    elif count == 2:
+        how = "the mean of 2 runs and Student's interval, which is wide for so few"
+    else:
+        how = f"the interquartile mean of {count} runs and a bootstrap interval"
+        how += ", which is too narrow for so few (docs/compare.md)" if count < ENOUGH else ""
+    told = [f"{how}: {', '.join(seeds)}."]
+    ends = [x[-1] for x, _ in lines["iterations"].runs]
+    if min(ends) < max(ends):
+        told.append(f"the curve ends at iteration {min(ends):.0f}, where {called[ends.index(min(ends))]} ends.")
+    told += [
+        f"no curve over {title}: its runs share no stretch of it." for title, line in lines.items() if not len(line.x)
+    ]
+    if keys := varying(group):
+        told.append(f"its runs also differ in {', '.join(keys)}.")
+    told += [f"{one} and {two} are one sample twice, seed and all." for one, two in repeated(group)]
+    return [f"{group.label}: {text}" for text in told]
+
+
+def cut(text: str, most: int) -> str:
+    """A text, as far as there is room for it."""
+    return text if len(text) <= most else text[: most - 2] + " …"
+
+
+def style(number: int, group: Group) -> dict[str, Any]:
+    """How a group looks, everywhere."""
+    dash = list(DASHES)[number // len(COLOURS) % len(DASHES)]
+    strokes = " ".join(map(str, DASHES[dash]))
+    return {
+        "label": visible(group.label),
+        "colour": COLOURS[number % len(COLOURS)],
+        "dash": dash,
+        "strokes": strokes,
+    }
+
+
+def shown(line: Curve) -> dict[str, Any]:
+    """A curve as the page's script takes it."""
+    numbers = {"y": line.y.middle, "low": line.y.low, "high": line.y.high}
+    return {
+        "x": rounded(line.x, 9),
+        **{name: None if found is None else rounded(found, 5) for name, found in numbers.items()},
+        "runs": [{"x": rounded(x, 9), "y": rounded(y, 5)} for x, y in line.runs],
+    }
+
+
+def rounded(found: np.ndarray, digits: int) -> list[float]:
+    """Numbers as the page holds them."""
+    return [float(f"{x:.{digits}g}") for x in found]
+
+
+def reach(lines: Sequence[Curve]) -> list[float]:
+    """The vertical axis: from the lowest to the highest point of any run, and a little more.
+
+    Not of the bands: that of two runs is so wide that it would press all curves flat.
+    """
+    y = np.concatenate([y for line in lines for _, y in line.runs])
+    low, high = float(y.min()), float(y.max())
+    room = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
+    return [low - room, high + room]
+
+
+def draw(file: Path, groups: Sequence[Group], lines: Sequence[Curve], title: str, metric: str) -> None:
+    """Write the curves as a picture; names and settings are text in it, whatever signs they hold."""
+    labels = [cut(visible(group.label), LEGEND) for group in groups]
+    columns = 2 if max(map(len, labels)) < LEGEND // 2 else 1
+    # A reader's own settings may ask for TeX, and `$` would begin a formula.
+    with matplotlib.rc_context({"text.usetex": False, "text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # of a script that the font lacks: a box says it
+        picture = Figure(figsize=(7, 4 + 0.2 * math.ceil(len(groups) / columns)), layout="constrained")
+        plot = picture.add_subplot(xlabel=title, ylabel=visible(metric), ylim=reach(lines))
+        handles = []
+        for number, (group, line) in enumerate(zip(groups, lines, strict=True)):
+            look = style(number, group)
+            colour, dash = look["colour"], (0, DASHES[look["dash"]] or None)
+            if line.y.low is not None and line.y.high is not None:
+                plot.fill_between(line.x, line.y.low, line.y.high, color=colour, alpha=0.25, linewidth=0, zorder=2)
+            if len(line.runs) > 1:
+                for x, y in line.runs:
+                    plot.plot(x, y, color=colour, linewidth=0.6, alpha=0.7, zorder=3)
+            marker = "o" if len(line.x) == 1 else None
+            options = {"color": colour, "linestyle": dash, "linewidth": 2, "marker": marker, "zorder": 4}
+            handles += plot.plot(line.x, line.y.middle, **options)
+        plot.grid(alpha=0.3)
+        plot.spines[["top", "right"]].set_visible(False)
+        picture.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+        picture.savefig(file, dpi=150)

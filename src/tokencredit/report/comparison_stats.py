@@ -1,0 +1,297 @@
+"""Runs beside each other: which belong together, what differs, and what the seeds of one setting say together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from tokencredit.errors import ConfigError
+from tokencredit.report.reading import Run
+from tokencredit.report.templating import figure
+from tokencredit.runs.diagnosis import WINDOW, headline
+from tokencredit.runs.jsonl import is_number
+
+POINTS = 500
+"""Of a curve, at most."""
+RESAMPLES = 2000
+"""Of a bootstrap interval, as rliable takes for curves."""
+LEVEL = 0.95
+SEED, FOLDER = "seed", "run.dir"
+"""The two keys in which repetitions of one setting differ."""
+LABEL = 60
+"""Characters of a curve's name that is made from settings, at most."""
+MISSING = "not set"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are one curve."""
+
+    label: str
+    runs: list[Run]
+    settings: list[dict[str, str]]
+    """Of each run, by dotted key."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What several runs say together, at one point or at many; without an interval if it is one run."""
+
+    middle: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A group's curve, and those of its runs as far as each goes: pairs of x and y."""
+
+    x: np.ndarray
+    y: Estimate
+    runs: list[tuple[np.ndarray, np.ndarray]]
+
+
+def axes(runs: Sequence[Run]) -> dict[str, str]:
+    """What curves can be drawn over, with its name for a reader; only what all runs counted in each iteration."""
+    titles = {"iteration": "iterations", "seconds": "seconds"}
+    titles |= {"steps": "environment steps"} if is_control(runs[0]) else {"tokens": "tokens sampled"}
+    rows = [row for run in runs for row in run.metrics]
+    return {name: title for name, title in titles.items() if all(is_number(row.get(name)) for row in rows)}
+
+
+def is_control(run: Run) -> bool:
+    """Whether it trained an agent, not a language model."""
+    return "env" in run.config
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """What to call runs: by their folders' names if these differ, else by their paths in the folder they share."""
+    whole = [path.resolve() for path in paths]
+    short = [path.name for path in whole]
+    if len(set(short)) == len(short):
+        return short
+    shared = os.path.commonpath([path.parent for path in whole])
+    return [str(path.relative_to(shared)) for path in whole]
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, str]:
+    """The settings of a configuration as text, by dotted key; entries of a list of groups by `[number]`."""
+    if isinstance(config, Mapping):
+        pairs = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in config.items()]
+    elif isinstance(config, list) and any(isinstance(item, Mapping) for item in config):
+        pairs = [(f"{prefix}[{number}]", item) for number, item in enumerate(config)]
+    else:
+        return {prefix: config if isinstance(config, str) else json.dumps(config, ensure_ascii=False, default=str)}
+    return {name: text for key, value in pairs for name, text in flatten(value, key).items()}
+
+
+def without_seed(settings: Mapping[str, str]) -> dict[str, str]:
+    """What makes a run comparable with itself."""
+    return {key: value for key, value in settings.items() if key not in (SEED, FOLDER)}
+
+
+def group_runs(runs: Sequence[Run], key: str | None = None) -> list[Group]:
+    """Runs that belong together, in the order in which they were given.
+
+    Args:
+        runs: at least one.
+        key: the dotted key whose value they share; None for runs that differ in nothing but their seed and folder.
+
+    Raises:
+        ConfigError: no run has such a key.
+    """
+    settings = [flatten(run.config) for run in runs]
+    if key is not None and not any(key in found for found in settings):
+        known = dict.fromkeys(name for found in settings for name in found)
+        near = difflib.get_close_matches(key, known, n=1)
+        raise ConfigError(
+            f"no run has the key {key}" + (f"; did you mean {near[0]}?" if near else "; see a run's config.yaml")
+        )
+    parts: dict[Any, list[int]] = {}
+    for number, found in enumerate(settings):
+        same = found.get(key, MISSING) if key is not None else tuple(sorted(without_seed(found).items()))
+        parts.setdefault(same, []).append(number)
+    members = list(parts.values())
+    differ = differing([[settings[i] for i in part] for part in members]) if key is None else [key]
+    called = names([run.path for run in runs])
+    labels = [", ".join(f"{k} {settings[part[0]].get(k, MISSING)}" for k in differ) for part in members]
+    if not differ or max(map(len, labels)) > LABEL:
+        labels = [called[part[0]] + (f" and {len(part) - 1} more" if len(part) > 1 else "") for part in members]
+    return [
+        Group(label, [runs[i] for i in part], [settings[i] for i in part])
+        for label, part in zip(labels, members, strict=True)
+    ]
+
+
+def values(settings: Sequence[Mapping[str, str]], key: str) -> list[str]:
+    """The different values of a key among the runs of a group, sorted."""
+    return sorted({found.get(key, MISSING) for found in settings})
+
+
+def differing(groups: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+    """The keys whose values are not the same in every group, without seed and folder; `groups` are their settings."""
+    keys = dict.fromkeys(key for settings in groups for found in settings for key in without_seed(found))
+    return [key for key in keys if any(values(part, key) != values(groups[0], key) for part in groups)]
+
+
+def varying(group: Group) -> list[str]:
+    """The keys in which runs of one group differ beside seed and folder; only grouping by a key leaves any."""
+    keys = dict.fromkeys(key for found in group.settings for key in without_seed(found))
+    return [key for key in keys if len(values(group.settings, key)) > 1]
+
+
+def repeated(group: Group) -> Iterator[tuple[str, str]]:
+    """Pairs of runs, by name, that have their seed and everything else in common: one sample, twice."""
+    pairs = zip(group.runs, group.settings, strict=True)
+    for (one, a), (two, b) in combinations(pairs, 2):
+        if without_seed(a) == without_seed(b) and a.get(SEED) == b.get(SEED):
+            yield str(one.path), str(two.path)
+
+
+def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
+    """The metric to compare by: the one asked for, or that which says how well such runs go.
+
+    Raises:
+        ConfigError: texts and agents stand together, or a run has no number for the metric.
+    """
+    for run in runs[1:]:
+        if is_control(run) != is_control(runs[0]):
+            text, agent = (runs[0], run) if is_control(run) else (run, runs[0])
+            raise ConfigError(
+                f"{str(text.path)!r} trained a language model and {str(agent.path)!r} an agent, whose metrics mean "
+                "other things; compare runs of one kind"
+            )
+    wanted = metric or headline(runs[0].config)
+    found = [{k for row in run.metrics for k, v in row.items() if is_number(v) and k != "iteration"} for run in runs]
+    lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]
+    if not lacking:
+        return wanted
+    common = sorted(set.intersection(*found))
+    near = difflib.get_close_matches(wanted, common, n=1)
+    raise ConfigError(
+        f"no number for the metric {wanted} in {', '.join(lacking)}; "
+        + (f"did you mean {near[0]}? " if near else "")
+        + (f"all runs have {', '.join(common)}" if common else "the runs have no metric in common")
+    )
+
+
+def estimate(samples: np.ndarray) -> Estimate:
+    """What runs say together, with a 95 % interval of what a typical run would have said.
+
+    Of one run itself, without interval. Of two the mean ± t₀.₉₇₅,₁ · s / √2, Student's interval. Of more the
+    interquartile mean, which leaves out the ⌊n / 4⌋ lowest and highest runs, and the 2.5th and 97.5th percentile of the
+    same over resamples of the runs, drawn with replacement: Agarwal et al. (2021), "Deep Reinforcement Learning at the
+    Edge of the Statistical Precipice", section 4. Their strata are tasks; here is one, so each run is drawn from all.
+    The same numbers give the same interval.
+
+    Args:
+        samples: [runs, points], all finite.
+    """
+    count, points = samples.shape
+    if count == 1 or not points:
+        return Estimate(samples.mean(axis=0))
+    if count == 2:
+        middle = samples.mean(axis=0)
+        reach = stats.t.ppf((1 + LEVEL) / 2, df=1) * samples.std(axis=0, ddof=1) / math.sqrt(2)
+        return Estimate(middle, middle - reach, middle + reach)
+    options: dict[str, Any] = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "percentile"}
+    found = stats.bootstrap((samples,), interquartile_mean, axis=0, vectorized=True, batch=200, rng=0, **options)
+    return Estimate(interquartile_mean(samples), *found.confidence_interval)
+
+
+def interquartile_mean(samples: np.ndarray, axis: int = 0) -> np.ndarray:
+    """The mean of what is left when a quarter of the values, rounded down, is cut off at either end."""
+    return stats.trim_mean(samples, 0.25, axis=axis)
+
+
+def thinned(x: np.ndarray) -> np.ndarray:
+    """The positions of at most `POINTS` entries, evenly spread, with the first and the last."""
+    return np.unique(np.linspace(0, len(x) - 1, min(POINTS, len(x))).round().astype(int))
+
+
+def series(run: Run, metric: str, axis: str, smooth: int) -> tuple[np.ndarray, np.ndarray]:
+    """A metric of one run over iterations, or over what `axis` counts, summed up; where it has no number is no point.
+
+    Each point is the mean of the last `smooth` numbers, of fewer at the beginning; a run with more numbers than
+    `POINTS` takes at least as many as lie between two points that are kept.
+    """
+    rows = list({row["iteration"]: row for row in run.metrics}.values())
+    x = np.array([row[axis] for row in rows], dtype=float)
+    x = x if axis == "iteration" else x.cumsum()
+    there = np.array([is_number(row.get(metric)) for row in rows])
+    x, y = x[there], np.array([row[metric] for row, kept in zip(rows, there, strict=True) if kept], dtype=float)
+    width = max(smooth, math.ceil(len(y) / POINTS))
+    kept = thinned(x)
+    return x[kept], np.array([y[max(0, end - width) : end].mean() for end in kept + 1])
+
+
+def curve(runs: Sequence[Run], metric: str, axis: str, smooth: int = 1) -> Curve:
+    """The curve of a group: at each point what all its runs say together, so it ends where its shortest run does.
+
+    Runs are brought to common points by straight lines between their own ones; where these are the same, as over
+    iterations, nothing changes. Runs without a common stretch leave a curve without points.
+    """
+    lines = [series(run, metric, axis, smooth) for run in runs]
+    start, end = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
+    grid = np.unique(np.concatenate([x for x, _ in lines]))
+    grid = grid[(grid >= start) & (grid <= end)]
+    grid = grid[thinned(grid)] if len(grid) else grid
+    return Curve(grid, estimate(np.stack([np.interp(grid, x, y) for x, y in lines])), lines)
+
+
+def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list[str]]]:
+    """What came out: the names of the columns, and a row of cells a group; no column that no run has a number for."""
+    length = "train/average_length" if is_control(groups[0].runs[0]) else "length"
+    evaluated = "eval/" + headline(groups[0].runs[0].config).split("/")[-1]
+    measures: dict[str, Callable[[Run], float | None]] = {
+        f"{metric}, first": lambda run: next((x for x in column(run, metric) if x is not None), None),
+        f"{metric}, last": lambda run: last(run, metric),
+        f"{evaluated}, best": lambda run: max((x for x in column(run, evaluated) if x is not None), default=None),
+        "kl, last": lambda run: last(run, "kl"),
+        f"{length}, last": lambda run: last(run, length),
+        "seconds": lambda run: sum(x for x in column(run, "seconds") if x is not None),
+        "iterations": lambda run: len(run.metrics),
+    }
+    table = {name: [told(list(map(measure, group.runs))) for group in groups] for name, measure in measures.items()}
+    table = {name: cells for name, cells in table.items() if any(cells)}
+    table["stopped by"] = [", ".join(sorted({stop(run) for run in group.runs})) for group in groups]
+    return list(table), [list(row) for row in zip(*table.values(), strict=True)]
+
+
+def column(run: Run, metric: str) -> list[float | None]:
+    """A metric an iteration; None where it is no number."""
+    return [row[metric] if is_number(row.get(metric)) else None for row in run.metrics]
+
+
+def last(run: Run, metric: str) -> float | None:
+    """Where a metric ended: its mean over the last iterations, as far as it is a number there."""
+    found = [x for x in column(run, metric)[-WINDOW:] if x is not None]
+    return sum(found) / len(found) if found else None
+
+
+def stop(run: Run) -> str:
+    """What ended a run."""
+    return str(run.summary.get("stopped_by", "not known")) if run.summary else "not finished"
+
+
+def told(found: Sequence[float | None]) -> str:
+    """One number a run, as a cell: together, with the interval, and of how many runs if some have none."""
+    numbers = [x for x in found if x is not None]
+    if not numbers:
+        return ""
+    result = estimate(np.array(numbers, dtype=float)[:, None])
+    text = figure(result.middle.item())
+    if result.low is not None and result.high is not None:
+        ends = figure(result.low.item()), figure(result.high.item())
+        text += "" if ends == (text, text) else f" [{', '.join(ends)}]"
+    return text + (f" ({len(numbers)} of {len(found)} runs)" if len(numbers) < len(found) else "")

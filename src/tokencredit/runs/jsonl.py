@@ -1,0 +1,116 @@
+"""What a run has written a line at a time, read back and checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokencredit.errors import ConfigError
+
+FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
+"""How a run begins each line, so that most of a long file need not be understood."""
+LARGEST = 1e100
+"""Where numbers of a file end, so that sums and products of them are numbers still."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and none that leads out of them."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_count(value: Any) -> bool:
+    """Whether it can be the number of an iteration, here and in a browser."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a text."""
+    return isinstance(value, str)
+
+
+def all_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether it is a list of such values."""
+    return lambda values: isinstance(values, list) and all(map(kind, values))
+
+
+SAMPLE: dict[str, Callable[[Any], bool]] = {
+    "iteration": is_count,
+    "prompt": is_text,
+    "completion": is_text,
+    "reward": is_number,
+    "truncated": lambda value: isinstance(value, bool),
+    "tokens": all_of(is_text),
+    "logprobs": all_of(is_number),
+    "values": all_of(is_number),
+    "rewards": all_of(is_number),
+    "advantages": all_of(is_number),
+}
+"""What a completion's record holds at least, and of which kind; the lists have an entry a token."""
+MAY_HAVE = ("ref_logprobs", "new_logprobs")
+"""Lists of numbers that it has in some runs."""
+
+
+def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl, one an iteration; what is no finite number is None.
+
+    Raises:
+        ConfigError: a line that is no JSON object; the message names it.
+    """
+    for _, row in read_lines(file):
+        if is_count(row.get("iteration")):
+            yield {name: value if is_number(value) else None for name, value in row.items()}
+
+
+def read_samples(file: Path, iterations: Container[int]) -> list[dict[str, Any]]:
+    """The completions of these iterations in samples.jsonl.
+
+    Raises:
+        ConfigError: a line that is no completion; the message names it.
+    """
+
+    def skip(line: bytes) -> bool:
+        found = FIRST_NUMBER.match(line)
+        return found is not None and int(found[1]) not in iterations
+
+    samples = []
+    for where, sample in read_lines(file, skip):
+        if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
+            raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
+        if wrong := next((name for name in MAY_HAVE if name in sample and not all_of(is_number)(sample[name])), None):
+            raise ConfigError(f"{where} has no {wrong} that can be read")
+        lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
+        if len({len(sample[name]) for name in lists}) != 1:
+            raise ConfigError(f"{where} has lists of different lengths")
+        samples.append(sample)
+    return samples
+
+
+def read_lines(file: Path, skip: Callable[[bytes], bool] = lambda _: False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each record of a file of JSON lines stands, and the record; none if there is no such file.
+
+    A last line without an end, which is still being written, is left out, and so is what `skip` says.
+
+    Raises:
+        ConfigError: a line that is no JSON object; the message names it.
+    """
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n") and line.strip() and not skip(line):
+                where = f"{file}, line {number}"
+                yield where, read_object(where, line)
+
+
+def read_object(where: Any, text: str | bytes) -> dict[str, Any]:
+    """A JSON object, or a `ConfigError` that says where there is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is not a JSON object")
+    return found

@@ -1,0 +1,1 @@
+"""What a run is configured with: dataclasses, their checks, and reading them from YAML and flags."""

@@ -1,0 +1,138 @@
+"""What a run in the Gymnasium world is told; as `runs.config`, it is read before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.fields import check, setting
+from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, StopConfig, UpdateConfig
+
+
+@dataclass
+class EnvConfig:
+    """The environment, several copies of it."""
+
+    id: str = "CartPole-v1"
+    """A registered environment, or `module:Env-v0` for one that importing the module registers."""
+    number: int = setting(4, at_least=1)
+    """Copies that are stepped together."""
+    processes: bool = False
+    """Whether each copy runs in a process of its own, which pays for slow environments."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Handed to the environment."""
+    normalize_observations: bool = False
+    """Shift and scale observations by their running mean and deviation."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running deviation of the discounted return."""
+    clip: float = setting(10.0, above=0)
+    """Normalised observations and rewards are held within ± this."""
+
+
+@dataclass
+class AgentConfig:
+    """The actor and its critic."""
+
+    policy: Literal["mlp", "transformer"] = "mlp"
+    """Linear layers on the last observation, or a causal transformer on the last `context` ones of the episode."""
+    hidden: list[int] = field(default_factory=lambda: [64, 64])
+    """Widths of the hidden layers; a transformer has a block for each, all of the same width."""
+    activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    """What follows each of them; in a transformer, within each block."""
+    context: int = setting(8, at_least=1)
+    """Observations that a transformer reads; before there are as many, the episode's first one is repeated."""
+    heads: int = setting(4, at_least=1)
+    """A transformer's attention heads; they divide its width."""
+    critic: Literal["separate", "shared", "none"] = "separate"
+    """Whether the critic has layers of its own, shares the actor's hidden ones, or does not exist."""
+    log_std: float = 0.0
+    """First log-deviation of continuous actions; it does not depend on the state."""
+    actions: Literal["clip", "scale"] = "clip"
+    """Continuous actions outside the environment's bounds are clipped to them; or [-1, 1] is scaled to the bounds."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for widths that no transformer has."""
+        if self.policy == "transformer" and (
+            not self.hidden or len(set(self.hidden)) > 1 or self.hidden[0] % self.heads
+        ):
+            raise ConfigError(
+                f"agent.hidden is {self.hidden}; a transformer's blocks are of one width, a multiple of agent.heads, "
+                f"{self.heads}"
+            )
+
+    def observations(self) -> int:
+        """How many of the last observations the agent reads at once."""
+        return self.context if self.policy == "transformer" else 1
+
+
+@dataclass
+class EpisodesConfig:
+    """Evaluation in a copy of the environment of its own."""
+
+    every: int = setting(0, at_least=0)
+    """Iterations between two evaluations; 0 evaluates at the end only."""
+    episodes: int = setting(10, at_least=0)
+    """Episodes an evaluation; 0 for none."""
+    greedy: bool = True
+    """Whether the likeliest action is taken, or one is drawn as in training."""
+    videos: int = setting(0, at_least=0)
+    """Further episodes an evaluation that are recorded in `videos/`; needs `tokencredit[video]`."""
+
+
+@dataclass
+class ControlConfig:
+    """Everything that a run in the Gymnasium world is told."""
+
+    seed: int = setting(1, at_least=0)
+    """The one seed behind all randomness."""
+    algorithm: Literal["ppo", "policy_gradient"] = "ppo"
+    """policy_gradient takes one step on the whole batch, at which the ratio is 1; ppo.epochs and ppo.minibatches do not
+    count then."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """The environment, several copies of it."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """The actor and its critic."""
+    steps: int = setting(128, at_least=2)
+    """Steps of each copy an iteration."""
+    advantage: AdvantageConfig = field(
+        default_factory=lambda: AdvantageConfig(gamma=0.99, lam=0.95, whiten_over="minibatch")
+    )
+    """How rewards become credit."""
+    ppo: UpdateConfig = field(default_factory=lambda: UpdateConfig(value_coef=1.0, entropy_coef=0.01))
+    """The clipped update."""
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(
+            lr=2.5e-4, value_lr=2.5e-4, eps=1e-5, warmup=0, final_scale=0.0, max_grad_norm=0.5
+        )
+    )
+    """The optimiser, with a learning rate for the actor and one for the critic."""
+    threads: int | None = setting(1, at_least=1)
+    """PyTorch's threads; null leaves their number to PyTorch. Small networks are fastest on one."""
+    stop: StopConfig = field(default_factory=StopConfig)
+    """When a run ends before its last iteration."""
+    eval: EpisodesConfig = field(default_factory=EpisodesConfig)
+    """Evaluation in a copy of the environment of its own."""
+    run: RunConfig = field(default_factory=lambda: RunConfig(iterations=976, show_every=0, save_every=100))
+    """How long it runs, and what it leaves where."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what cannot work."""
+        check(self)
+        batch = self.env.number * self.steps
+        if self.algorithm == "ppo" and batch % self.ppo.minibatches:
+            raise ConfigError(
+                f"ppo.minibatches is {self.ppo.minibatches}; it must divide the batch, "
+                f"env.number {self.env.number} × steps {self.steps} = {batch}"
+            )
+        needs_critic = ("gae", "td", "one_step", "monte_carlo", "n_step", "decoupled_gae", "length_adaptive_gae")
+        if self.agent.critic == "none" and self.advantage.estimator in needs_critic:
+            raise ConfigError(
+                f"advantage.estimator is {self.advantage.estimator}, which needs a critic; set agent.critic, or take "
+                "total_return or reward_to_go"
+            )
+        for key, value in (("stop.kl", self.stop.kl), ("run.push_to_hub", self.run.push_to_hub)):
+            if value is not None:
+                raise ConfigError(f"{key} is {value!r}; it is for language models, leave it out")
+        if self.advantage.estimator in ("uniform", "group_relative", "leave_one_out"):
+            raise ConfigError(f"advantage.estimator is {self.advantage.estimator}, which is for texts: one score a row")

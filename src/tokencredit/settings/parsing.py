@@ -1,0 +1,191 @@
+"""From arguments and YAML files to checked configurations; jsonargparse, which reads them, is kept from importing."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.code_policy import refuse_foreign_code
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.yaml import check_yaml
+
+set_parsing_settings(
+    docstring_parse_attribute_docstrings=True,
+    # jsonargparse would import, and in part call, whatever a `class_path` in a configuration names. It goes that way
+    # itself to the classes of lists and of what may be null.
+    import_path_denylist=["*"],
+    import_path_allowlist=["tokencredit.RewardTerm", "tokencredit.PromptsConfig", "tokencredit.settings.data"],
+    instantiate_subclass_spec_in_any=False,
+)
+any_yaml = get_loader("yaml")
+
+
+def bounded_yaml(text: str) -> Any:
+    """What jsonargparse makes of YAML, once that is known to be within bounds."""
+    check_yaml(text)
+    return any_yaml(text)
+
+
+set_loader("yaml", bounded_yaml, exceptions=(yaml.YAMLError, ValueError))
+
+Config = TypeVar("Config", PPOConfig, ControlConfig)
+
+RESUME = "The folder of a run that was cut short, to go on with, with its configuration; flags change that."
+NOT_SETTINGS = ("config", "debug", "no_code", "resume")
+"""Options of `train` and `control` that are no keys of a configuration."""
+
+
+def with_resumed(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--resume RUN` as what it also stands for: the run's configuration, which flags change."""
+    run = resumed_run(arguments)
+    if run is None:
+        return list(arguments)
+    return [arguments[0], "--config", str(Path(run) / "config.yaml"), "--run.dir", run, *arguments[1:]]
+
+
+def resumed_run(arguments: Sequence[str]) -> str | None:
+    """The folder that `--resume` names; a configuration file cannot ask for that."""
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--resume" and (equals or len(arguments) > at + 1):
+            return value if equals else arguments[at + 1]
+    return None
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Let whatever jsonargparse raises of a value that it did not foresee be one message: it has no common type."""
+    try:
+        yield
+    except (ArgumentError, ConfigError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"not a configuration: {named(str(error))} ({type(error).__name__})") from error
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser, which would pass over a file's `model: 3`, where a group of keys belongs."""
+
+    def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse a file, and raise `ConfigError` for a group that is none."""
+        found = super().parse_path(*args, **kwargs)
+        check_groups(found, self.get_defaults(skip_validation=True))
+        return found
+
+
+def check_groups(found: Namespace, defaults: Namespace, prefix: str = "") -> None:
+    """Raise `ConfigError` for the first key that has something other than keys where `defaults` has keys."""
+    for key, default in vars(defaults).items():
+        if isinstance(default, Namespace) and key in found:
+            if not isinstance(found[key], Namespace):
+                raise ConfigError(
+                    f"{prefix}{key} is {found[key]!r}; it must hold keys, such as {next(iter(vars(default)))}"
+                )
+            check_groups(found[key], default, f"{prefix}{key}.")
+
+
+def named(message: str) -> str:
+    """A message in which jsonargparse refuses to import something, without its advice to programmers."""
+    return re.sub(
+        r"Importing ('[^']*') is not allowed.*?to allow it\.", r"\1 names code, and none is imported here", message
+    )
+
+
+def new_parser(description: str) -> ArgumentParser:
+    """A parser that raises what it does not understand, and takes no abbreviations, since keys are many and alike."""
+    return Parser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
+
+
+def new_command(description: str, runs_code: bool = True) -> ArgumentParser:
+    """The parser of a subcommand, with what all have; those that read figures and texts alone run no code of others."""
+    command = new_parser(description)
+    command.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    if runs_code:
+        command.add_argument(
+            "--no-code", action="store_true", help="Refuse a configuration that lets code of others run."
+        )
+    return command
+
+
+@functools.cache  # a sweep reads many configurations
+def config_parser(kind: type[Config]) -> ArgumentParser:
+    """The parser of a configuration, which is that of the subcommand that trains with it."""
+    what = "a language model with PPO" if kind is PPOConfig else "an agent in a Gymnasium environment"
+    parser = new_command(f"Train {what}.")
+    parser.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
+    parser.add_argument("--resume", help=RESUME)
+    parser.add_class_arguments(kind)
+    if kind is PPOConfig:
+        # A tuple, because jsonargparse merges a list of the same length into the default item by item.
+        parser.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
+    return parser
+
+
+def to_config(options: Namespace, kind: type[Config], no_code: bool = False) -> Config:
+    """The checked configuration that options stand for, as `config_parser` parsed them.
+
+    Raises:
+        ConfigError: it cannot work, or it lets code of others run where `no_code` forbids that.
+    """
+    settings = vars(config_parser(kind).instantiate(options))
+    config = kind(**{key: value for key, value in settings.items() if key not in NOT_SETTINGS})
+    if no_code:
+        refuse_foreign_code(config)
+    return config
+
+
+def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
+    """The configuration of a run, from the file in its folder.
+
+    Raises:
+        ConfigError: there is no such file, it is not the configuration of a run, or as `to_config`.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
+    try:
+        with plainly():
+            return to_config(config_parser(kind).parse_path(file), kind, no_code)
+    except (ArgumentError, ConfigError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def configure(world: str, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
+    """The whole configuration that some settings of one of a sweep's worlds stand for, as `--config` reads them.
+
+    Raises:
+        ConfigError: a key or value that the world refuses, or as `to_config`.
+    """
+    kind = PPOConfig if world == "text" else ControlConfig
+    parser = config_parser(kind)
+    try:
+        with plainly():
+            return asdict(to_config(parser.parse_string(yaml.safe_dump(settings)), kind, no_code))
+    except ArgumentError as error:
+        raise ConfigError(explain(str(error), [], parser)) from error
+
+
+def explain(message: str, arguments: Sequence[str], command: ArgumentParser | None) -> str:
+    """A parser's complaint in one line: the key, its file unless it was a flag, and the key that was probably meant."""
+    message = named(message)
+    key = re.search(
+        r"does not accept option '([^']+)'|unrecognized arguments: --([^\s=]+)|Parser key \"([^\"]+)\"", message
+    )
+    name = next(filter(None, key.groups())) if key else ""
+    file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
+    where = f"{file}: " if file and not any(a.startswith(f"--{name}") for a in arguments if name) else ""
+    if key is None or key[3]:
+        return where + " ".join(message.replace('"<unicode string>"', str(file)).split())
+    known = command.get_defaults(skip_validation=True).keys() if command else []
+    near = difflib.get_close_matches(name, [k for k in known if k != "debug"], n=1)
+    return f"{where}unknown key {name}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")

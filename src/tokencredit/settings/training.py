@@ -1,0 +1,231 @@
+"""Settings of training: sampling, credit, the update, the KL penalty, the optimizer, and the run itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.fields import setting
+
+Estimator = Literal[
+    "gae",
+    "td",
+    "one_step",
+    "monte_carlo",
+    "n_step",
+    "decoupled_gae",
+    "length_adaptive_gae",
+    "total_return",
+    "reward_to_go",
+    "uniform",
+    "group_relative",
+    "leave_one_out",
+]
+Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
+
+
+@dataclass
+class SamplingConfig:
+    """How a completion is drawn.
+
+    top_k, top_p, min_p and min_new_tokens keep tokens from being drawn; log-probabilities, KL and ratio remain those
+    of the whole distribution, in sampling and in training alike.
+    """
+
+    max_new_tokens: int = setting(24, at_least=1)
+    """Longest completion, in tokens; one that has not ended by then is cut off."""
+    min_new_tokens: int = setting(0, at_least=0)
+    """Tokens before which no completion ends."""
+    temperature: float = setting(1.0, above=0)
+    """Divides the logits, in sampling and in training alike."""
+    top_k: int | None = setting(None, at_least=1)
+    """Draw from the k likeliest tokens; null for all."""
+    top_p: float | None = setting(None, above=0, at_most=1)
+    """Draw from the likeliest tokens that together have this probability; null for all."""
+    min_p: float | None = setting(None, above=0, at_most=1)
+    """Draw from tokens at least this likely, relative to the likeliest; null for all."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, which keeps them."""
+    stop_at_eos: bool = True
+    """Whether an end-of-sequence token ends a completion; if not, only stop and max_new_tokens do."""
+
+
+@dataclass
+class RolloutConfig(SamplingConfig):
+    """How many completions are sampled, and how."""
+
+    batch_size: int = setting(64, at_least=1)
+    """Completions an iteration, over all processes."""
+    per_prompt: int = setting(1, at_least=1)
+    """Completions of each prompt; it divides batch_size."""
+
+
+@dataclass
+class AdvantageConfig:
+    """How rewards become credit."""
+
+    estimator: Estimator = "gae"
+    """How advantages are estimated; docs/algorithms.md says when to use which."""
+    gamma: float = setting(1.0, at_least=0, at_most=1)
+    """Discount a token."""
+    lam: float = setting(0.95, at_least=0, at_most=1)
+    """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
+    lam_returns: float = setting(1.0, at_least=0, at_most=1)
+    """λ of the critic's targets, in decoupled_gae and length_adaptive_gae."""
+    alpha: float = setting(0.05, above=0)
+    """Of length_adaptive_gae, whose λ is 1 − 1 / (alpha · length)."""
+    n: int = setting(5, at_least=1)
+    """Steps of n_step."""
+    scale: bool = True
+    """Whether group_relative divides by its group's deviation."""
+    whiten: bool = True
+    """Bring advantages to mean 0 and deviation 1."""
+    whiten_over: Literal["batch", "minibatch"] = "batch"
+    """What they are brought to it over."""
+
+    def options(self) -> dict[str, Any]:
+        """The settings of the estimators themselves, for `core.advantages.estimate`."""
+        return {key: value for key, value in vars(self).items() if key not in ("estimator", "whiten", "whiten_over")}
+
+    def whitened_over(self, what: str) -> bool:
+        """Whether advantages are whitened over batches, or over minibatches."""
+        return self.whiten and self.whiten_over == what
+
+
+@dataclass
+class UpdateConfig:
+    """The clipped update."""
+
+    epochs: int = setting(4, at_least=1)
+    """Passes over each batch."""
+    minibatches: int = setting(4, at_least=1)
+    """Optimiser steps a pass."""
+    micro_batch_tokens: int | None = setting(None, at_least=2)
+    """Tokens that a model reads at once in the update and in scoring, prompts and padding included; null for no limit.
+    Lower it when memory runs out; it changes no gradient."""
+    clip: float = setting(0.2, above=0, below=1)
+    """The ratio to the sampling policy is clipped to [1 − clip, 1 + clip]."""
+    clip_high: float | None = setting(None, above=0)
+    """The upper side of that range, where it should differ; null for clip."""
+    dual_clip: float | None = setting(None, above=1)
+    """Largest loss of a token with a negative advantage, in multiples of that advantage; null for no limit."""
+    reduction: Literal["token", "sequence", "constant"] = "token"
+    """What weighs the same in the loss: every token, every completion, or every token by a constant."""
+    value_clip: float | None = setting(0.2, above=0)
+    """Largest change of a value that the value loss rewards in one update; null for no clipping."""
+    value_coef: float = setting(0.5, at_least=0)
+    """Weight of the value loss."""
+    entropy_coef: float = setting(0.0, at_least=0)
+    """Weight of the entropy bonus."""
+    critic_warmup: int = setting(0, at_least=0)
+    """First iterations in which only the critic learns."""
+    target_kl: float | None = setting(None, above=0)
+    """End an update once its policy is this far, in nats a token, from the one that sampled; null for never."""
+
+    def objective(self) -> dict[str, Any]:
+        """What `learn.update.Objective` takes of these settings."""
+        both = (self.clip, self.clip if self.clip_high is None else self.clip_high)
+        names = ("dual_clip", "value_clip", "value_coef", "entropy_coef", "reduction")
+        return {"clip": both} | {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class KLConfig:
+    """What holds the policy near its starting point."""
+
+    coef: float = setting(0.05, at_least=0)
+    """β, the price of a nat. With 0 there is no reference model."""
+    place: Literal["reward", "loss"] = "reward"
+    """Whether each token's reward pays for it, or the loss."""
+    estimator: Literal["k1", "k2", "k3", "full"] = "k1"
+    """k1 to k3 estimate it from the sampled token; full sums over the vocabulary."""
+    target: float | None = setting(None, above=0)
+    """Nats a sequence that coef is adapted to hold; null leaves coef as it is."""
+    horizon: float = setting(10_000, above=0)
+    """Completions over which an adapted coef follows."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimiser, with a learning rate for the model and one for the value head."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices inside the model with adamw for the rest."""
+    lr: float = setting(1e-4, above=0)
+    """Learning rate of the model."""
+    value_lr: float = setting(1e-3, above=0)
+    """Learning rate of the value head."""
+    weight_decay: float = setting(0.0, at_least=0)
+    """AdamW's weight decay."""
+    eps: float = setting(1e-8, above=0)
+    """AdamW's ε, which bounds its steps where gradients are tiny."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rates fall after the warm-up."""
+    warmup: int = setting(2, at_least=0)
+    """Iterations over which the learning rates rise."""
+    final_scale: float = setting(0.1, at_least=0, at_most=1)
+    """Learning rates at the end, as a share of the full ones."""
+    max_grad_norm: float | None = setting(1.0, above=0)
+    """Gradients with a larger norm are scaled down to it; null for never."""
+    grad_norm_type: Literal["l2", "max"] = "l2"
+    """The norm: over all elements, or the largest element."""
+
+    def norm_order(self) -> float:
+        """The norm as a number: 2, or infinity."""
+        return {"l2": 2.0, "max": math.inf}[self.grad_norm_type]
+
+
+@dataclass
+class StopConfig:
+    """When a run ends before its last iteration."""
+
+    reward: float | None = None
+    """Mean reward above which it is enough; null for never."""
+    kl: float | None = setting(None, above=0)
+    """KL to the reference, in nats a sequence, above which it is too much; null for never."""
+    patience: int = setting(1, at_least=1)
+    """Iterations in a row that must be above."""
+
+
+@dataclass
+class EvalConfig(SamplingConfig):
+    """Evaluation on held-out prompts, with sampling of its own; the best policy is kept in `best/`."""
+
+    every: int = setting(0, at_least=0)
+    """Iterations between two evaluations; 0 for none."""
+    samples: int = setting(64, at_least=1)
+    """Prompts an evaluation, over all processes."""
+    best_of: int = setting(1, at_least=1)
+    """Completions a prompt; eval/best is the mean over prompts of the best of them."""
+    prompts: PromptsConfig | None = None
+    """The held-out prompts; null for the training prompts."""
+
+
+@dataclass
+class RunConfig:
+    """How long it runs, and what it leaves where."""
+
+    dir: str | None = None
+    """The run's folder, which must not hold a run already unless that is resumed; null takes a new one,
+    `runs/DATE-TIME`."""
+    iterations: int = setting(40, at_least=1)
+    """Rollouts, each followed by one update."""
+    samples: int = setting(8, at_least=0)
+    """Completions an iteration kept in samples.jsonl, token by token."""
+    samples_every: int = setting(1, at_least=1)
+    """Iterations between two that keep completions; raise it where samples.jsonl would grow too large."""
+    save_every: int = setting(10, at_least=0)
+    """Iterations between two checkpoints, from which `--resume` goes on; the last iteration, and each that evaluates
+    best, get one too. 0 writes none, unless the run is asked to stop."""
+    keep_last: int = setting(2, at_least=1)
+    """Newest checkpoints that are kept, beside the one that evaluated best."""
+    max_bad_steps: int = setting(3, at_least=1)
+    """Losses, gradients or rewards in a row that are not finite, whose steps are left out, before the run stops."""
+    show_every: int = setting(10, at_least=0)
+    """Iterations between two tables of samples on the screen; 0 for none."""
+    trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go beside metrics.jsonl; any of Accelerate's trackers that is installed."""
+    push_to_hub: str | None = None
+    """Repository on the Hugging Face hub that the policy is uploaded to at the end; null for none."""

@@ -1,0 +1,1 @@
+"""Sweeps: the runs a file stands for, running them, and their status."""

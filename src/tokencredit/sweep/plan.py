@@ -1,0 +1,253 @@
+"""What a sweep file asks for, as plain runs, each with its whole configuration; and how far each of them is."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokencredit.errors import ConfigError
+from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.resuming import changes, flat, saved
+from tokencredit.settings.plain import read_yaml
+
+COMMANDS = {"text": "train", "control": "control"}
+"""The command that does a run of each world."""
+KEYS = ("world", "base", "grid", "variants", "seeds", "dir")
+TAKEN = "comparison"
+"""The folder beside those of the variants."""
+OWN = {"seed": "seeds", "run.dir": "dir"}
+"""Settings that a sweep gives itself, and the key of the file that they come from."""
+SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
+"""A name of a variant, which is a folder's."""
+
+Configure = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+"""From a world and some settings to the whole configuration, checked; raises `ConfigError`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run of a sweep."""
+
+    world: str
+    variant: str
+    seed: int
+    folder: Path
+    config: dict[str, Any]
+    """All of it, in plain dicts and lists."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return f"{self.variant}/seed-{self.seed}"
+
+    @property
+    def log(self) -> Path:
+        """What its processes said."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def summary(self) -> dict[str, Any]:
+        """What came out; empty while it has not ended."""
+        file = self.folder / "summary.json"
+        return read_object(file, file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def state(self) -> Literal["to begin", "to resume", "finished"]:
+        """How far it is; one that has no checkpoint because it writes none begins anew."""
+        summary = self.summary()
+        # One that was asked to stop in its last iteration has nothing to go on with.
+        if summary.get("iterations", 0) >= self.config["run"]["iterations"] or reached(summary):
+            return "finished"
+        begun = (self.folder / "config.yaml").is_file()
+        if begun and (self.config["run"]["save_every"] or saved(self.folder / "checkpoints")):
+            return "to resume"
+        return "to begin"
+
+
+def reached(summary: Mapping[str, Any]) -> bool:
+    """Whether a run ended because one of the rules under `stop` said so."""
+    return str(summary.get("stopped_by")).startswith("stop.")
+
+
+def read_sweep(file: Path, configure: Configure) -> list[Run]:
+    """The runs that a file asks for: each variant with each seed, in the file's order.
+
+    Args:
+        file: YAML with the keys `world`, `base`, `grid` or `variants`, `seeds` and `dir`; see docs/sweeps.md.
+        configure: checks a configuration and fills in what it leaves out.
+
+    Raises:
+        ConfigError: a mistake in the file or in one of its variants; nothing has been run or written.
+    """
+    asked = read_yaml(file)
+    base = asked.get("base", {})
+    if isinstance(base, str):
+        asked["base"] = read_yaml(file.parent / base)
+    try:
+        return expand(asked, configure)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def first_seeds(runs: Sequence[Run], count: int | None) -> list[Run]:
+    """The runs with the first seeds of their sweep, for a smaller study; all of them for None."""
+    seeds = list(dict.fromkeys(run.seed for run in runs))[:count]
+    return [run for run in runs if run.seed in seeds]
+
+
+def expand(asked: Mapping[str, Any], configure: Configure) -> list[Run]:
+    """The runs that a sweep file's settings stand for, `base` among them as a mapping; see `read_sweep`."""
+    for key in asked:
+        if key not in KEYS:
+            raise ConfigError(f"unknown key {key}; a sweep has {', '.join(KEYS)}")
+    world, folder, seeds = asked.get("world"), asked.get("dir"), asked.get("seeds")
+    if not isinstance(world, str) or world not in COMMANDS:
+        raise ConfigError(f"world is {world!r}; it must be text or control")
+    if not isinstance(folder, str) or not folder:
+        raise ConfigError(f"dir is {folder!r}; give the folder that the runs go into")
+    check_seeds(seeds)
+    base, defaults = nested(mapping(asked.get("base", {}), "base")), configure(world, {})
+    runs = []
+    for name, overrides in variants(asked).items():
+        try:
+            settings = merged(base, nested(overrides))
+            check_keys(settings, defaults)
+            config = configure(world, settings)
+        except ConfigError as error:
+            raise ConfigError(f"variant {name}: {error}") from error
+        for seed in seeds:
+            at = Path(folder) / name / f"seed-{seed}"
+            own = {"seed": seed, "run": config["run"] | {"dir": str(at)}}
+            runs.append(Run(world, name, seed, at, config | own))
+    return runs
+
+
+def mapping(value: Any, key: str) -> dict[str, Any]:
+    """A mapping of names; anything else is refused."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key} is {value!r}; it must be a mapping")
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigError(f"{key} has {name!r}, which YAML does not take for text; put it into quotes")
+    return value
+
+
+def check_seeds(seeds: Any) -> None:
+    """Raise `ConfigError` unless these are different whole numbers, at least one."""
+    if not isinstance(seeds, list) or not seeds:
+        raise ConfigError(f"seeds is {seeds!r}; it must be a list of at least one whole number")
+    for seed in seeds:
+        if type(seed) is not int or seed < 0:
+            raise ConfigError(f"seeds has {seed!r}; it must be a whole number, at least 0")
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds is {seeds}; each can be there only once")
+
+
+def variants(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The overrides of each variant by its name, from `variants` or from all combinations of `grid`."""
+    if ("grid" in asked) == ("variants" in asked):
+        raise ConfigError("give grid or variants, one of them" + (", not both" if "grid" in asked else ""))
+    if "grid" in asked:
+        return combinations(mapping(asked["grid"], "grid"))
+    found = mapping(asked["variants"], "variants")
+    if not found:
+        raise ConfigError("variants is empty; give at least one")
+    for name in found:
+        if not SAFE.fullmatch(name) or name == TAKEN:
+            raise ConfigError(
+                f"variants has {name!r}, which is to be a folder's name: letters, digits and _.,=+- only, at most 100, "
+                f"no sign but _ at the beginning, and not {TAKEN}"
+            )
+    return {name: mapping(overrides or {}, f"variants.{name}") for name, overrides in found.items()}
+
+
+def combinations(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every combination of a grid's values, by a name that says which, with keys as short as tells them apart.
+
+    >>> list(combinations({"advantage.lam": [0, 1], "optim.lr": [0.1]}))
+    ['lam=0,lr=0.1', 'lam=1,lr=0.1']
+    """
+    ends = [key.rpartition(".")[2] for key in grid]
+    short = [end if ends.count(end) == 1 else key for key, end in zip(grid, ends, strict=True)]
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.{key} is {values!r}; it must be a list of at least one value")
+    if not grid:
+        raise ConfigError("grid is empty; give at least one key")
+    found: dict[str, dict[str, Any]] = {}
+    for values in itertools.product(*grid.values()):
+        texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+        pairs = zip(short, texts, strict=True)
+        name = ",".join(f"{key}={re.sub(r'[^A-Za-z0-9_.+-]+', '-', text).strip('-.') or '-'}" for key, text in pairs)
+        if name in found or not SAFE.fullmatch(name):
+            why = "twice" if name in found else "too long or not a folder's name"
+            raise ConfigError(f"grid gives the name {name} {why}; name its combinations yourself, under variants")
+        found[name] = dict(zip(grid, values, strict=True))
+    return found
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with each dotted key as groups in groups.
+
+    >>> nested({"kl.coef": 1, "kl": {"place": "loss"}})
+    {'kl': {'coef': 1, 'place': 'loss'}}
+
+    Raises:
+        ConfigError: a key is given twice, once dotted.
+    """
+    found: dict[str, Any] = {}
+    for dotted, value in settings.items():
+        inner = nested(mapping(value, dotted)) if isinstance(value, dict) else value
+        for part in reversed(str(dotted).split(".")):
+            inner = {part: inner}
+        if twice := flat(found).keys() & flat(inner).keys():
+            raise ConfigError(f"{min(twice)} is given twice")
+        found = merged(found, inner)
+    return found
+
+
+def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with others laid over them; a list takes the place of a list."""
+    found = dict(base)
+    for key, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = merged(found[key], value) if both else value
+    return found
+
+
+def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise `ConfigError` for the first key that is not known, is no group, or is the sweep's own to give."""
+    for key, value in settings.items():
+        if prefix + key in OWN:
+            raise ConfigError(f"{prefix}{key} is given; a sweep gives it itself, from its key {OWN[prefix + key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            advice = f"did you mean {prefix}{near[0]}?" if near else "see --print_config for all keys"
+            raise ConfigError(f"unknown key {prefix}{key}; {advice}")
+        if isinstance(known[key], dict) and known[key]:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{key} is {value!r}; it is a group of settings: {', '.join(known[key])}")
+            check_keys(value, known[key], f"{prefix}{key}.")
+        elif (
+            isinstance(known[key], list) and known[key] and isinstance(known[key][0], dict) and isinstance(value, list)
+        ):
+            for place, item in enumerate(value):
+                check_keys(mapping(item, f"{prefix}{key}[{place}]"), known[key][0], f"{prefix}{key}[{place}].")
+
+
+def refuse_changed(runs: Sequence[Run]) -> None:
+    """Raise `ConfigError` if a run was begun with other settings than its sweep asks for now."""
+    for run in runs:
+        file = run.folder / "config.yaml"
+        if not file.is_file():
+            continue
+        if different := changes(file, run.config):
+            told = ", ".join(f"{key} is {now!r} and was {then!r}" for key, (then, now) in different.items())
+            raise ConfigError(
+                f"{run.name} in {str(run.folder)!r} was begun with other settings: {told}; give the sweep another dir, "
+                "or move that run away"
+            )

@@ -1,0 +1,1 @@
+"""Data sets and the prompts made of them."""

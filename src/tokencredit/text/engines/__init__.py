@@ -1,0 +1,1 @@
+"""Rollout engines: prompts and settings in, a rollout out."""

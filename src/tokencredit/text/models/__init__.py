@@ -1,0 +1,1 @@
+"""Models: loading and saving, the actor-critic, the compute dtype."""

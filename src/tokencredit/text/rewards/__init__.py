@@ -1,0 +1,1 @@
+"""Reward terms: functions, classifiers and reward models that score completions."""

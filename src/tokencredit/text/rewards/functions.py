@@ -1,0 +1,216 @@
+"""Ready-made reward functions.
+
+Each function here takes settings, checks them, and returns a reward function with the signature that all of them have:
+`f(prompts, completions, **columns)`, one number a completion, or None where it says nothing. In a configuration the
+settings are `kwargs`: `{function: count, kwargs: {text: "."}}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pickle import UnpicklingError
+from typing import Any
+
+from safetensors import SafetensorError
+
+from tokencredit.errors import ConfigError
+from tokencredit.text.rewards.texts import Text, plain
+
+RewardFunction = Callable[..., Any]
+"""`f(prompts, completions, **columns) -> list[float | None | list[float]]`, or the same as a coroutine function."""
+
+Texts = Sequence[Text]
+
+WORD = re.compile(r"\w+(?:['’-]\w+)*")
+
+
+def words(text: Text) -> list[str]:
+    """Runs of letters and digits, with apostrophes and hyphens inside them, case folded: "Don't!" is one word."""
+    return WORD.findall(plain(text).casefold())
+
+
+def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """All runs of `n` neighbours, in their order; none when there are fewer than `n` items."""
+    return list(zip(*(items[start:] for start in range(n)), strict=False))
+
+
+def length(unit: str = "words") -> RewardFunction:
+    """How long the completion is, in `words`, `characters` or `tokens` (those that were sampled, the last one's
+    end-of-sequence included).
+
+    Raises:
+        ConfigError: another unit.
+    """
+    measures: dict[str, Callable[[Text], int]] = {
+        "words": lambda c: len(words(c)),
+        "characters": lambda c: len(plain(c)),
+    }
+    if unit not in (*measures, "tokens"):
+        raise ConfigError(f"unit is {unit!r}; it must be one of words, characters, tokens")
+
+    def length(prompts: Texts, completions: Texts, completion_ids: Any = None, **columns: Any) -> list[float]:
+        if unit == "tokens":
+            return [float(len(ids)) for ids in completion_ids]
+        return [float(measures[unit](completion)) for completion in completions]
+
+    return length
+
+
+def count(text: str) -> RewardFunction:
+    """How often `text` occurs in the completion, without overlaps, upper and lower case told apart.
+
+    Raises:
+        ConfigError: `text` is empty or no string.
+    """
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"text is {text!r}; it must be a string of at least one character")
+
+    def count(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
+        return [float(plain(completion).count(text)) for completion in completions]
+
+    return count
+
+
+def regex(pattern: str) -> RewardFunction:
+    """1 where Python's `re.search` finds the pattern in the completion, 0 elsewhere.
+
+    Flags stand in the pattern: `(?i)` ignores case, `(?s)` lets a dot match a line's end.
+
+    Raises:
+        ConfigError: the pattern is no regular expression.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"pattern is {pattern!r}, which is no regular expression: {error}") from error
+
+    def regex(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
+        return [float(compiled.search(plain(completion)) is not None) for completion in completions]
+
+    return regex
+
+
+def lexicon_sentiment() -> RewardFunction:
+    """VADER's compound score of the completion, from −1 (bad) over 0 (neither) to 1 (good).
+
+    Words have fixed values that negations, intensifiers, capitals and exclamation marks change: Hutto and Gilbert 2014,
+    "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text". English only.
+
+    Raises:
+        ConfigError: vaderSentiment is not installed.
+    """
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError as error:
+        raise ConfigError("lexicon_sentiment needs vaderSentiment: pip install tokencredit[lexicon]") from error
+    analyzer = SentimentIntensityAnalyzer()
+
+    def lexicon_sentiment(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
+        return [analyzer.polarity_scores(plain(completion))["compound"] for completion in completions]
+
+    return lexicon_sentiment
+
+
+def repetition(n: int = 3) -> RewardFunction:
+    """Share of the completion's n-grams of words that stand in it a second time or more: 1 − distinct / all.
+
+    0 where nothing repeats, and in a completion of fewer than `n` words. With a negative weight it is a penalty.
+
+    Raises:
+        ConfigError: `n` is not a whole number of at least 1.
+    """
+    _require_positive("n", n)
+
+    def repetition(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
+        found = [ngrams(words(completion), n) for completion in completions]
+        return [1 - len(set(grams)) / len(grams) if grams else 0.0 for grams in found]
+
+    return repetition
+
+
+def distinct(n: int = 2) -> RewardFunction:
+    """Distinct-n within the completion: how many of its n-grams of words differ, as a share of all.
+
+    A completion of fewer than `n` words has no n-grams, so this says nothing of it (None), rather than praise it for
+    being short. Li et al. 2016 (arXiv 1510.03055), section 5.
+
+    Raises:
+        ConfigError: `n` is not a whole number of at least 1.
+    """
+    _require_positive("n", n)
+
+    def distinct(prompts: Texts, completions: Texts, **columns: Any) -> list[float | None]:
+        found = [ngrams(words(completion), n) for completion in completions]
+        return [len(set(grams)) / len(grams) if grams else None for grams in found]
+
+    return distinct
+
+
+def reference_fluency() -> RewardFunction:
+    """Mean log-probability of the completion's tokens under the reference, in nats a token: at most 0.
+
+    It asks for what the starting model would have said, and so pulls towards its most likely, often dull, texts.
+    """
+
+    def reference_fluency(
+        prompts: Texts, completions: Texts, ref_logprobs: Any = None, **columns: Any
+    ) -> list[float | None]:
+        if ref_logprobs is None:
+            raise ConfigError(
+                "the reward reference_fluency needs a reference, and there is none because kl.coef is 0; "
+                "set kl.coef above 0 (1e-6 costs next to nothing)"
+            )
+        return [sum(row) / len(row) if row else None for row in ref_logprobs]
+
+    return reference_fluency
+
+
+def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size: int = 64) -> RewardFunction:
+    """Mean cosine similarity of the completion to the others of its batch, by their sentence embeddings: −1 to 1.
+
+    With a negative weight it rewards completions that differ in meaning. The batch is what one process scores at once;
+    of a batch of one this says nothing (None).
+
+    Args:
+        model: a Sentence Transformers model, by hub id or folder.
+        batch_size: texts in the model at once.
+
+    Raises:
+        ConfigError: Sentence Transformers is not installed, or there is no such model.
+    """
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ConfigError("similarity needs Sentence Transformers: pip install tokencredit[similarity]") from error
+    try:
+        encoder = SentenceTransformer(model, model_kwargs={"use_safetensors": True, "dtype": "float32"})
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise ConfigError(f"cannot load a sentence embedding model from {model!r}: {error}") from error
+
+    def similarity(prompts: Texts, completions: Texts, **columns: Any) -> list[float | None]:
+        if len(completions) < 2:
+            return [None] * len(completions)
+        embeddings = encoder.encode(
+            [plain(completion) for completion in completions],
+            batch_size=batch_size,
+            normalize_embeddings=True,
+            convert_to_tensor=True,
+            show_progress_bar=False,
+        ).float()
+        alike = embeddings @ embeddings.T
+        return ((alike.sum(1) - alike.diagonal()) / (len(completions) - 1)).tolist()
+
+    return similarity
+
+
+READY_MADE: dict[str, Callable[..., RewardFunction]] = {
+    maker.__name__: maker
+    for maker in (length, count, regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity)
+}
+"""By the name that a configuration calls them."""
+
+
+def _require_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")

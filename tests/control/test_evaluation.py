@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from tokencredit.cli import main
+from tokencredit.control.agent import Agent
+from tokencredit.control.environments import make_envs, statistics
+from tokencredit.control.evaluation import load_agent, play
+from tokencredit.control.trainer import ControlTrainer
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.training import RunConfig
+
+
+def small(folder, **changes):
+    groups = {
+        "steps": 16,
+        "eval": EpisodesConfig(episodes=2),
+        "run": RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+    }
+    return ControlConfig(**(groups | changes))
+
+
+def test_a_solved_environment_is_played_well(tmp_path):
+    """A hand-made policy: push the cart the way the pole falls."""
+    envs = make_envs(EnvConfig("CartPole-v1"), 4, 0.99, training=False)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[]))
+    with torch.no_grad():
+        agent.actor_head.weight.copy_(torch.tensor([[0.0] * 4, [0.0, 0.5, 10.0, 3.0]]))
+    episodes = play(envs, agent, 6, greedy=True, seed=1)
+    assert episodes == [(500.0, 500)] * 6
+
+
+@pytest.mark.parametrize("policy", ["mlp", "transformer"])
+def test_a_saved_agent_plays_as_it_did(policy, tmp_path, capsys):
+    args = small(
+        tmp_path / "run",
+        env=EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True),
+        agent=AgentConfig(policy, [8, 8], heads=2, context=3),
+    )
+    trainer = ControlTrainer(args)
+    trainer.train()
+    agent, envs = load_agent(tmp_path / "run" / "policy", args)
+    observations = torch.randn(5, *envs.single_observation_space.shape)
+    assert torch.equal(agent.outputs(observations), trainer.agent.outputs(observations))
+    for name, seen in statistics(trainer.envs).items():
+        assert statistics(envs)[name].var.tolist() == seen.var.tolist()
+    settings = EpisodesConfig(episodes=3, greedy=True)
+    expected = trainer.player.measure(settings, seed=5)
+    capsys.readouterr()
+    assert main(["play", str(tmp_path / "run"), "--episodes", "3", "--seed", "5"]) == 0
+    assert f"return {expected['eval/average_return']:.1f} ±" in capsys.readouterr().out
+
+
+def test_episodes_are_filmed(tmp_path, capsys):
+    pytest.importorskip("moviepy")
+    args = small(tmp_path / "run", eval=EpisodesConfig(episodes=1, videos=2, every=1))
+    ControlTrainer(args).train()
+    films = sorted(path.name for path in (tmp_path / "run" / "videos").glob("*.mp4"))
+    assert films == [f"iteration-{i}-episode-{e}.mp4" for i in (1, 2) for e in (0, 1)]
+    assert main(["play", str(tmp_path / "run"), "--episodes", "1", "--videos", "1"]) == 0
+    film = tmp_path / "run" / "videos" / "play-1-episode-0.mp4"
+    assert film.stat().st_size > 1000
+    assert film.read_bytes()[4:8] == b"ftyp"
+
+
+def test_what_cannot_be_filmed_is_refused_before_training(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval\.videos: Memory-v0 (could not be drawn|draws no pictures)"):
+        ControlTrainer(small(tmp_path / "run", env=EnvConfig("Memory-v0"), eval=EpisodesConfig(videos=1)))
+
+
+def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
+    assert main(["play", str(tmp_path)]) == 2
+    assert "is not a run's folder: it has no config.yaml" in capsys.readouterr().err
+    args = small(tmp_path / "run")
+    ControlTrainer(args).train()
+    (tmp_path / "run" / "policy" / "agent.safetensors").write_bytes(b"no weights")
+    assert main(["play", str(tmp_path / "run")]) == 2
+    assert "cannot load an agent from" in capsys.readouterr().err
+
+
+def test_an_agent_of_another_shape_is_refused(tmp_path):
+    args = small(tmp_path / "run")
+    ControlTrainer(args).train()
+    args.agent = AgentConfig(hidden=[8])
+    with pytest.raises(ConfigError, match=r"agent\.safetensors holds another agent than the configuration describes"):
+        load_agent(tmp_path / "run" / "policy", args)

@@ -1,0 +1,182 @@
+"""A rollout in an environment whose every step is known: it counts, and ends after a number of steps of its own."""
+
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from tokencredit.control.agent import Agent
+from tokencredit.control.environments import make_envs
+from tokencredit.control.rollout import Collector
+from tokencredit.control.trainer import ControlTrainer
+from tokencredit.core.advantages import gae
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig
+from tokencredit.settings.training import RunConfig
+
+
+class Counter(gym.Env):
+    """Observes [the number of its episode, steps in it]; the reward of a step is its number in the episode."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, ends=3, by="termination", bad=None):
+        self.ends, self.by, self.bad, self.episode = ends, by, bad, 0
+
+    def observe(self):
+        broken = self.bad == "observation" and (self.episode, self.count) == (1, 2)
+        return np.array([self.episode, np.nan if broken else self.count], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.episode, self.count = self.episode + 1, 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.count += 1
+        if self.bad == "raises" and self.count == 2:
+            raise ValueError("a wheel came off")
+        reward = np.inf if self.bad == "reward" and self.count == 2 else float(self.count)
+        over = self.count == self.ends
+        return self.observe(), reward, over and self.by == "termination", over and self.by == "truncation", {}
+
+
+gym.register("Counter-v0", Counter)
+
+
+def collect(steps, number=1, **kwargs):
+    torch.manual_seed(0)
+    envs = make_envs(EnvConfig("Counter-v0", kwargs=kwargs), number, 0.99)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[8]))
+    return agent, Collector(envs, agent, seed=1).collect(steps)
+
+
+def test_the_step_that_resets_is_no_transition():
+    _, rollout = collect(8)
+    assert rollout.mask[0].tolist() == [True] * 3 + [False] + [True] * 3 + [False]
+    assert rollout.observations[0].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3], [2, 0], [2, 1], [2, 2], [2, 3]]
+    assert rollout.rewards[0][rollout.mask[0]].tolist() == [1, 2, 3, 1, 2, 3]
+    assert rollout.episodes == [(6.0, 3), (6.0, 3)]
+
+
+def test_termination_is_worth_nothing_and_truncation_its_true_last_observation():
+    for by in ("termination", "truncation"):
+        agent, rollout = collect(6, by=by)
+        ended = rollout.terminated if by == "termination" else rollout.truncated
+        assert ended[0].tolist() == [False, False, True, False, False, by == "truncation"]
+        last = agent.values(torch.tensor([1.0, 3.0])).detach()
+        torch.testing.assert_close(rollout.bootstrap[0, 2], last)
+        flags = {"mask": rollout.mask, "terminated": rollout.terminated, "truncated": rollout.truncated}
+        advantages, _ = gae(rollout.rewards, rollout.values, gamma=0.9, lam=0.7, bootstrap=rollout.bootstrap, **flags)
+        after = 0.0 if by == "termination" else 0.9 * last
+        torch.testing.assert_close(advantages[0, 2], 3 + after - rollout.values[0, 2])
+
+
+def test_an_episode_that_outlives_the_rollout_is_cut_off_there():
+    agent, rollout = collect(5, ends=100)
+    assert rollout.truncated[0].tolist() == [False] * 4 + [True]
+    torch.testing.assert_close(rollout.bootstrap[0, 4], agent.values(torch.tensor([1.0, 5.0])).detach())
+
+
+def test_the_next_rollout_goes_on_where_the_last_one_ended():
+    torch.manual_seed(0)
+    envs = make_envs(EnvConfig("Counter-v0"), 2, 0.99)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[8]))
+    collector = Collector(envs, agent, seed=1)
+    collector.collect(3)
+    rollout = collector.collect(3)
+    assert rollout.mask[0].tolist() == [False, True, True]
+    assert rollout.observations[0, :, 1].tolist() == [3, 0, 1]
+
+
+def test_log_probabilities_and_values_are_those_of_an_update():
+    agent, rollout = collect(8, number=3)
+    now = agent(rollout.observations, rollout.actions, lambda now, at: now.logprobs.sum())
+    assert torch.equal(now.logprobs, rollout.logprobs)
+    assert torch.equal(now.values.detach(), rollout.values)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("observation", r"environment 0 gave an observation that is not finite, at step 2"),
+        ("reward", r"environment 0 gave a reward that is not finite, at step 1"),
+        ("raises", r"the environment with seed 1 raised ValueError: a wheel came off, in step 2 of an episode\nTrace"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_named(bad, message):
+    with pytest.raises(RunStopped, match=message):
+        collect(8, bad=bad)
+
+
+def test_an_environment_that_raises_in_its_process_is_named_with_its_line(tmp_path, recwarn):
+    args = ControlConfig(
+        env=EnvConfig("Counter-v0", number=2, processes=True, kwargs={"bad": "raises"}),
+        steps=16,
+        run=RunConfig(dir=str(tmp_path / "run"), trackers=[], show_every=0),
+    )
+    with pytest.raises(RunStopped) as caught:
+        ControlTrainer(args).train()
+    message = str(caught.value)
+    assert message.startswith("stopped in iteration 1: the environment with seed ")
+    assert 'raise ValueError("a wheel came off")' in message
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "an error"
+    assert not [w for w in recwarn if "Worker" in str(w.message)], "it is said once"
+
+
+def test_a_process_that_is_killed_is_named(tmp_path):
+    agent, _ = collect(2)
+    envs = make_envs(EnvConfig("Counter-v0", processes=True), 2, 0.99)
+    collector = Collector(envs, agent, seed=1)
+    envs.unwrapped.processes[1].kill()
+    envs.unwrapped.processes[1].join()
+    with pytest.raises(RunStopped, match="a process that ran an environment has ended"):
+        collector.collect(4)
+
+
+class Square(gym.Env):
+    """Observes the same square in one of three ways."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, kind):
+        self.observation_space = {
+            "Discrete": spaces.Discrete(4),
+            "MultiDiscrete": spaces.MultiDiscrete([2, 2]),
+            "Dict": spaces.Dict(x=spaces.Discrete(2), y=spaces.Box(0, 1, (1,))),
+        }[kind]
+        self.square = {
+            "Discrete": 2,
+            "MultiDiscrete": np.array([1, 0]),
+            "Dict": {"x": 1, "y": np.zeros(1, np.float32)},
+        }[kind]
+
+    def reset(self, *, seed=None, options=None):
+        return self.square, {}
+
+    def step(self, action):
+        return self.square, 1.0, False, False, {}
+
+
+gym.register("Square-v0", Square)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"), [("Discrete", [0, 0, 1, 0]), ("MultiDiscrete", [0, 1, 1, 0]), ("Dict", [0, 1, 0])]
+)
+def test_observations_of_other_kinds_are_flattened(kind, seen):
+    envs = make_envs(EnvConfig("Square-v0", kwargs={"kind": kind}), 2, 0.99)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[4]))
+    assert Collector(envs, agent, seed=1).collect(3).observations.tolist() == [[seen] * 3] * 2
+
+
+def test_an_environment_that_does_not_exist():
+    with pytest.raises(ConfigError, match=r"env\.id is 'CartPoel-v1', which is not registered; did you mean CartPole"):
+        make_envs(EnvConfig("CartPoel-v1"), 1, 0.99)
+    with pytest.raises(ConfigError, match=r"env\.id is 'no_such_module:Env-v0': No module named 'no_such_module'"):
+        make_envs(EnvConfig("no_such_module:Env-v0"), 1, 0.99)
+    with pytest.raises(ConfigError, match=r"cannot be made with env\.kwargs \{'colour': 'red'\}"):
+        make_envs(EnvConfig("CartPole-v1", kwargs={"colour": "red"}), 1, 0.99)

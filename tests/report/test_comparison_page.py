@@ -1,0 +1,233 @@
+"""The page and the pictures of several runs, in a real browser."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from tokencredit.cli import main
+from tokencredit.errors import ConfigError
+from tokencredit.report.comparison_page import write_comparison
+from tokencredit.report.reading import read_run
+
+pytest.importorskip("selenium")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.select import Select
+
+HOSTILE = '</script><img src=x onerror="window.owned=1">$\\frac$ {{ 7 * 7 }} \u202e\x1b[31m<b>bold</b>&lt;'
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def repeat(run_folder, tmp_path_factory):
+    """A function that makes a run's folder out of the real one: other settings, and all rewards a little higher."""
+    folder = tmp_path_factory.mktemp("compared")
+
+    def build(name, *, seed=1, lr=1e-4, more=0.0, iterations=3, text=None, metric="reward"):
+        path = shutil.copytree(run_folder, folder / name)
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        config["seed"], config["optim"]["lr"], config["run"]["dir"] = seed, lr, str(path)
+        if text is not None:
+            config["model"]["name"] = text
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+        rows = [row | {metric: row["reward"] + more} for row in read_run(run_folder).metrics[:iterations]]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def runs(repeat):
+    """One setting with three seeds, one with two, one with one."""
+    several = [repeat(f"low-{seed}", seed=seed, more=0.1 * seed) for seed in (1, 2, 3)]
+    two = [repeat(f"high-{seed}", seed=seed, lr=5e-4, more=0.5 + 0.1 * seed, iterations=4 - seed) for seed in (1, 2)]
+    return [*several, *two, repeat("single", lr=1e-3, more=0.3)]
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    return write_comparison(runs, out=tmp_path_factory.mktemp("out") / "new" / "comparison")
+
+
+def opened(browser, page):
+    browser.get_log("browser")
+    browser.get(page.resolve().as_uri())
+    return browser
+
+
+def complaints(browser):
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def curves(browser):
+    """What Plotly was handed for the thick lines, by name."""
+    traces = browser.execute_script("return document.getElementById('plot').data.filter((trace) => trace.name)")
+    return {trace["name"]: (trace["x"], trace["y"], trace["text"]) for trace in traces}
+
+
+def test_a_picture_for_each_axis(page):
+    assert sorted(file.name for file in page.parent.iterdir()) == [
+        "comparison.html",
+        "iteration.png",
+        "seconds.png",
+        "tokens.png",
+    ]
+    for file in page.parent.glob("*.png"):
+        assert file.read_bytes().startswith(PNG)
+
+
+def test_it_opens_without_a_word_and_without_the_network(browser, page):
+    browser.get_log("performance")
+    opened(browser, page)
+    assert complaints(browser) == []
+    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    assert asked
+    assert all(url.startswith(("file:", "data:", "blob:", "chrome:")) for url in asked), asked
+    assert browser.find_elements(By.CSS_SELECTOR, "#plot .main-svg")
+
+
+def test_curves_are_those_of_the_runs(browser, page, runs):
+    opened(browser, page)
+    found = curves(browser)
+    assert list(found) == ["optim.lr 0.0001", "optim.lr 0.0005", "optim.lr 0.001"]
+    rewards = [row["reward"] for row in read_run(runs[1]).metrics]  # the middle one of three equal steps
+    x, y, interval = found["optim.lr 0.0001"]
+    assert x == [1, 2, 3]
+    assert y == pytest.approx(rewards, rel=1e-3)
+    assert interval[0] == f" [{rewards[0] - 0.1:.4g}, {rewards[0] + 0.1:.4g}]"
+    assert found["optim.lr 0.0005"][0] == [1, 2], "it ends with its shortest run"
+    assert found["optim.lr 0.001"][2] == ["", "", ""], "one run has no interval"
+    assert "the curve ends at iteration 2, where high-2 ends" in browser.find_element(By.TAG_NAME, "main").text
+
+
+def test_the_axis_can_be_chosen(browser, page, runs):
+    opened(browser, page)
+    for axis in ("tokens", "seconds"):
+        Select(browser.find_element(By.ID, "axis")).select_by_value(axis)
+        counted = [row[axis] for row in read_run(runs[-1]).metrics]
+        expected = [sum(counted[: i + 1]) for i in range(3)]
+        assert curves(browser)["optim.lr 0.001"][0] == pytest.approx(expected, rel=1e-4)
+    assert browser.find_element(By.CSS_SELECTOR, "#plot .xtitle").text == "seconds"
+    assert complaints(browser) == []
+
+
+def test_curves_can_be_left_out(browser, page):
+    opened(browser, page)
+    browser.find_element(By.ID, "group1").click()
+    assert list(curves(browser)) == ["optim.lr 0.0001", "optim.lr 0.001"]
+
+
+def test_the_tables_say_what_differs_and_what_came_out(browser, page, runs):
+    opened(browser, page)
+    came_out, differs = browser.find_elements(By.TAG_NAME, "table")
+    rows = [row.text.split("\n") for row in differs.find_elements(By.CSS_SELECTOR, "tbody tr")]
+    assert differs.find_element(By.TAG_NAME, "thead").text.split() == ["curve", "optim.lr"]
+    assert [" ".join(row) for row in rows] == [f"optim.lr {lr} {lr}" for lr in ("0.0001", "0.0005", "0.001")]
+    rewards = [row["reward"] for row in read_run(runs[-1]).metrics]
+    first, last = came_out.find_elements(By.CSS_SELECTOR, "tbody tr:last-child td")[:2]
+    assert float(first.text) == pytest.approx(rewards[0], rel=1e-2)
+    assert float(last.text) == pytest.approx(sum(rewards) / 3, rel=1e-2)
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_narrow_and_wide_in_light_and_dark(browser, page, width, scheme):
+    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    opened(browser, page)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    ink = browser.execute_script("return document.getElementById('plot').layout.font.color")
+    assert ink == {"light": "#1b1b1f", "dark": "#e8e8ee"}[scheme]
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_hostile_names_and_settings_are_text(browser, repeat, tmp_path):
+    name = HOSTILE.replace("/", "-")
+    one = repeat(name, text=HOSTILE, metric=HOSTILE)
+    other = repeat("_hidden $x$", metric=HOSTILE)
+    page = write_comparison([one, other], metric=HOSTILE, out=tmp_path)
+    opened(browser, page)
+    assert complaints(browser) == []
+    assert browser.execute_script("return window.owned") is None
+    assert not browser.find_elements(By.CSS_SELECTOR, "img, main b")
+    spelt = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
+    text = browser.find_element(By.TAG_NAME, "body").text
+    assert browser.find_element(By.TAG_NAME, "h1").text == f"{spelt} of 2 runs"
+    assert spelt in browser.find_elements(By.TAG_NAME, "table")[1].text
+    assert "\u202e" not in text
+    assert browser.find_element(By.CSS_SELECTOR, "#plot .ytitle").get_attribute("textContent") == spelt
+    # The signs of the reader's own name for the curve reach the legend as they are.
+    labels = [label.text for label in browser.find_elements(By.CSS_SELECTOR, ".controls label")[1:]]
+    assert [label.strip() for label in labels] == [
+        name.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b"),
+        other.name,
+    ]
+    assert (tmp_path / "iteration.png").read_bytes().startswith(PNG)
+
+
+def test_a_run_that_still_writes_and_one_named_twice(repeat, tmp_path):
+    growing = repeat("growing")
+    (growing / "summary.json").unlink()
+    with (growing / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "rew')
+    text = write_comparison([growing, growing, growing / ".." / "growing"], out=tmp_path).read_text()
+    assert "reward of 1 run<" in text
+    assert "not finished" in text
+
+
+def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, tmp_path):
+    one, other = (repeat(f"apart-{seed}", seed=seed) for seed in (1, 2))
+    rows = read_run(other).metrics
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row | {"seconds": 1e3}) + "\n" for row in rows))
+    opened(browser, write_comparison([one, other], out=tmp_path))
+    assert "no curve over seconds" in browser.find_element(By.TAG_NAME, "main").text
+    Select(browser.find_element(By.ID, "axis")).select_by_value("seconds")
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#plot .scatterlayer .js-line")) == 2
+    assert complaints(browser) == []
+
+
+def test_many_curves_differ_in_their_strokes(repeat, tmp_path):
+    many = [repeat(f"many-{number}", lr=number * 1e-5) for number in range(1, 9)]
+    text = write_comparison(many, smooth=2, out=tmp_path).read_text()
+    groups = json.loads(text.split('id="data">')[1].split("</script>")[0])["groups"]
+    assert len({(group["colour"], group["dash"]) for group in groups}) == 8
+    assert "running mean over its last 2 numbers" in text
+
+
+def test_the_command(repeat, tmp_path, capsys):
+    one, other = (str(repeat(f"command-{seed}", seed=seed)) for seed in (1, 2))
+    arguments = ["compare", one, other, "--group-by", "seed", "--metric", "kl", "--smooth", "2", "--out"]
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'comparison.html'}\n"
+    assert "seed 1" in (tmp_path / "out" / "comparison.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{run}", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["{run}", "--metric", "rewrad"], "did you mean reward?"),
+        (["{run}", "--group-by", "optim.ir"], "no run has the key optim.ir; did you mean optim.lr?"),
+        (["{run}", "--out", "{run}/config.yaml"], "config.yaml': File exists; give another --out"),
+        (["{run}", "--smooth", "0"], "smooth"),
+        ([], "required"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(run_folder, capsys, arguments, complaint):
+    assert main(["compare", *(argument.format(run=run_folder) for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_python_callers_are_refused_alike(run_folder, tmp_path):
+    with pytest.raises(ConfigError, match="no run to compare"):
+        write_comparison([], out=tmp_path)
+    with pytest.raises(ConfigError, match="smooth is 0"):
+        write_comparison([run_folder], smooth=0, out=tmp_path)

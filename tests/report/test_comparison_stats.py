@@ -1,0 +1,301 @@
+"""Statistics and grouping of runs, against numbers worked by hand, enumerations and the definition."""
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokencredit.errors import ConfigError
+from tokencredit.report.comparison_stats import (
+    POINTS,
+    axes,
+    choose_metric,
+    curve,
+    differing,
+    estimate,
+    flatten,
+    group_runs,
+    names,
+    outcomes,
+    repeated,
+    series,
+    varying,
+)
+from tokencredit.report.reading import Run
+
+
+def made(name="a", rewards=(0.0, 1.0), seed=1, lr=0.1, tokens=10, summary=None, columns=None, **config):
+    """A run in memory; `columns` are further metrics, a list each."""
+    rows = [
+        {"iteration": i, "reward": reward, "tokens": tokens, "seconds": 1.0}
+        | {key: column[i - 1] for key, column in (columns or {}).items()}
+        for i, reward in enumerate(rewards, start=1)
+    ]
+    base = {"seed": seed, "optim": {"lr": lr}, "run": {"dir": f"runs/{name}", "iterations": len(rows)}}
+    return Run(Path(f"runs/{name}"), base | config, rows, [], {} if summary is None else summary)
+
+
+def agent(name="agent", **options):
+    steps = {"train/average_return": [1.0, 3.0], "steps": [128, 128], "train/average_length": [5.0, 7.0]}
+    return made(name, columns=steps, env={"id": "CartPole-v1"}, **options)
+
+
+def scalars(*numbers):
+    return estimate(np.array(numbers, dtype=float)[:, None])
+
+
+def both(result):
+    return result.low.item(), result.high.item()
+
+
+# statistics
+
+
+def test_one_run_has_no_interval():
+    result = scalars(3.0)
+    assert (result.middle.item(), result.low, result.high) == (3.0, None, None)
+
+
+def test_two_runs_have_students_interval():
+    # Mean 2, s = √2, s / √2 = 1; the table says t = 12.706 for one degree of freedom.
+    result = scalars(1.0, 3.0)
+    assert result.middle.item() == 2.0
+    assert both(result) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
+
+
+def test_three_runs_by_hand():
+    # A quarter of three, rounded down, is none: the mean is 2. One resample of 27, 3.7 %, is the lowest run thrice, so
+    # the percentiles 2.5 and 97.5 are the runs themselves.
+    result = scalars(0.0, 5.0, 1.0)
+    assert result.middle.item() == pytest.approx(2.0)
+    assert both(result) == (0.0, 5.0)
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 7, 8, 13])
+def test_the_interquartile_mean_is_its_definition(count):
+    numbers = np.random.default_rng(count).normal(size=count)
+    kept = sorted(numbers)[count // 4 : count - count // 4]
+    assert scalars(*numbers).middle.item() == pytest.approx(sum(kept) / len(kept))
+
+
+def test_an_outlier_does_not_move_it():
+    assert scalars(0, 1, 2, 3, 100).middle.item() == pytest.approx(2.0)
+    assert scalars(0, 1, 2, 3, 1e6).middle.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_bootstrap_intervals_are_those_of_all_resamples(count):
+    numbers = np.random.default_rng(count).normal(size=count)
+    cut = count // 4
+    every = [np.mean(sorted(drawn)[cut : count - cut]) for drawn in product(numbers, repeat=count)]
+    exact = np.percentile(every, [2.5, 97.5])
+    assert both(scalars(*numbers)) == pytest.approx(exact, abs=0.15 * numbers.std())
+
+
+@pytest.mark.parametrize(
+    ("count", "covered"), [(2, 0.95), (3, 0.75), (4, 0.88), (5, 0.90), (8, 0.93), (10, 0.94), (20, 0.95)]
+)
+def test_how_often_an_interval_covers_the_truth(count, covered):
+    """Of normal numbers, whose interquartile mean is their mean; docs/compare.md holds these figures."""
+    result = estimate(np.random.default_rng(0).normal(size=(count, 2000)))
+    assert np.mean((result.low <= 0) & (result.high >= 0)) == pytest.approx(covered, abs=0.02)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_intervals_follow_shift_and_scale(count):
+    numbers = np.random.default_rng(1).normal(size=(count, 7))
+    one, other = estimate(numbers), estimate(3 * numbers + 5)
+    for name in ("middle", "low", "high"):
+        assert getattr(other, name) == pytest.approx(3 * getattr(one, name) + 5)
+
+
+def test_the_same_runs_give_the_same_interval():
+    numbers = np.random.default_rng(1).normal(size=(5, 3))
+    assert (estimate(numbers).low == estimate(numbers).low).all()
+
+
+def test_runs_that_agree_have_an_interval_without_width():
+    assert both(scalars(2.0, 2.0)) == both(scalars(2.0, 2.0, 2.0)) == (2.0, 2.0)
+
+
+# curves
+
+
+def test_a_series_is_a_running_mean_over_what_was_counted():
+    run = made(rewards=[0.0, 2.0, 4.0, 9.0], columns={"tokens": [10, 20, 10, 60]})
+    x, y = series(run, "reward", "tokens", 2)
+    assert x.tolist() == [10, 30, 40, 100]
+    assert y.tolist() == [0.0, 1.0, 3.0, 6.5]
+    x, y = series(run, "reward", "iteration", 1)
+    assert (x.tolist(), y.tolist()) == ([1, 2, 3, 4], [0.0, 2.0, 4.0, 9.0])
+
+
+def test_a_series_leaves_out_what_is_no_number():
+    run = made(rewards=[None, 2.0, float("nan"), 4.0, "text"])
+    x, y = series(run, "reward", "tokens", 2)
+    assert (x.tolist(), y.tolist()) == ([20, 40], [2.0, 3.0])
+
+
+def test_a_long_series_is_thinned_and_forgets_nothing():
+    spike = [0.0] * 5003
+    spike[2500] = 1.0
+    x, y = series(made(rewards=spike), "reward", "iteration", 1)
+    assert len(x) <= POINTS
+    assert (x[0], x[-1]) == (1, 5003)
+    assert y.max() == pytest.approx(1 / 11)  # eleven iterations a point
+
+
+def test_the_band_of_two_runs_by_hand():
+    found = curve([made(rewards=[0.0, 1.0]), made(rewards=[2.0, 1.0])], "reward", "iteration")
+    assert found.x.tolist() == [1, 2]
+    assert found.y.middle.tolist() == [1.0, 1.0]
+    assert found.y.low == pytest.approx([1 - 12.706, 1.0], abs=1e-3)
+    assert found.y.high == pytest.approx([1 + 12.706, 1.0], abs=1e-3)
+
+
+def test_a_curve_ends_where_its_shortest_run_does():
+    found = curve([made(rewards=[0.0, 1.0, 2.0, 3.0]), made(rewards=[2.0, 3.0])], "reward", "iteration")
+    assert found.x.tolist() == [1, 2]
+    assert found.y.middle.tolist() == [1.0, 2.0]
+    assert [len(x) for x, _ in found.runs] == [4, 2]
+
+
+def test_runs_meet_between_their_points():
+    # At 20 tokens the first run is at its second point, 1, and the second at its first, 4; at 30 the second is halfway.
+    runs = [made(rewards=[0.0, 1.0, 2.0, 3.0], tokens=10), made(rewards=[4.0, 8.0], tokens=20)]
+    found = curve(runs, "reward", "tokens")
+    assert found.x.tolist() == [20, 30, 40]
+    assert found.y.middle.tolist() == [2.5, 4.0, 5.5]
+
+
+def test_runs_without_a_common_stretch_have_no_points():
+    runs = [made(rewards=[0.0, 1.0], tokens=1), made(rewards=[0.0, 1.0], tokens=100), made(tokens=100)]
+    found = curve(runs, "reward", "tokens")
+    assert len(found.x) == len(found.y.middle) == 0
+    assert len(found.runs) == 3
+
+
+def test_axes_are_what_every_run_counted():
+    assert axes([made()]) == {"iteration": "iterations", "seconds": "seconds", "tokens": "tokens sampled"}
+    assert axes([agent()])["steps"] == "environment steps"
+    assert "tokens" not in axes([made(), made(tokens=None)])
+
+
+# settings
+
+
+def test_settings_are_flat():
+    config = {"a": {"b": 1, "c": [1, 2]}, "reward": [{"name": "x"}, {"name": "y"}], "none": None, "empty": {}}
+    expected = {"a.b": "1", "a.c": "[1, 2]", "reward[0].name": "x", "reward[1].name": "y", "none": "null"}
+    assert flatten(config) == expected
+
+
+def test_runs_that_differ_in_their_seed_are_one_group():
+    runs = [made(f"{lr}-{seed}", lr=lr, seed=seed) for seed in (1, 2, 3) for lr in (0.1, 0.5)]
+    groups = group_runs(runs)
+    assert [group.label for group in groups] == ["optim.lr 0.1", "optim.lr 0.5"]
+    assert [[run.config["seed"] for run in group.runs] for group in groups] == [[1, 2, 3], [1, 2, 3]]
+    assert differing([group.settings for group in groups]) == ["optim.lr"]
+    assert [varying(group) for group in groups] == [[], []]
+
+
+def test_one_setting_takes_the_name_of_its_runs():
+    assert group_runs([made("first"), made("second", seed=2)])[0].label == "first and 1 more"
+    assert group_runs([made("first")])[0].label == "first"
+
+
+def test_many_differences_make_no_name():
+    wide = {"prompts": {"text": ["This movie was really", "All in all this film was"]}}
+    assert [group.label for group in group_runs([made("one"), made("two", **wide)])] == ["one", "two"]
+
+
+def test_folders_of_one_name_are_told_apart():
+    one, two = made("x/run", prompts={"text": ["long" * 20]}), made("y/run")
+    assert [group.label for group in group_runs([one, two])] == ["x/run", "y/run"]
+
+
+def test_a_key_groups_runs_that_differ_elsewhere():
+    runs = [made("a", lr=0.1, gamma=1.0), made("b", lr=0.5, gamma=1.0), made("c", lr=0.1)]
+    groups = group_runs(runs, "gamma")
+    assert [(group.label, len(group.runs)) for group in groups] == [("gamma 1.0", 2), ("gamma not set", 1)]
+    assert varying(groups[0]) == ["optim.lr"]
+    assert [len(group.runs) for group in group_runs(runs, "seed")] == [3]
+
+
+def test_an_unknown_key_is_named():
+    with pytest.raises(ConfigError, match=r"no run has the key optim\.lrr; did you mean optim\.lr\?"):
+        group_runs([made()], "optim.lrr")
+
+
+def test_one_sample_twice_is_found():
+    group = group_runs([made("a"), made("b"), made("c", seed=2)])[0]
+    assert list(repeated(group)) == [("runs/a", "runs/b")]
+
+
+# what came out
+
+
+def test_outcomes_by_hand():
+    evaluated = {"eval/reward": [None, 0.4, None, 0.3, None, None], "kl": [1.0] * 6, "length": [8.0] * 6}
+    runs = [
+        made("a", [0.0, 1, 1, 1, 1, 1], columns=evaluated, summary={"stopped_by": "stop.kl"}),
+        made("b", [1.0, 3, 3, 3, 3, 3], seed=2, columns=evaluated, summary={"stopped_by": "iterations"}),
+        made("c", [0.5], lr=0.5),
+    ]
+    names, rows = outcomes(group_runs(runs), "reward")
+    first, second = (dict(zip(names, row, strict=True)) for row in rows)
+    assert first == {
+        "reward, first": "0.5 [-5.85, 6.85]",  # ± 12.706 · 0.7071 / 1.4142
+        "reward, last": "2 [-10.7, 14.7]",
+        "eval/reward, best": "0.4",
+        "kl, last": "1",
+        "length, last": "8",
+        "seconds": "6",
+        "iterations": "6",
+        "stopped by": "iterations, stop.kl",
+    }
+    assert (second["reward, last"], second["kl, last"], second["stopped by"]) == ("0.5", "", "not finished")
+
+
+def test_an_outcome_says_of_how_many_runs_it_is():
+    runs = [made("a", columns={"kl": [1.0, 2.0]}), made("b", seed=2)]
+    names, rows = outcomes(group_runs(runs), "reward")
+    assert dict(zip(names, rows[0], strict=True))["kl, last"] == "1.5 (1 of 2 runs)"
+
+
+def test_agents_have_their_own_outcomes():
+    names, rows = outcomes(group_runs([agent()]), "train/average_return")
+    assert dict(zip(names, rows[0], strict=True))["train/average_length, last"] == "6"
+    assert "kl, last" not in names
+
+
+# what cannot be compared
+
+
+def test_the_metric_is_what_says_how_well_it_goes():
+    assert choose_metric([made(), made()]) == "reward"
+    assert choose_metric([agent()]) == "train/average_return"
+    assert choose_metric([agent()], "seconds") == "seconds"
+
+
+def test_texts_and_agents_do_not_mix():
+    for runs in ([made("text"), agent()], [agent(), made("text")]):
+        with pytest.raises(ConfigError, match="'runs/text' trained a language model and 'runs/agent' an agent"):
+            choose_metric(runs)
+
+
+def test_a_run_that_lacks_the_metric_is_named():
+    runs = [made("a", columns={"kl": [1.0, 1.0]}), made("b", columns={"kl": [None, None]})]
+    with pytest.raises(ConfigError, match="for the metric kl in 'runs/b'; all runs have reward, seconds, tokens"):
+        choose_metric(runs, "kl")
+    with pytest.raises(ConfigError, match=r"did you mean reward\?"):
+        choose_metric(runs, "rewards")
+    with pytest.raises(ConfigError, match="no metric in common"):
+        choose_metric([made(rewards=[None], tokens=None, columns={"seconds": [None]}), made()])
+
+
+def test_runs_are_called_by_what_tells_them_apart():
+    assert names([Path("a/first"), Path("b/second")]) == ["first", "second"]
+    assert names([Path("sweep/low/seed-1"), Path("sweep/high/seed-1")]) == ["low/seed-1", "high/seed-1"]
+    assert names([Path("a/seed-1"), Path("a/seed-1")]) == ["seed-1", "seed-1"]

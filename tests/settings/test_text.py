@@ -1,0 +1,82 @@
+from dataclasses import asdict
+from typing import get_args
+
+import pytest
+import yaml
+
+from tokencredit.core.advantages import ESTIMATORS
+from tokencredit.errors import ConfigError
+from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.parsing import read_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AdvantageConfig, Estimator, KLConfig, RolloutConfig, RunConfig, UpdateConfig
+
+
+def test_the_defaults_are_valid():
+    config = PPOConfig()
+    assert config.prompts.text == ["This movie was really"]
+    assert config.reward == [RewardTerm(classifier="builtin:reviews", label="NEGATIVE")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ppo": UpdateConfig(clip=1.5)}, r"ppo\.clip is 1\.5; it must be above 0 and below 1"),
+        ({"ppo": UpdateConfig(epochs=0)}, r"ppo\.epochs is 0; it must be at least 1"),
+        ({"rollout": RolloutConfig(min_new_tokens=30)}, r"rollout\.min_new_tokens is 30; it must be at most"),
+        ({"rollout": RolloutConfig(temperature=0.0)}, r"rollout\.temperature is 0\.0; it must be above 0"),
+        ({"rollout": RolloutConfig(temperature=float("nan"))}, r"rollout\.temperature is nan"),
+        (
+            {"rollout": RolloutConfig(temperature=float("inf"))},
+            r"rollout\.temperature is inf; it must be above 0 and finite",
+        ),
+        ({"kl": KLConfig(estimator="k4")}, r"kl\.estimator is 'k4'; it must be one of k1, k2, k3"),
+        ({"reward": [RewardTerm(function="length"), RewardTerm(output="odds")]}, r"reward\[1\]\.output is 'odds'"),
+        ({"reward": []}, r"reward is empty"),
+        (
+            {"reward": [RewardTerm()]},
+            r"reward\[0\] needs exactly one of function, classifier, reward_model; it has none",
+        ),
+        (
+            {"reward": [RewardTerm(function="length", classifier="builtin:reviews")]},
+            r"reward\[0\] needs exactly one of .*; it has function and classifier",
+        ),
+        (
+            {"reward": [RewardTerm(classifier="builtin:reviews", kwargs={"n": 2})]},
+            r"reward\[0\] has kwargs, which only a function takes",
+        ),
+        ({"reward": [RewardTerm(function="length", batch_size=0)]}, r"reward\[0\]\.batch_size is 0"),
+        ({"prompts": PromptsConfig(text=[])}, r"prompts\.text is empty"),
+        ({"rollout": RolloutConfig(batch_size=2), "ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3"),
+        ({"rollout": RolloutConfig(batch_size=8, per_prompt=3)}, r"rollout\.per_prompt is 3; it must divide"),
+        ({"advantage": AdvantageConfig(estimator="leave_one_out")}, r"rollout\.per_prompt is 1 and must be at least 2"),
+        (
+            {"advantage": AdvantageConfig(estimator="best")},
+            r"advantage\.estimator is 'best'; it must be one of gae, td",
+        ),
+        ({"kl": KLConfig(place="loss")}, r"kl\.estimator is k1, whose gradient in the loss is 0 on average"),
+        ({"kl": KLConfig(coef=0.0, target=5.0)}, r"kl\.coef is 0, which no factor can adapt"),
+        ({"run": RunConfig(iterations=0)}, r"run\.iterations is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_key(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(**wrong)
+
+
+def test_every_estimator_has_the_name_that_a_config_gives_it():
+    assert set(get_args(Estimator)) == set(ESTIMATORS)
+
+
+def test_null_means_none_and_is_not_checked_against_a_range():
+    assert PPOConfig(ppo=UpdateConfig(target_kl=None, value_clip=None)).ppo.target_kl is None
+
+
+def test_a_run_reads_its_own_configuration_back(tmp_path):
+    config = PPOConfig(
+        seed=7,
+        prompts=PromptsConfig(text=["a: b", "“c”"]),
+        reward=[RewardTerm(classifier="builtin:reviews", label="POSITIVE", weight=-1.0)],
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    assert read_config(tmp_path / "config.yaml", PPOConfig) == config

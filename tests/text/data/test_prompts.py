@@ -1,0 +1,252 @@
+from copy import deepcopy
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.prompts import Prompts, load_prompts
+
+QUESTION = [{"role": "user", "content": "How was the film?"}]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if polite %} Well,{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tokenizer):
+    """A tokenizer with a chat template, which writes the beginning-of-sequence token by itself."""
+    chatty = deepcopy(tokenizer)
+    chatty.chat_template = TEMPLATE
+    return chatty
+
+
+def order(prompts, first, size, repeat=1):
+    return prompts.batch(first, size, repeat).columns["number"]
+
+
+def numbered(size):
+    return [{"prompt": f"This movie {i}", "number": i} for i in range(size)]
+
+
+def test_texts_stand_in_turn(tokenizer):
+    prompts = Prompts(["One", "Two words", "Three words here"], tokenizer)
+    assert prompts.batch(0, 4).prompts == ["One", "Two words", "Three words here", "One"]
+    assert prompts.batch(4, 2).texts == ["Two words", "Three words here"]
+    assert prompts.batch(1, 4, repeat=2).prompts == ["One", "Two words", "Two words", "Three words here"]
+    assert prompts.batch(0, 4).columns == {}
+
+
+def test_padding_is_on_the_left_and_masked(tokenizer):
+    batch = Prompts(["One", "This movie was really"], tokenizer).batch(0, 2)
+    for text, row, kept in zip(batch.texts, batch.ids, batch.mask, strict=True):
+        assert tokenizer.decode(row[kept]) == text
+        assert kept.tolist() == sorted(kept.tolist())
+    assert batch.mask.all(0).any(), "the batch is as wide as its longest prompt"
+
+
+def test_the_beginning_of_sequence_token_is_an_option(tokenizer):
+    def ids(text, **options):
+        return Prompts(text, tokenizer, **options).batch(0, 1).ids[0].tolist()
+
+    plain = ids("This movie")
+    assert ids("This movie", add_bos=True) == [tokenizer.bos_token_id, *plain]
+    assert ids(tokenizer.bos_token + "This movie", add_bos=True) == [tokenizer.bos_token_id, *plain]
+    assert ids("This movie", add_bos=False) == plain
+
+
+def test_other_columns_come_along(tokenizer):
+    rows = [{"prompt": "One", "answer": 1}, {"prompt": "Two", "answer": 2, "note": {"by": "hand"}}]
+    batch = Prompts(rows, tokenizer).batch(0, 4, repeat=2)
+    assert batch.columns == {"answer": [1, 1, 2, 2], "note": [None, None, {"by": "hand"}, {"by": "hand"}]}
+
+
+def test_each_pass_has_an_order_of_its_own(tokenizer):
+    prompts = Prompts(numbered(50), tokenizer, seed=3)
+    passes = [order(prompts, 50 * epoch, 50) for epoch in range(3)]
+    assert all(sorted(numbers) == list(range(50)) for numbers in passes)
+    assert len({tuple(numbers) for numbers in passes}) == 3
+    assert order(Prompts(numbered(50), tokenizer, seed=4), 0, 50) != passes[0]
+
+
+def test_the_order_depends_on_the_position_alone(tokenizer):
+    """So a run that goes on, and a process that takes its share, see what one process without a pause sees."""
+    whole = order(Prompts(Dataset.from_list(numbered(7)), tokenizer, seed=3), 0, 60, repeat=2)
+    shares = [order(Prompts(numbered(7), tokenizer, seed=3), first, 10, repeat=2) for first in range(0, 60, 10)]
+    assert whole == [number for share in shares for number in share]
+
+
+def test_conversations_go_through_the_chat_template(chatty):
+    rows = [{"prompt": QUESTION}, {"prompt": [*QUESTION, {"role": "assistant", "content": "It was"}]}]
+    batch = Prompts(rows, chatty).batch(0, 2)
+    assert batch.prompts == [row["prompt"] for row in rows]
+    assert batch.texts[0] == f"{chatty.bos_token}[user] How was the film?\n[assistant]"
+    assert batch.texts[1].endswith("[assistant] It was"), "an answer that was begun is continued"
+    assert ((batch.ids == chatty.bos_token_id) & batch.mask).sum(1).tolist() == [1, 1]
+    polite = Prompts(rows[:1], chatty, chat_template_kwargs={"polite": True}, add_bos=True).batch(0, 1)
+    assert polite.texts[0].endswith("[assistant] Well,")
+    assert (polite.ids == chatty.bos_token_id).sum() == 1
+
+
+def test_a_table_adds_nothing_to_messages(chatty):
+    named = [{"role": "user", "content": "How?", "name": "Ann"}]
+    rows = Dataset.from_list([{"prompt": QUESTION}, {"prompt": named}])
+    assert Prompts(rows, chatty).batch(0, 2).prompts == [QUESTION, named]
+
+
+def test_a_prompt_that_is_too_long_is_refused_dropped_or_truncated(tokenizer):
+    rows = [{"prompt": text} for text in ("A film", "This movie was really not what I had expected", "The end")]
+    with pytest.raises(
+        ConfigError, match=r"row 2 of 'x' has \d+ tokens, but .* room for 4; shorten it, or set prompts"
+    ):
+        Prompts(rows, tokenizer, name="'x'", max_length=4)
+    dropped = Prompts(rows, tokenizer, max_length=4, overlong="drop")
+    assert dropped.batch(0, 3).prompts == ["A film", "The end", "A film"]
+    with pytest.raises(ConfigError, match=r"all 1 prompts of 'x' have more than the 4 tokens that fit"):
+        Prompts(rows[1:2], tokenizer, name="'x'", max_length=4, overlong="drop")
+
+    cut = Prompts(rows, tokenizer, max_length=4, overlong="truncate").batch(1, 1)
+    assert cut.ids[0].tolist() == tokenizer(rows[1]["prompt"])["input_ids"][-4:]
+    assert cut.texts[0] == tokenizer.decode(cut.ids[0])
+    assert cut.prompts == [rows[1]["prompt"]]
+    cut = Prompts(rows, tokenizer, max_length=4, overlong="truncate", add_bos=True).batch(1, 1)
+    assert cut.ids[0].tolist() == [tokenizer.bos_token_id, *tokenizer(rows[1]["prompt"])["input_ids"][-3:]]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_the_limit_is_exact(tokenizer, add_bos):
+    text = "This movie was really not what I had expected 🎬"
+    length = Prompts(text, tokenizer, add_bos=add_bos).batch(0, 1).ids.shape[1]
+    assert Prompts(text, tokenizer, add_bos=add_bos, max_length=length).batch(0, 1).mask.all()
+    with pytest.raises(ConfigError, match=rf"prompts\.text\[0\] has {length} tokens, .* room for {length - 1};"):
+        Prompts(text, tokenizer, add_bos=add_bos, max_length=length - 1)
+
+
+def test_no_room_at_all_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"max_new_tokens leaves no room for a prompt"):
+        Prompts("A", tokenizer, max_length=0, overlong="truncate")
+
+
+def test_an_empty_prompt_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"prompts\.text\[1\] is '', which has no token"):
+        Prompts(["A", ""], tokenizer)
+    assert Prompts("", tokenizer, add_bos=True).batch(0, 1).ids.tolist() == [[tokenizer.bos_token_id]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (7, r"row 2 of 'x' is 7; it must be a text, as the first row is"),
+        (None, r"row 2 of 'x' is None; it must be a text"),
+        (QUESTION, r"row 2 of 'x' is \[\{'role'.*; it must be a text"),
+        ("half \ud83c", r"row 2 of 'x' holds '\\ud83c', which is half a character"),
+    ],
+)
+def test_what_is_not_text_is_refused_by_row(tokenizer, prompt, message):
+    with pytest.raises(ConfigError, match=message):
+        Prompts([{"prompt": "A"}, {"prompt": prompt}], tokenizer, name="'x'")
+
+
+@pytest.mark.parametrize("prompt", ["text", [], ["user"], [{"content": "no role"}]])
+def test_what_is_not_a_conversation_is_refused_by_row(chatty, prompt):
+    with pytest.raises(ConfigError, match=r"row 2 of 'x' is .*; it must be a conversation, .*as the first row is"):
+        Prompts([{"prompt": QUESTION}, {"prompt": prompt}], chatty, name="'x'")
+
+
+def test_a_template_that_refuses_a_conversation_is_named_by_row(chatty):
+    strict = deepcopy(chatty)
+    strict.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}hello"
+    )
+    with pytest.raises(ConfigError, match=r"row 2 of 'x': the tokenizer's chat template refuses it: no system role"):
+        Prompts([{"prompt": QUESTION}, {"prompt": [{"role": "system", "content": ""}]}], strict, name="'x'")
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"prompts of 'x' are conversations, but the tokenizer has no chat template"):
+        Prompts([{"prompt": QUESTION}], tokenizer, name="'x'")
+
+
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(tokenizer):
+    for rows in (numbered(2), Dataset.from_list(numbered(2))):
+        with pytest.raises(ConfigError, match=r"prompts\.column is 'text'; the columns of 'x' are prompt, number"):
+            Prompts(rows, tokenizer, column="text", name="'x'")
+
+
+def test_an_empty_data_set_is_refused(tokenizer):
+    for rows in ([], Dataset.from_list([])):
+        with pytest.raises(ConfigError, match=r"'x' has no rows"):
+            Prompts(rows, tokenizer, name="'x'")
+
+
+def test_a_tokenizer_without_the_token_to_add_is_refused(tokenizer):
+    bare = deepcopy(tokenizer)
+    bare.bos_token = None
+    with pytest.raises(ConfigError, match=r"prompts\.add_bos is true, but the tokenizer has no beginning-of-sequence"):
+        Prompts("This", bare, add_bos=True)
+
+
+def test_the_configuration_is_followed(tokenizer, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(f'{{"question": "Word {i}", "number": {i}}}\n' for i in range(20)))
+    config = PromptsConfig(dataset=str(file), column="question")
+    shuffled = order(load_prompts(config, tokenizer, seed=1, room=None), 0, 20)
+    assert shuffled != list(range(20)) == sorted(shuffled)
+    assert order(load_prompts(config, tokenizer, seed=2, room=None), 0, 20) != shuffled
+    config.shuffle = False
+    assert order(load_prompts(config, tokenizer, seed=1, room=None), 0, 20) == list(range(20))
+
+    texts = PromptsConfig(text=[f"Word {i}" for i in range(20)])
+    assert load_prompts(texts, tokenizer, seed=1, room=None).batch(0, 20).texts == texts.text
+    texts.shuffle = True
+    assert load_prompts(texts, tokenizer, seed=1, room=None).batch(0, 20).texts != texts.text
+
+
+def test_the_shorter_of_two_limits_holds(tokenizer):
+    config = PromptsConfig(text=["This movie was really not what I had expected"], overlong="truncate", max_length=5)
+    for room, expected in ((None, 5), (9, 5), (3, 3)):
+        assert load_prompts(config, tokenizer, seed=1, room=room).batch(0, 1).ids.shape == torch.Size([1, expected])
+
+
+def test_what_is_dropped_is_said(tokenizer):
+    config = PromptsConfig(text=["A", "This movie was really not what I had expected"], overlong="drop", max_length=4)
+    said = load_prompts(config, tokenizer, seed=1, room=None).left_out()
+    assert said == "1 of the 2 prompts of prompts.text have more than 4 tokens and are left out"
+    assert load_prompts(PromptsConfig(), tokenizer, seed=1, room=None).left_out() is None
+
+
+def test_messages_name_the_group_that_asks(tokenizer):
+    config = PromptsConfig(text=["A", "This movie was really not what I had expected"], max_length=4)
+    with pytest.raises(ConfigError, match=r"^eval\.prompts\.text\[1\] has .* set eval\.prompts\.overlong to drop"):
+        load_prompts(config, tokenizer, seed=1, room=None, group="eval.prompts")
+
+
+def test_data_sets_from_python(tokenizer):
+    config = PromptsConfig()
+    for rows in (numbered(5), Dataset.from_list(numbered(5))):
+        prompts = load_prompts(config, tokenizer, seed=1, room=None, dataset=rows)
+        assert sorted(order(prompts, 0, 5)) == list(range(5))
+    data = Dataset.from_list(numbered(5))
+    for wrong, kind in ((DatasetDict(train=data), "DatasetDict"), (data.to_iterable_dataset(), "IterableDataset")):
+        with pytest.raises(ConfigError, match=rf"train_dataset is of type {kind}; it must be a datasets\.Dataset"):
+            load_prompts(config, tokenizer, seed=1, room=None, dataset=wrong)
+
+
+def test_formats_change_nothing_and_transforms_apply(tokenizer):
+    data = Dataset.from_list(numbered(3))
+    for kind in ("torch", "pandas"):
+        prompts = load_prompts(PromptsConfig(), tokenizer, seed=1, room=None, dataset=data.with_format(kind))
+        assert sorted(order(prompts, 0, 3)) == [0, 1, 2]
+    marked = data.with_transform(
+        lambda rows: rows | {"prompt": [f"{p}: {n}" for p, n in zip(rows["prompt"], rows["number"], strict=True)]}
+    )
+    assert Prompts(marked, tokenizer).batch(0, 1).texts == ["This movie 0: 0"]
+
+
+def test_two_sources_of_prompts_are_refused():
+    with pytest.raises(ConfigError, match=r"prompts\.text and prompts\.dataset are both given"):
+        PromptsConfig(text="Mine", dataset="mine.jsonl")
+    assert PPOConfig(prompts=PromptsConfig(dataset="mine.jsonl")).prompts.dataset == "mine.jsonl"

@@ -1,0 +1,148 @@
+import pytest
+import torch
+
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.sampling import draw, sample
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import load_language_model
+
+
+@pytest.fixture
+def model(architecture, model_folders):
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders[architecture])))
+    model = ActorCritic(lm)
+    torch.nn.init.normal_(model.value_head.weight)
+    return model
+
+
+def prompts(tokenizer, size=12):
+    texts = ["This movie was really", "A film", "I did not think that the second act"]
+    batch = Prompts(texts, tokenizer).batch(0, size)
+    return batch.ids, batch.mask
+
+
+def roll(model, tokenizer, uniforms, ends=None, **settings):
+    ids, mask = prompts(tokenizer, len(uniforms))
+    ends = range(0, 120) if ends is None else ends  # a random model would hardly ever say the one real end
+    return sample(model, ids, mask, uniforms, SamplingConfig(**{"temperature": 0.8} | settings), tokenizer, ends)
+
+
+def uniforms(rows=12, time=10, seed=0):
+    return torch.rand(rows, time, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_cached_rollout_equals_a_full_pass(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms())
+    assert 0 < rollout.truncated.sum() < len(rollout.truncated), "some rows end early and some do not"
+    with torch.no_grad():
+        _, values, logprobs, *_ = model(**rollout.inputs(), temperature=0.8)
+    mask = rollout.mask
+    torch.testing.assert_close(rollout.logprobs[mask], logprobs[mask], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.values[mask], values[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_that_is_read_once_for_several_rows_gives_the_same(model, tokenizer):
+    ids, mask = (x[:3].repeat_interleave(4, dim=0) for x in prompts(tokenizer))
+    settings, ends = SamplingConfig(temperature=0.8, max_new_tokens=10), range(0, 60)
+    apart, together = (
+        sample(model, ids, mask, uniforms(), settings, tokenizer, ends, per_prompt) for per_prompt in (1, 4)
+    )
+    assert torch.equal(apart.response_ids, together.response_ids)
+    torch.testing.assert_close(apart.logprobs, together.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(apart.values, together.values, atol=1e-5, rtol=1e-5)
+
+
+def test_the_mask_ends_with_the_end(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms())
+    for ids, mask, truncated in zip(rollout.response_ids, rollout.mask, rollout.truncated, strict=True):
+        said = ids[mask].tolist()
+        assert mask.tolist() == [True] * len(said) + [False] * (len(mask) - len(said)), "no gaps"
+        assert all(token >= 120 for token in said[:-1]), "nothing after an end"
+        assert truncated == (said[-1] >= 120)
+    assert (rollout.logprobs[~rollout.mask] == 0).all()
+
+
+def test_a_row_depends_on_its_own_numbers_alone(model, tokenizer):
+    whole = roll(model, tokenizer, uniforms())
+    ids, mask = prompts(tokenizer)
+    for part in (slice(0, 5), slice(5, 12)):
+        settings = SamplingConfig(temperature=0.8)
+        alone = sample(model, ids[part], mask[part], uniforms()[part], settings, tokenizer, range(120))
+        width = alone.mask.shape[1]
+        assert torch.equal(alone.mask, whole.mask[part, :width])
+        assert torch.equal(alone.response_ids[alone.mask], whole.response_ids[part, :width][alone.mask])
+
+
+def test_time_is_no_longer_than_the_longest_completion(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(time=30), ends=range(0, 900))
+    assert rollout.mask.shape[1] == rollout.mask.sum(1).max() < 30
+
+
+def test_texts_leave_special_tokens_out(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(), ends=[tokenizer.eos_token_id])
+    rollout.response_ids[:, -1] = tokenizer.eos_token_id
+    assert all(tokenizer.eos_token not in text for text in rollout.texts(tokenizer))
+
+
+def test_tokens_come_as_often_as_their_probability():
+    probabilities = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125])
+    count = 40_000
+    numbers = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    drawn = draw(probabilities.log().expand(count, -1), numbers).bincount(minlength=5) / count
+    deviation = (probabilities * (1 - probabilities) / count).sqrt()
+    assert ((drawn - probabilities).abs() <= 4 * deviation).all()
+    assert drawn[1] == 0
+
+
+def test_draws_at_the_edges():
+    log = torch.tensor([[0.25, 0.75]]).log().repeat(3, 1)
+    assert draw(log, torch.tensor([0.0, 0.25, 1 - 2**-24])).tolist() == [0, 1, 1]
+    assert draw(torch.tensor([[0.0, -torch.inf]]), torch.tensor([1 - 2**-24])).tolist() == [0]
+
+
+def test_temperature_sharpens(model, tokenizer):
+    cold = roll(model, tokenizer, uniforms(), temperature=0.001)
+    assert cold.logprobs[cold.mask].mean() > -0.1
+
+
+def test_filters_leave_only_what_they_allow(model, tokenizer):
+    filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.3}
+    for name, value in filters.items():
+        rollout = roll(model, tokenizer, uniforms(rows=6, time=6), ends=[1], **{name: value})
+        with torch.no_grad():
+            hidden = model.response_hidden(**rollout.inputs())
+            p = (model.logits(hidden) / 0.8).softmax(-1)[rollout.mask]
+        said = p.gather(-1, rollout.response_ids[rollout.mask].unsqueeze(-1))
+        better = (p > said + 1e-6).sum(-1)
+        if name == "top_k":
+            assert (better < 3).all()
+        elif name == "top_p":
+            assert (torch.where(p > said + 1e-6, p, 0).sum(-1) < 0.5).all()
+        else:
+            assert (said.squeeze(-1) >= 0.3 * p.amax(-1) - 1e-6).all()
+        whole = said.squeeze(-1).log()
+        torch.testing.assert_close(rollout.logprobs[rollout.mask], whole, atol=1e-4, rtol=1e-4)
+
+
+def test_no_completion_ends_before_its_least_length(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(), min_new_tokens=4)
+    assert rollout.mask.sum(1).min() >= 5
+    assert (rollout.response_ids[:, :4] >= 120).all()
+
+
+def test_without_an_end_of_sequence_all_are_full_length(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(), stop_at_eos=False)
+    assert rollout.mask.all()
+    assert rollout.truncated.all()
+    assert (rollout.response_ids < 120).any()
+
+
+def test_a_text_can_end_a_completion(model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(rows=24, time=12), ends=[1], stop=["e", "o"])
+    texts = [tokenizer.decode(ids[mask]) for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
+    for text, mask, ids, cut in zip(texts, rollout.mask, rollout.response_ids, rollout.truncated, strict=True):
+        before = tokenizer.decode(ids[: int(mask.sum()) - 1])
+        assert not any(stop in before for stop in "eo")
+        assert any(stop in text for stop in "eo") != bool(cut)

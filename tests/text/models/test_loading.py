@@ -1,0 +1,207 @@
+import json
+import shutil
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers.activations import NewGELUActivation
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import (
+    build_actor_critic,
+    end_ids,
+    fuse_gelu,
+    load_language_model,
+    load_value_head,
+    resolve,
+    room_for_prompts,
+    save_policy,
+)
+
+
+@pytest.fixture
+def loaded(model_folders):
+    return load_language_model(ModelConfig(name=str(model_folders["llama"])))
+
+
+def test_a_saved_policy_is_an_ordinary_folder_with_its_value_head(loaded, tmp_path):
+    lm, tokenizer = loaded
+    model = ActorCritic(lm)
+    torch.nn.init.normal_(model.value_head.weight)
+    save_policy(tmp_path, model, tokenizer)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("This movie")["input_ids"] == tokenizer("This movie")["input_ids"]
+    for name, parameter in lm.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], parameter), name
+    again = ActorCritic(load_language_model(ModelConfig(name=str(tmp_path)))[0])
+    load_value_head(tmp_path, again)
+    assert torch.equal(again.value_head.weight, model.value_head.weight)
+
+
+def test_every_token_that_ends_a_text_is_known(loaded):
+    lm, tokenizer = loaded
+    lm.generation_config.eos_token_id = [tokenizer.eos_token_id, 5]
+    assert end_ids(lm, tokenizer) == sorted({tokenizer.eos_token_id, 5})
+
+
+def test_room_for_prompts(loaded):
+    assert room_for_prompts(loaded[0], 24) == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("builtin:news", "not a built-in world; there is one, builtin:reviews"),
+        ("./nowhere", "'./nowhere' is not a model folder: it has no config.json"),
+    ],
+)
+def test_names_that_lead_nowhere(name, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(name, "policy")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ConfigError, match=r"'nobody/nothing' is no folder here, the hub cannot be reached.*give a folder"
+    ):
+        resolve("nobody/nothing", "policy")
+
+
+def test_weights_that_are_pickled_are_not_loaded(tmp_path, model_folders):
+    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot load a language model"):
+        load_language_model(ModelConfig(name=str(tmp_path / "model")))
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"is not a model folder: it has no config\.json"):
+        load_language_model(ModelConfig(name=str(tmp_path)))
+
+
+def test_a_folder_with_damaged_weights(tmp_path, model_folders):
+    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ConfigError, match=r"cannot load a language model from .*model"):
+        load_language_model(ModelConfig(name=str(tmp_path / "model")))
+
+
+def test_a_model_of_another_kind():
+    with pytest.raises(ConfigError, match="cannot load a language model"):
+        load_language_model(ModelConfig(name=resolve("builtin:reviews", "sentiment")))
+
+
+def test_a_model_that_cannot_end_a_text(tmp_path, model_folders):
+    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
+    for file in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        path = tmp_path / "model" / file
+        settings = {k: v for k, v in json.loads(path.read_text()).items() if "eos" not in k}
+        if "tokenizer_class" in settings:
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # GPT2Tokenizer has one by default
+        path.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"no end-of-sequence token.*set eos_token in its tokenizer_config\.json"):
+        load_language_model(ModelConfig(name=str(tmp_path / "model")))
+
+
+def test_a_model_that_shapes_its_logits_in_an_unknown_way(tmp_path, tokenizer):
+    from transformers import CohereConfig, CohereForCausalLM
+
+    torch.manual_seed(0)
+    config = CohereConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        logit_scale=5.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+        bos_token_id=0,
+    )
+    CohereForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="shapes its logits in a way that is not supported: CohereForCausalLM"):
+        load_language_model(ModelConfig(name=str(tmp_path)))
+
+
+def test_a_tokenizer_of_another_model(tmp_path, model_folders):
+    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<one>", "<two>"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ tokens, but .* knows \d+; they do not belong"):
+        load_language_model(ModelConfig(name=str(tmp_path / "model")))
+
+
+def test_a_separate_critic_from_another_folder_is_saved_beside_the_policy(model_folders, tmp_path):
+    args = ModelConfig(
+        name=str(model_folders["llama"]), critic="separate", critic_name=str(model_folders["gpt2"]), value_head="linear"
+    )
+    lm, tokenizer = load_language_model(args)
+    model = build_actor_critic(lm, tokenizer, args)
+    assert type(model.critic).__name__ == "GPT2Model"
+    save_policy(tmp_path, model, tokenizer)
+    again = build_actor_critic(lm, tokenizer, ModelConfig(critic="separate", critic_name=str(tmp_path / "critic")))
+    for name, weights in model.critic.state_dict().items():
+        assert torch.equal(again.critic.state_dict()[name], weights), name
+
+
+LORA = LoraConfig(rank=4, alpha=8)
+
+
+def test_an_adapter_alone_is_trained_and_loads_with_plain_peft(model_folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    args = ModelConfig(name=str(model_folders["llama"]), lora=LORA)
+    lm, tokenizer = load_language_model(args)
+    model = build_actor_critic(lm, tokenizer, args)
+    trained = [name for name, p in model.lm.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    for name, parameter in model.lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model.lm(ids).logits
+    save_policy(tmp_path, model, tokenizer)
+    base = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
+    before = base(ids).logits
+    plain = peft.PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(plain(ids).logits, expected)
+    assert not torch.allclose(expected, before, atol=1e-2)
+    torch.testing.assert_close(plain.merge_and_unload()(ids).logits, expected, atol=1e-3, rtol=1e-3)
+    again, _ = load_language_model(ModelConfig(name=str(tmp_path)))
+    torch.testing.assert_close(again(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["no_such_layer"], r"model\.lora\.target_modules: Target modules .*no_such_layer.* not found"),
+        (["lm_head"], r"model\.lora\.target_modules names the output projection"),
+    ],
+)
+def test_an_adapter_that_fits_no_layer(model_folders, targets, message):
+    pytest.importorskip("peft")
+    args = ModelConfig(name=str(model_folders["llama"]), lora=LoraConfig(rank=4, target_modules=targets))
+    with pytest.raises(ConfigError, match=message):
+        build_actor_critic(*load_language_model(args), args)
+
+
+def test_fused_gelu_gives_what_the_model_gives():
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2)).eval()
+    fused = deepcopy(plain)
+    fuse_gelu(fused)
+    assert not any(isinstance(module, NewGELUActivation) for module in fused.modules())
+    ids = torch.arange(20).view(2, 10)
+    for model in (plain, fused):
+        model(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(fused(ids).logits, plain(ids).logits, atol=1e-6, rtol=1e-6)
+    for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)

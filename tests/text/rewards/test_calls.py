@@ -1,0 +1,304 @@
+"""Rewards that fail for a while: a service of the reward's own on this machine, and functions that stand for one."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import RolloutConfig, RunConfig
+from tokencredit.text.rewards import calls as reward_calls
+from tokencredit.text.rewards.terms import NonFiniteReward, RewardError, Term, build_terms, score
+from tokencredit.text.trainer import PPOTrainer
+
+COMPLETIONS = ["one", "three"]
+LENGTHS = [3.0, 5.0]
+SPENT = [
+    MemoryError("too many"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(reward_calls, "FIRST_PAUSE", 0.0)
+
+
+@pytest.fixture
+def service():
+    """A reward service that does what is next in `plan` (error, hang, garbage, html), and rates when that is over."""
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            completions = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["completions"]
+            server.asked.append(completions)
+            todo = server.plan.pop(0) if server.plan else "rate"
+            if todo == "hang":
+                over.wait()
+                return
+            scores = json.dumps({"scores": [float(len(c)) for c in completions]})
+            body = {"garbage": '{"scores": ["good"]}', "html": "<html>busy</html>"}.get(todo, scores)
+            self.send_response(500 if todo == "error" else 200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.plan, server.asked, server.calls = [], [], []
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    yield server
+    over.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def judge(service, **options):
+    """The term of the docs, which asks this service."""
+    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "urlopen" in block)
+    names = {}
+    exec(code.replace("localhost:8000", f"127.0.0.1:{service.server_port}"), names)
+
+    def function(prompts, completions):
+        service.calls.append(completions)
+        return names["judge"](prompts, completions)
+
+    return Term("judge", 1.0, function, **options)
+
+
+def rate(*terms):
+    return score(terms, ["Say:", "Say:"], COMPLETIONS, {}, [1, 1]).totals
+
+
+class Failing:
+    """A reward function that raises or gives what it is told, one thing a call, and the last of them for ever."""
+
+    def __init__(self, *outcomes):
+        self.outcomes, self.calls = outcomes, []
+
+    def __call__(self, completions):
+        outcome = self.outcomes[min(len(self.calls), len(self.outcomes) - 1)]
+        self.calls.append(completions)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@pytest.mark.parametrize(
+    "plan", [["error"], ["garbage"], ["html"], ["error", "garbage"], ["html", "error"], ["garbage", "html"]]
+)
+def test_a_service_that_recovers_within_the_retries_is_no_matter(plan, service, caplog):
+    service.plan = list(plan)
+    assert rate(judge(service)) == LENGTHS
+    assert service.asked == [COMPLETIONS] * (len(plan) + 1)
+    assert len(caplog.records) == len(plan)
+
+
+def test_a_service_that_hangs_is_asked_again(service, caplog):
+    service.plan = ["hang", "hang"]
+    # Many retries, because on a busy machine an honest answer may come too late as well.
+    assert rate(judge(service, timeout=0.2, retries=100)) == LENGTHS
+    assert len(service.asked) >= 3
+    assert "reward term 'judge' gave no answer within 0.2 s, its timeout; trying again in 0 s" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "error",
+            r"^reward term 'judge' raised HTTPError: HTTP Error 500: Internal Server Error \(the last of 3 tries\); "
+            r"if it only takes longer, raise the term's timeout or its retries$",
+        ),
+        (
+            "hang",
+            r"^reward term 'judge' gave no answer within 0\.2 s, its timeout \(the last of 3 tries\); "
+            r"if it only takes longer, raise the term's timeout or its retries$",
+        ),
+        ("garbage", r"^reward term 'judge' returned 1 numbers for 2 completions \(the last of 3 tries\)$"),
+    ],
+)
+def test_a_service_that_stays_down_is_given_up_and_not_asked_for_each_text(kind, message, service):
+    service.plan = [kind] * 99
+    timeout = 0.2 if kind == "hang" else None
+    with pytest.raises(RewardError, match=message):
+        rate(judge(service, timeout=timeout))
+    assert service.calls == [COMPLETIONS] * 3
+
+
+def test_a_service_that_is_not_there_is_given_up(service):
+    service.server_close()
+    with pytest.raises(RewardError, match=r"raised URLError: <urlopen error .*refused> \(the last of 2 tries\)"):
+        rate(judge(service, retries=1))
+
+
+def test_without_retries_the_first_failure_is_the_last():
+    failing = Failing(["bad", 1.0])
+    with pytest.raises(RewardError, match=r"reward term 'f' is 'bad' for the text 'Say:one'; it must be a number$"):
+        rate(Term("f", 1.0, failing, retries=0))
+    assert len(failing.calls) == 1
+
+
+def test_the_culprit_is_looked_for_after_the_last_try_only():
+    failing = Failing(KeyError("score"))
+    with pytest.raises(
+        RewardError, match=r"KeyError: 'score'; its prompt was 'Say:' .* 'one' \(the last of 3 tries\)$"
+    ):
+        rate(Term("f", 1.0, failing))
+    assert failing.calls == [COMPLETIONS] * 3 + [["one"]]
+
+
+def test_the_search_for_the_culprit_ends_where_a_service_is_down():
+    failing = Failing(KeyError("score"), ConnectionError("gone"))
+    with pytest.raises(RewardError, match=r"^reward term 'f' raised KeyError: 'score'$"):
+        rate(Term("f", 1.0, failing, retries=0))
+    assert failing.calls == [COMPLETIONS, ["one"]]
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("final", [ConfigError("set it"), *SPENT])
+def test_what_a_second_try_would_not_change_is_raised_as_it_is(final, timeout):
+    failing = Failing(final)
+    with pytest.raises(type(final)) as caught:
+        rate(Term("f", 1.0, failing, timeout=timeout))
+    assert caught.value is final
+    assert len(failing.calls) == 1
+
+
+def test_memory_that_runs_out_in_the_search_for_the_culprit_is_raised_as_it_is():
+    with pytest.raises(MemoryError, match="too many"):
+        rate(Term("f", 1.0, Failing(ValueError("odd"), MemoryError("too many")), retries=0))
+
+
+def test_a_number_that_is_not_finite_is_not_asked_for_again():
+    failing = Failing([1.0, float("nan")])
+    with pytest.raises(NonFiniteReward, match=r"reward term 'f' is nan for the text 'Say:three'$"):
+        rate(Term("f", 1.0, failing))
+    assert len(failing.calls) == 1
+
+
+@pytest.mark.parametrize("spent", SPENT)
+def test_a_reward_out_of_memory_stops_the_run_with_the_advice_for_it(spent, tmp_path):
+    args = PPOConfig(
+        rollout=RolloutConfig(batch_size=4, max_new_tokens=2), run=RunConfig(dir=str(tmp_path / "run"), iterations=1)
+    )
+    with pytest.raises(RunStopped, match=r"out of memory in its reward stage; lower the batch_size of the reward's te"):
+        PPOTrainer(reward_funcs=[Failing(spent)], args=args).train()
+
+
+def test_pauses_double_up_to_the_longest(monkeypatch, caplog):
+    monkeypatch.setattr(reward_calls, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(reward_calls, "LONGEST_PAUSE", 0.003)
+    failing = Failing(OSError("gone"), OSError("gone"), OSError("gone"), OSError("gone"), LENGTHS)
+    assert rate(Term("f", 1.0, failing, retries=4)) == LENGTHS
+    assert caplog.messages == [
+        f"reward term 'f' raised OSError: gone; trying again in {pause} s" for pause in (0.001, 0.002, 0.003, 0.003)
+    ]
+
+
+def test_what_a_service_sends_cannot_act_on_the_terminal(caplog):
+    evil = RuntimeError("\x1b[2J\nall is well")
+    with pytest.raises(RewardError, match=r"raised RuntimeError: \\x1b\[2J\\nall is well; its prompt"):
+        rate(Term("f", 1.0, Failing(evil), retries=1))
+    assert caplog.messages == [r"reward term 'f' raised RuntimeError: \x1b[2J\nall is well; trying again in 0 s"]
+
+
+def test_a_coroutine_that_hangs_is_cancelled_and_called_again():
+    started, cancelled = [], threading.Event()
+
+    async def hangs_once(completions):
+        started.append(completions)
+        if len(started) == 1:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return LENGTHS
+
+    assert rate(Term("f", 1.0, hangs_once, timeout=0.2, retries=100)) == LENGTHS
+    assert cancelled.wait(60)
+
+
+def test_a_coroutine_that_hangs_for_ever_is_given_up():
+    async def hangs(completions):
+        await asyncio.Event().wait()
+
+    with pytest.raises(RewardError, match=r"'f' gave no answer within 0\.2 s, its timeout \(the last of 2 tries\)"):
+        rate(Term("f", 1.0, hangs, timeout=0.2, retries=1))
+
+
+def test_coroutines_are_tried_again_together():
+    """In its second try each waits for the other's second, so that one after the other would never end."""
+    tries = {"a": 0, "b": 0}
+
+    def meeting(name):
+        async def function(completions):
+            tries[name] += 1
+            if tries[name] == 1:
+                raise ConnectionError("not yet")
+            while min(tries.values()) < 2:
+                await asyncio.sleep(0.001)
+            return LENGTHS
+
+        return Term(name, 1.0, function, retries=1, timeout=60)
+
+    assert rate(meeting("a"), meeting("b")) == [6.0, 10.0]
+
+
+def test_a_timeout_of_the_functions_own_is_not_the_terms():
+    with pytest.raises(RewardError, match=r"raised TimeoutError: timed out; if it only"):
+        rate(Term("f", 1.0, Failing(TimeoutError("timed out")), timeout=30, retries=0))
+
+
+def test_only_a_function_with_a_timeout_gets_a_thread_of_its_own():
+    threads = []
+
+    def function(completions):
+        threads.append(threading.current_thread())
+        return LENGTHS
+
+    rate(Term("a", 1.0, function), Term("b", 1.0, function, timeout=30))
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+
+
+def test_the_settings_reach_the_term():
+    given, plain = build_terms(
+        [RewardTerm(function="length", retries=5, timeout=1.5), RewardTerm(function="repetition")], "cpu"
+    )
+    assert (given.retries, given.timeout) == (5, 1.5)
+    assert (plain.retries, plain.timeout) == (2, None)
+
+
+def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
+    """In a process of its own, which the function that still hangs must not keep from ending."""
+    (tmp_path / "mine.py").write_text("import threading\n\n\ndef hangs(completions):\n    threading.Event().wait()\n")
+    reward = f"[{{function: '{tmp_path}/mine.py:hangs', timeout: 0.2, retries: 1}}]"
+    command = [sys.executable, "-m", "tokencredit.cli", "train", "--reward", reward, "--run.dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, "--rollout.batch_size", "4", "--rollout.max_new_tokens", "2"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    again, end = [line for line in done.stderr.splitlines() if "hangs" in line]
+    assert again == "reward term 'hangs' gave no answer within 0.2 s, its timeout; trying again in 1 s"
+    assert end.startswith(
+        "tokencredit: stopped in iteration 1: reward term 'hangs' gave no answer within 0.2 s, its timeout "
+        "(the last of 2 tries); if it only takes longer"
+    )
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,647 @@
+import asyncio
+import json
+import math
+import re
+import runpy
+import shutil
+import warnings
+from ast import literal_eval
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.parsing import config_parser, to_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.models.loading import resolve
+from tokencredit.text.rewards.functions import count, length, reference_fluency
+from tokencredit.text.rewards.models import Classifier, Reader, RewardModel, load
+from tokencredit.text.rewards.terms import (
+    NonFiniteReward,
+    RewardError,
+    Term,
+    as_terms,
+    build_terms,
+    score,
+    term_metrics,
+)
+from tokencredit.text.rewards.texts import joined, plain
+
+BUILTIN = "builtin:reviews"
+PROMPTS = ["This movie was really", "This movie was really"]
+COMPLETIONS = [" wonderful, and I loved every minute.", " awful. I hated the script, and the acting was worse."]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("tokencredit.text.rewards.calls.FIRST_PAUSE", 0.0)
+
+
+def rate(terms, prompts=PROMPTS, completions=COMPLETIONS, lengths=(2, 3), **columns):
+    return score(terms, prompts, completions, columns, lengths)
+
+
+def gives(*values, name="given", weight=1.0):
+    return Term(name, weight, lambda prompts, completions: list(values))
+
+
+def saved(folder, model, tokenizer, **changes):
+    """A random model with weights large enough that texts differ, as a folder; `changes` go into its tokenizer."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory, tokenizer):
+    """A decoder with one output and no pad token, as TRL's RewardTrainer saves GPT-2."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=24, vocab_size=len(tokenizer), num_labels=1)
+    folder = tmp_path_factory.mktemp("models") / "scorer"
+    return saved(folder, GPT2ForSequenceClassification(config), tokenizer, pad_token=None)
+
+
+def alone(folder, text, limit=None):
+    """A model's outputs for one text, by the plainest code."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][-(limit or 10**6) :]
+    with torch.no_grad():
+        if getattr(model, "transformer", None) is None:
+            return model(input_ids=torch.tensor([ids])).logits[0].tolist()
+        return model.score(model.transformer(torch.tensor([ids])).last_hidden_state)[0, -1].tolist()
+
+
+# Classifiers
+
+
+def test_a_classifier_says_what_the_plain_model_says():
+    folder = resolve(BUILTIN, "sentiment")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    inputs = AutoTokenizer.from_pretrained(folder)(
+        [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)], return_tensors="pt", padding=True
+    )
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    negative = model.config.label2id["NEGATIVE"]
+    by_output = {
+        "probability": logits.softmax(-1)[:, negative],
+        "logit": logits[:, negative],
+        "log_odds": logits[:, negative] - logits[:, 1 - negative],
+    }
+    for output, expected in by_output.items():
+        got = Classifier(BUILTIN, "NEGATIVE", output)(PROMPTS, COMPLETIONS)
+        torch.testing.assert_close(torch.tensor(got), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_built_in_classifier_tells_good_from_bad():
+    good, bad = Classifier(BUILTIN, "NEGATIVE")(PROMPTS, COMPLETIONS)
+    assert good < 0.2 < 0.8 < bad
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+def test_a_score_does_not_depend_on_its_neighbours(batch_size):
+    classifier = Classifier(BUILTIN, "NEGATIVE", batch_size=batch_size)
+    texts = [" film" * 60, *COMPLETIONS, "", " a"]
+    together = classifier([""] * 5, texts)
+    assert together == pytest.approx([classifier([""], [text])[0] for text in texts], abs=1e-5)
+
+
+def test_the_completion_alone():
+    by_itself = Classifier(BUILTIN, "NEGATIVE", text="completion")
+    assert by_itself(PROMPTS, COMPLETIONS) == Classifier(BUILTIN, "NEGATIVE")(["", ""], COMPLETIONS)
+
+
+def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(tmp_path):
+    shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"problem_type": "multi_label_classification"}))
+    logits = torch.tensor(Classifier(BUILTIN, "NEGATIVE", "logit")(PROMPTS, COMPLETIONS))
+    got = Classifier(str(tmp_path / "model"), "NEGATIVE")(PROMPTS, COMPLETIONS)
+    torch.testing.assert_close(torch.tensor(got), logits.sigmoid())
+
+
+def test_a_text_that_is_too_long_is_read_from_its_end_and_said_so_once():
+    classifier = Classifier(BUILTIN, "NEGATIVE")
+    with pytest.warns(UserWarning, match=r"'builtin:reviews' reads at most 128 tokens; of a text of \d+ the beginning"):
+        good, bad = classifier([" film" * 200] * 2, COMPLETIONS)
+    assert good < bad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        classifier([" film" * 300], [" a film"])
+
+
+def test_the_roberta_family_has_fewer_positions_than_it_says(tmp_path, tokenizer):
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=18,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    folder = saved(tmp_path / "roberta", RobertaForSequenceClassification(config), tokenizer, model_max_length=None)
+    classifier = Classifier(folder, "LABEL_1")
+    assert classifier.reader.limit == 18 - tokenizer.pad_token_id - 1
+    with pytest.warns(UserWarning, match="reads at most"):
+        assert math.isfinite(classifier([""], [" film" * 40])[0])
+
+
+# Reward models
+
+
+def test_a_reward_model_reads_its_last_token_whatever_stands_beside_it(reward_model):
+    """Without a pad token of its own; the end-of-sequence token that takes its place is then not read."""
+    terms = build_terms([RewardTerm(reward_model=reward_model, batch_size=2)], "cpu")
+    assert terms[0].name == "scorer"
+    completions = [" a", " wonderful film, and I loved it", " bad", ""]
+    got = rate(terms, ["I say"] * 4, completions, [1] * 4).totals
+    assert got == pytest.approx([alone(reward_model, "I say" + c)[0] for c in completions], abs=1e-4)
+    assert max(got) - min(got) > 0.1
+
+
+def test_a_reward_model_with_a_pad_token_reads_the_end_of_sequence_as_it_did_in_training(tmp_path, tokenizer):
+    tokenizer = AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy"))
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=24, vocab_size=len(tokenizer), num_labels=1)
+    folder = saved(tmp_path / "padded", GPT2ForSequenceClassification(config), tokenizer)
+    scorer = RewardModel("padded", *load(folder, "cpu"))
+    expected = [alone(folder, p + c + tokenizer.eos_token)[0] for p, c in zip(PROMPTS, [" good", " b"], strict=True)]
+    assert scorer(PROMPTS, [" good", " b"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_long_text_of_a_reward_model_keeps_its_end(reward_model):
+    scorer = RewardModel("scorer", *load(reward_model, "cpu"))
+    with pytest.warns(UserWarning, match="'scorer' reads at most 24 tokens"):
+        got = scorer([" film" * 40], [" was good"])
+    ids = scorer.reader.encode(" film" * 40, " was good")
+    assert scorer.reader.tokenizer.decode(ids).endswith(" was good<|endoftext|>")
+    assert got == pytest.approx(alone(reward_model, " film" * 40 + " was good", limit=23), abs=1e-4)
+
+
+def test_conversations_go_through_the_reward_models_own_template(tmp_path, tokenizer):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        max_position_embeddings=64,
+        pad_token_id=None,
+    )
+    folder = saved(
+        tmp_path / "chat", LlamaForSequenceClassification(config), tokenizer, chat_template=TEMPLATE, pad_token=None
+    )
+    scorer = RewardModel("chat", *load(folder, "cpu"))
+    prompt = [{"role": "user", "content": "Good?"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("Yes.", "No, I did not like it.")]
+    expected = [alone(folder, f"<user>Good?<assistant>{a[0]['content']}")[0] for a in answers]
+    assert scorer([prompt, prompt], answers) == pytest.approx(expected, abs=1e-4)
+
+
+def test_without_a_template_the_contents_stand_below_each_other(reward_model):
+    scorer = RewardModel("scorer", *load(reward_model, "cpu"))
+    prompt, answer = [{"role": "user", "content": "Good?"}], [{"role": "assistant", "content": "Yes."}]
+    assert scorer([prompt], [answer]) == scorer(["Good?\n"], ["Yes."])
+
+
+def test_plain_texts_of_messages():
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    answer = [{"role": "assistant", "content": "Hello"}]
+    assert plain(chat) == "Be kind.\nHi"
+    assert joined(chat, answer) == "Be kind.\nHi\nHello"
+    assert joined("Be", " kind") == "Be kind"
+    assert plain([{"role": "assistant", "content": None}]) == ""
+
+
+# What cannot be loaded
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        ({"classifier": BUILTIN, "label": "BAD"}, r"has no label 'BAD'; its labels are NEGATIVE, POSITIVE"),
+        ({"reward_model": BUILTIN}, r"'builtin:reviews' has 2 outputs, .* name it as classifier"),
+        ({}, r"needs exactly one of function, classifier, reward_model"),
+        ({"function": "lenght"}, r"'lenght' is none of the ready-made ones, length, count, .*'path/file\.py:name'"),
+        ({"function": "count"}, r"count needs text; give it in kwargs"),
+        ({"function": "length", "kwargs": {"units": "words"}}, r"kwargs has 'units', which length does not take"),
+        ({"function": "regex", "kwargs": {"pattern": "("}}, r"pattern is '\(', which is no regular expression"),
+        ({"function": "nowhere.py:f"}, r"there is no reward file 'nowhere\.py'"),
+        ({"function": "no_such_package.rewards:f"}, r"'no_such_package\.rewards' cannot be imported: ModuleNotFound"),
+        ({"function": "math:sqr"}, r"'math' has no 'sqr'; did you mean 'sqrt'\?"),
+        ({"function": "math:pi"}, r"'pi' of 'math' is a float, not a function"),
+    ],
+)
+def test_terms_that_cannot_be_had(term, message):
+    with pytest.raises(ConfigError, match=r"^reward\[1\]:? .*" + message):
+        build_terms([RewardTerm(function="length"), RewardTerm(**term)], "cpu")
+
+
+def test_a_label_must_be_chosen(tmp_path):
+    shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"needs label; its labels are NEGATIVE, POSITIVE"):
+        build_terms([RewardTerm(classifier=str(tmp_path / "model"))], "cpu")
+
+
+def test_a_folder_that_is_no_classifier_is_refused(tmp_path, model_folders, reward_model):
+    for folder, message in (
+        (tmp_path, "is not a model folder"),
+        (model_folders["gpt2"], r"is no sequence classifier: its weights lack score\.weight"),
+        (reward_model, "has one output and no labels to choose from; name it as reward_model"),
+    ):
+        with pytest.raises(ConfigError, match=rf"reward\[0\]: .*{message}"):
+            build_terms([RewardTerm(classifier=str(folder), label="A")], "cpu")
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors | {"classifier.weight": torch.zeros(3, 5)}, weights, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="cannot load a classifier from"):
+        load(str(tmp_path / "model"), "cpu")
+    weights.write_bytes(b"not weights")
+    with pytest.raises(ConfigError, match="cannot load a classifier from"):
+        load(str(tmp_path / "model"), "cpu")
+
+
+def test_a_vocabulary_that_does_not_match_its_tokenizer(tmp_path, reward_model):
+    shutil.copytree(reward_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = len(tokenizer) - 1
+    with pytest.raises(ConfigError, match=rf"tokenizer of .* has {rows + 1} tokens, but its model knows {rows}"):
+        build_terms([RewardTerm(reward_model=str(tmp_path / "model"))], "cpu")
+
+
+def test_a_tokenizer_that_cannot_pad(reward_model):
+    model, tokenizer = load(reward_model, "cpu")
+    tokenizer.eos_token = tokenizer.pad_token = None
+    with pytest.raises(ConfigError, match="has neither a pad token nor an end-of-sequence token"):
+        Reader("scorer", model, tokenizer)
+
+
+def test_two_terms_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match=r"reward\[1\]\.name is 'NEGATIVE', as another term's is"):
+        build_terms([RewardTerm(classifier=BUILTIN), RewardTerm(classifier=BUILTIN, output="logit")], "cpu")
+
+
+# Functions from files, modules and Python
+
+FILE = """
+from dataclasses import dataclass
+from collections import Counter
+
+@dataclass
+class Settings:
+    factor: float = 2.0
+
+def shout(prompts, completions, factor=Settings().factor, **columns):
+    return [factor * c.count("!") for c in completions]
+
+def broken(:
+"""
+
+
+def test_functions_of_a_file(tmp_path):
+    file = tmp_path / "math.py"  # hides no module of that name, and is hidden by none
+    file.write_text(FILE.replace("def broken(:", ""))
+    terms = build_terms(
+        [RewardTerm(function=f"{file}:shout"), RewardTerm(function=f"{file}:shout", kwargs={"factor": 3}, name="b")],
+        "cpu",
+    )
+    assert [term.name for term in terms] == ["shout", "b"]
+    assert rate(terms, ["", ""], ["oh!", "oh"]).terms == {"shout": [2.0, 0.0], "b": [3.0, 0.0]}
+    assert rate(terms[1:], ["", ""], ["oh!", "oh"], factor=[7, 7]).totals == [3.0, 0.0]  # settings before columns
+    with pytest.raises(ConfigError, match=r"math\.py' has no 'shoot'; did you mean 'shout'\?"):
+        build_terms([RewardTerm(function=f"{file}:shoot")], "cpu")
+
+
+def test_a_file_that_cannot_be_run_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    with pytest.raises(ConfigError, match=r"reward file '.*mine\.py' cannot be run: SyntaxError"):
+        build_terms([RewardTerm(function=f"{tmp_path}/mine.py:shout")], "cpu")
+
+
+def test_a_function_of_a_module():
+    terms = build_terms([RewardTerm(function="json:dumps")], "cpu")
+    assert terms[0].function is json.dumps
+    assert terms[0].name == "dumps"
+
+
+def test_what_pythons_callers_have(reward_model):
+    def mine(completions):
+        return [1.0] * len(completions)
+
+    model, _ = load(reward_model, "cpu")
+    given = [mine, partial(rate_by, factor=2), count("."), reward_model, Term("other", 0.5, model_free)]
+    terms = as_terms(given)
+    assert [(t.name, t.weight) for t in terms] == [
+        ("mine", 1.0),
+        ("rate_by", 1.0),
+        ("count", 1.0),
+        ("scorer", 1.0),
+        ("other", 0.5),
+    ]
+    loaded = as_terms(model)
+    assert loaded[0].name == "scorer"
+    assert rate(loaded).totals == pytest.approx(rate(as_terms(reward_model)).totals)
+
+
+def rate_by(prompts, completions, factor, **columns):
+    return [factor * 1.0 for _ in completions]
+
+
+def model_free(prompts, completions):
+    return [0.0 for _ in completions]
+
+
+def test_what_python_callers_cannot_give(tokenizer):
+    with pytest.raises(ConfigError, match=r"reward_funcs\[1\]: 3 is neither a function, nor"):
+        as_terms([model_free, 3])
+    with pytest.raises(ConfigError, match=r"reward_funcs\[1\] is named 'model_free'.*Term\(name, weight, function\)"):
+        as_terms([model_free, model_free])
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=len(tokenizer), num_labels=1)
+    with pytest.raises(ConfigError, match="no tokenizer for the reward model ''"):
+        as_terms(GPT2ForSequenceClassification(config))
+
+
+# What functions get and give
+
+
+def test_terms_are_weighted_and_kept_apart():
+    scores = rate([gives(1.0, 2.0, name="a", weight=2.0), gives(4, False, name="b", weight=-0.5)])
+    assert scores.totals == [0.0, 4.0]
+    assert scores.terms == {"a": [1.0, 2.0], "b": [4.0, 0.0]}
+    assert scores.dense is None
+
+
+def test_functions_get_what_they_name():
+    got = {}
+
+    def everything(prompts, completions, **columns):
+        got["everything"] = (prompts, completions, columns)
+        return [0.0, 0.0]
+
+    def named(completions, answer):
+        got["named"] = (completions, answer)
+        return [0.0, 0.0]
+
+    def placed(p, c, answer=None):
+        got["placed"] = (p, c, answer)
+        return [0.0, 0.0]
+
+    class Callable:
+        def __call__(self, completions, missing="default"):
+            got["callable"] = (completions, missing)
+            return [0.0, 0.0]
+
+    functions = {"everything": everything, "named": named, "placed": placed, "callable": Callable()}
+    rate([Term(name, 1.0, function) for name, function in functions.items()], answer=["a", "b"])
+    assert got == {
+        "everything": (PROMPTS, COMPLETIONS, {"answer": ["a", "b"]}),
+        "named": (COMPLETIONS, ["a", "b"]),
+        "placed": (PROMPTS, COMPLETIONS, ["a", "b"]),
+        "callable": (COMPLETIONS, "default"),
+    }
+
+
+def test_a_column_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"the reward 'f' needs answer; there are completions, label, prompts"):
+        rate([Term("f", 1.0, lambda completions, answer: [0.0, 0.0])], label=[1, 2])
+    with pytest.raises(ConfigError, match=r"the reward 'f' needs texts"):
+        rate([Term("f", 1.0, lambda texts: [0.0, 0.0])])
+
+
+def test_none_means_that_the_term_does_not_apply():
+    scores = rate([gives(None, 2.0, name="a"), gives(1.0, 1.0, name="b", weight=0.5)])
+    assert scores.totals == [0.5, 2.5]
+    assert scores.terms["a"] == [None, 2.0]
+
+
+def test_a_list_a_completion_is_a_reward_a_token():
+    terms = [
+        gives([1.0, 2.0], [0.0, 0.0, 5.0], name="a", weight=2.0),
+        gives(torch.tensor([1.0, 1.0]), None, name="b"),
+        gives(0.5, [1.0, 0.0, 0.0], name="mixed"),
+    ]
+    scores = rate(terms)
+    assert scores.totals == [0.5, 0.0]
+    assert scores.dense == [[3.0, 5.0], [1.0, 0.0, 10.0]]
+    assert scores.terms == {"a": [3.0, 5.0], "b": [2.0, None], "mixed": [0.5, 1.0]}
+
+
+def test_tensors_and_arrays_are_numbers_too():
+    scores = rate([Term("t", 1.0, lambda completions: torch.tensor([1.0, 2.0]))])
+    assert scores.totals == [1.0, 2.0]
+    assert rate([gives(torch.tensor(1.0), torch.tensor(3).numpy())]).totals == [1.0, 3.0]
+
+
+def test_coroutine_functions_run_together():
+    """Each waits for the other, so that one after the other would never end."""
+    arrived = []
+
+    def waiting(name):
+        async def function(prompts, completions, **columns):
+            arrived.append(name)
+            while len(arrived) < 2:
+                await asyncio.sleep(0.001)
+            return [float(len(c)) for c in completions]
+
+        return Term(name, 1.0, function)
+
+    terms = [waiting("a"), Term("sync", 1.0, model_free), waiting("b")]
+    expected = [2.0 * len(c) for c in COMPLETIONS]
+    assert rate(terms).totals == expected
+
+    async def in_a_notebook():
+        return rate(terms).totals
+
+    assert asyncio.run(in_a_notebook()) == expected
+
+
+# What goes wrong
+
+
+def test_a_function_that_raises_is_named_with_the_text_that_made_it():
+    def picky(prompts, completions, answer):
+        return [1 / (0 if "awful" in c else a) for c, a in zip(completions, answer, strict=True)]
+
+    with pytest.raises(
+        RewardError,
+        match=r"reward term 'picky' raised ZeroDivisionError: division by zero; "
+        r"its prompt was 'This movie was really' and its completion ' awful",
+    ) as caught:
+        rate([Term("picky", 1.0, picky)], answer=[1, 2])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_coroutine_that_raises_is_named_too():
+    async def picky(completions):
+        raise KeyError("score")
+
+    with pytest.raises(RewardError, match=r"reward term 'picky' raised KeyError: 'score'; its prompt was"):
+        rate([Term("picky", 1.0, picky)])
+
+
+def test_a_function_that_raises_on_the_whole_only():
+    def small(completions):
+        if len(completions) > 1:
+            raise ValueError("too many")
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"ValueError: too many; .* 2 completions together, on none of them alone"):
+        rate([Term("small", 1.0, small)])
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0], r"reward term 'odd' returned 1 numbers for 2 completions"),
+        ([1.0] * 3, r"returned 3 numbers for 2 completions"),
+        (None, r"returned a NoneType; it must be a list"),
+        (1.0, r"returned a float; it must be a list"),
+        ("ab", r"returned a str; it must be a list"),
+        ([1.0, "good"], r"reward term 'odd' is 'good' for the text 'This movie was really awful.*it must be a number"),
+        ([[1.0, 2.0], [1.0]], r"'odd' gave 1 numbers for the 3 tokens of the text 'This movie was really awful"),
+        ([[1.0, None], None], r"'odd' is None for the text .*wonderful"),
+        ([None, None], r"no reward term said anything of any completion: odd gave None everywhere"),
+    ],
+)
+def test_results_that_are_no_rewards(result, message):
+    with pytest.raises(RewardError, match=message):
+        rate([Term("odd", 1.0, lambda completions: result)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_names_term_and_text(bad):
+    with pytest.raises(NonFiniteReward, match=rf"reward term 'odd' is {bad} for the text .*hated"):
+        rate([gives(0.5, bad, name="odd")])
+    with pytest.raises(NonFiniteReward, match=rf"reward term 'odd' is {bad} for the text .*loved"):
+        rate([gives([0.5, bad], None, name="odd")])
+
+
+def test_a_mistake_in_the_settings_stays_one():
+    with pytest.raises(ConfigError, match=r"set kl\.coef above 0"):
+        rate([Term("fluency", 1.0, reference_fluency())])
+
+
+# Statistics
+
+
+def test_statistics_by_hand():
+    """b is 2a + 1 where both apply. With c it shares three completions: deviations −8/3, −2/3, 10/3 and 1, −1, 0."""
+    terms = {"a": [1.0, 2.0, 6.0, None], "b": [3.0, 5.0, None, 9.0], "c": [2.0, 0.0, 1.0, 1.0], "k": [0.1] * 4}
+    metrics = term_metrics(terms, lambda x: x)
+    expected = {
+        "reward/a": 3.0,
+        "reward_std/a": math.sqrt((4 + 1 + 9) / 3),
+        "reward/b": 17 / 3,
+        "reward_std/c": math.sqrt(0.5),
+        "reward_std/k": 0.0,
+        "reward_corr/a/b": 1.0,
+        "reward_corr/b/c": -2 / math.sqrt(168 / 9 * 2),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert math.isnan(metrics["reward_corr/a/k"])
+    assert len(metrics) == 4 + 4 + 6
+
+
+def test_statistics_of_two_processes_are_those_of_one():
+    torch.manual_seed(0)
+    a, b = torch.randn(20).tolist(), torch.randn(20).tolist()
+    b[3] = a[15] = None
+    whole = term_metrics({"a": a, "b": b}, lambda x: x)
+    sums = []
+
+    def record(x):
+        sums.append(x)
+        return x
+
+    halves = [{"a": a[:8], "b": b[:8]}, {"a": a[8:], "b": b[8:]}]
+    for half in halves:
+        term_metrics(half, record)
+    first = sums[0] + sums[2]  # the second pass needs the means of the whole, so it is asked for again with them
+
+    def both(half, second=None):
+        seen = []
+
+        def reduce(x):
+            seen.append(x)
+            return first if len(seen) == 1 else (x if second is None else second)
+
+        return term_metrics(half, reduce), seen[1]
+
+    second = sum(both(half)[1] for half in halves)
+    for half in halves:
+        assert both(half, second)[0] == pytest.approx(whole, abs=1e-6)
+
+
+def test_a_term_that_never_applies_has_no_statistics():
+    metrics = term_metrics({"a": [None, None], "b": [1.0, 3.0]}, lambda x: x)
+    assert math.isnan(metrics["reward/a"])
+    assert math.isnan(metrics["reward_corr/a/b"])
+    assert metrics["reward/b"] == 2.0
+
+
+# From the command line and from files
+
+
+def test_terms_from_yaml_and_from_flags(tmp_path):
+    parser = config_parser(PPOConfig)
+    file = tmp_path / "run.yaml"
+    terms = [{"function": "count", "kwargs": {"text": "."}, "weight": 0.1}, {"classifier": BUILTIN, "output": "logit"}]
+    file.write_text(yaml.safe_dump({"reward": terms}))
+    config = to_config(parser.parse_args(["--config", str(file)]), PPOConfig)
+    assert config.reward == [RewardTerm(**term) for term in terms]
+    flag = "[{function: length, weight: 0.1}, {function: distinct, kwargs: {n: 3}}]"
+    config = to_config(parser.parse_args(["--reward", flag]), PPOConfig)
+    assert config.reward == [
+        RewardTerm(function="length", weight=0.1),
+        RewardTerm(function="distinct", kwargs={"n": 3}),
+    ]
+    built = build_terms(config.reward, "cpu")
+    scores = rate(built)
+    assert scores.terms == {"length": [6.0, 10.0], "distinct": [1.0, 1.0]}
+    assert scores.totals == pytest.approx([1.6, 2.0])
+
+
+def test_a_ready_made_function_mistakes_no_column_for_a_setting():
+    """A ready-made function's settings are its own, whatever the data set's columns are called."""
+    assert rate([Term("length", 1.0, length())], unit=["x", "y"]).totals == [6.0, 10.0]
+
+
+def test_the_example_of_the_docs(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "as_terms" in block)
+    (tmp_path / "example.py").write_text(code)
+    names = runpy.run_path(str(tmp_path / "example.py"))
+    claims = re.findall(r"^scores\.(\w+) +# (.+)$", code, re.MULTILINE)
+    assert len(claims) == 2
+    for name, value in claims:
+        assert getattr(names["scores"], name) == literal_eval(value)

@@ -1,0 +1,105 @@
+import pytest
+import torch
+from torch import nn
+
+from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.training import KLConfig
+from tokencredit.text.engines.sampling import Rollout
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import build_actor_critic, load_language_model
+from tokencredit.text.scoring_passes import critic_values, evaluate_rollout, refer
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture
+def rollout():
+    """Six texts of very different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([20, 1, 3, 20, 2, 7])
+    prompts = torch.tensor([9, 2, 4, 1, 9, 3])
+    mask = torch.arange(20) < lengths[:, None]
+    return Rollout(
+        prompt_ids=torch.randint(100, (6, 9), generator=generator),
+        prompt_mask=torch.arange(9) >= 9 - prompts[:, None],
+        response_ids=torch.randint(100, (6, 20), generator=generator),
+        mask=mask,
+        logprobs=-torch.rand(6, 20, generator=generator) * mask,
+        values=torch.zeros(6, 20),
+        truncated=torch.zeros(6, dtype=torch.bool),
+    )
+
+
+def load(folders, architecture, **changes):
+    args = ModelConfig(name=str(folders[architecture]), value_head="linear", **changes)
+    model = build_actor_critic(*load_language_model(args), args)
+    nn.init.normal_(model.value_head.weight)
+    return model
+
+
+@pytest.mark.parametrize("overhead", [0, 10_000])
+@torch.no_grad()
+def test_however_rows_are_cut_the_results_are_those_of_the_whole(
+    architecture, overhead, model_folders, rollout, monkeypatch
+):
+    model = load(model_folders, architecture)
+    whole = model(**rollout.inputs(), temperature=TEMPERATURE)
+    monkeypatch.setattr("tokencredit.learn.experience.PASS_OVERHEAD", overhead)
+    for budget in (None, 30):
+        now = evaluate_rollout(model, rollout, TEMPERATURE, budget)
+        torch.testing.assert_close(now.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(now.values, whole.values, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_critic_with_a_trunk_of_its_own_says_the_same_here_as_in_training(architecture, model_folders, rollout):
+    model = load(model_folders, architecture, critic="separate")
+    in_training = model(**rollout.inputs(), temperature=TEMPERATURE).values
+    torch.testing.assert_close(critic_values(model, rollout, 30), in_training, atol=1e-5, rtol=1e-5)
+    assert in_training[rollout.mask].abs().min() > 0
+
+
+@torch.no_grad()
+def test_what_the_reference_says(model_folders, rollout):
+    policy, reference = load(model_folders, "llama"), ActorCritic(load(model_folders, "qwen3").lm)
+    expected = reference(**rollout.inputs(), temperature=TEMPERATURE).logprobs
+
+    def ask(**changes):
+        return refer(policy, reference, rollout, KLConfig(**changes), TEMPERATURE, 30)
+
+    paid = ask()
+    torch.testing.assert_close(paid.logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(paid.kl, (rollout.logprobs - expected) * rollout.mask, atol=1e-5, rtol=1e-5)
+    assert paid.inputs == {}
+
+    exact = ask(estimator="full").kl
+    hidden = policy.response_hidden(**rollout.inputs()), reference.response_hidden(**rollout.inputs())
+    log_p, log_q = (
+        (model.logits(h) / TEMPERATURE).log_softmax(-1) for model, h in zip((policy, reference), hidden, strict=True)
+    )
+    by_hand = (log_p.exp() * (log_p - log_q)).sum(-1) * rollout.mask
+    torch.testing.assert_close(exact, by_hand, atol=1e-4, rtol=1e-4)
+
+    in_loss = ask(place="loss", estimator="k2")
+    assert in_loss.kl is None
+    torch.testing.assert_close(in_loss.inputs["ref_logprobs"], in_loss.logprobs)
+    in_loss = ask(place="loss", estimator="full")
+    mask = rollout.mask
+    torch.testing.assert_close(in_loss.inputs["ref_hidden"][mask], hidden[1][mask], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_an_adapter_is_off_while_the_reference_speaks(model_folders, rollout):
+    plain = load(model_folders, "llama")
+    policy = load(model_folders, "llama", lora=LoraConfig(rank=2))
+    for name, parameter in policy.lm.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    said = refer(policy, policy, rollout, KLConfig(), TEMPERATURE, None).logprobs
+    without = plain(**rollout.inputs(), temperature=TEMPERATURE).logprobs
+    torch.testing.assert_close(said, without, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(policy(**rollout.inputs(), temperature=TEMPERATURE).logprobs, without)
+
+
+def test_no_reference_says_nothing(model_folders, rollout):
+    assert refer(load(model_folders, "llama"), None, rollout, KLConfig(), TEMPERATURE, None) == (None, None, {})
