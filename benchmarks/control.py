@@ -71,7 +71,7 @@ def theirs(config: ControlConfig, folder: Path) -> dict[str, float]:
         gae_lambda=config.advantage.lam,
         clip_range=ppo.clip,
         ent_coef=ppo.entropy_coef,
-        vf_coef=ppo.value_coef / 2,  # its value loss is twice ours
+        vf_coef=config.critic.coef / 2,  # its value loss is twice ours
         max_grad_norm=optim.max_grad_norm,
         policy_kwargs={
             "net_arch": {"pi": config.agent.hidden, "vf": config.agent.hidden},

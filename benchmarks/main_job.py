@@ -16,14 +16,15 @@ from pathlib import Path
 
 import torch
 
+from tokencredit.processes import Processes
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.parsing import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.sampling import sample
-from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import end_ids, load_language_model
+from tokencredit.text.pipeline import Pipeline, Scored
+from tokencredit.text.rewards.terms import build_terms
+from tokencredit.text.setup import build_pipeline, load_run_models
 
 COMPLETIONS = 100
 TARGETS = {
@@ -53,37 +54,46 @@ def train(seed: int, folder: Path) -> float:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-@torch.no_grad()
-def write(model: ActorCritic, base: ActorCritic, tokenizer, seed: int) -> tuple[list[str], float, float]:
-    """Completions of a model, their mean log-probability a token under the base model, and their mean length."""
+def write(pipeline: Pipeline, seed: int) -> Scored:
+    """Completions of a policy, with their log-probabilities under its reference model."""
     config = PPOConfig()
-    prompts = Prompts(config.prompts.text, tokenizer).batch(0, COMPLETIONS)
-    numbers = torch.rand(
-        COMPLETIONS, config.rollout.max_new_tokens, generator=torch.Generator().manual_seed(1000 + seed)
-    )
-    ends = end_ids(model.lm, tokenizer)
-    rollout = sample(model, prompts.ids, prompts.mask, numbers, config.rollout, tokenizer, ends)
-    logprobs = base(**rollout.inputs(), temperature=1.0).logprobs
-    return rollout.texts(tokenizer), float(logprobs[rollout.mask].mean()), float(rollout.mask.sum(1).float().mean())
+    prompts = Prompts(config.prompts.text, pipeline.tokenizer).batch(0, COMPLETIONS)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    uniforms = torch.rand(COMPLETIONS, config.rollout.max_new_tokens, generator=generator)
+    return pipeline.collect(prompts, config.rollout, uniforms)
+
+
+def load(run: Path, which: str) -> Pipeline:
+    """A policy of a run, beside the model that it started from."""
+    config, processes = read_config(run / "config.yaml", PPOConfig), Processes()
+    models = load_run_models(run, config, which, processes, reference=True)
+    return build_pipeline(config, models, build_terms(config.reward, processes.device), processes)
+
+
+def fluency(scored: Scored) -> float:
+    """Mean log-probability per token under the starting model."""
+    assert scored.reference.logprobs is not None
+    return float(scored.reference.logprobs[scored.rollout.mask].mean())
+
+
+def length(scored: Scored) -> float:
+    """Mean tokens per completion."""
+    return float(scored.rollout.mask.sum(1).float().mean())
 
 
 def measure(seed: int, folder: Path) -> dict[str, float]:
     """One row of the table."""
     peak = train(seed, folder)
     summary = json.loads((folder / "summary.json").read_text())
-    lm, tokenizer = load_language_model(ModelConfig())
-    base = ActorCritic(lm)
-    trained = ActorCritic(load_language_model(ModelConfig(name=str(folder / "policy")))[0])
-    texts, logprob, length = write(trained, base, tokenizer, seed)
-    _, base_logprob, base_length = write(base, base, tokenizer, seed)
+    trained, base = (write(load(folder, which), seed) for which in ("policy", "base"))
     return {
         "reward before": summary["reward_first"],
         "reward after": summary["reward_last"],
         "seconds": summary["seconds"],
         "KL, nats": summary["kl_last"],
-        "distinct of 100": len(set(texts)),
-        "fluency lost, nats": base_logprob - logprob,
-        "length kept": length / base_length,
+        "distinct of 100": len(set(trained.completions)),
+        "fluency lost, nats": fluency(base) - fluency(trained),
+        "length kept": length(trained) / length(base),
         "peak GB": peak,
         "warnings": warnings(folder),
     }

@@ -84,7 +84,7 @@ def shorter(value: float | None) -> float | None:
 
 def mean_value(samples: Sequence[Mapping[str, object]]) -> float | None:
     """The critic's mean value over the tokens of kept completions."""
-    values = [value for sample in samples for value in sample["values"]]
+    values = [value for sample in samples for value in sample.get("values", ())]
     return sum(values) / len(values) if values else None
 
 

@@ -6,6 +6,7 @@ nothing outside the standard library is imported before its contestant runs.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -50,10 +51,18 @@ Lap = Callable[..., None]
 
 
 def tokencredit(
-    shape: Shape, folder: Path, lap: Lap, stop_at_eos: bool = False, max_grad_norm: float | None = 1.0, **model
+    shape: Shape,
+    folder: Path,
+    lap: Lap,
+    dtype: str = "auto",
+    stop_at_eos: bool = False,
+    max_grad_norm: float | None = 1.0,
+    **critic,
 ) -> None:
-    """This library; `model` goes to that group of its configuration."""
+    """This library; `critic` goes to that group of its configuration."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does
     from tokencredit import (
+        CriticConfig,
         KLConfig,
         ModelConfig,
         OptimConfig,
@@ -67,13 +76,14 @@ def tokencredit(
     )
 
     config = PPOConfig(
-        model=ModelConfig(name=str(folder / "policy"), **model),
+        model=ModelConfig(name=str(folder / "policy"), dtype=dtype),
+        critic=CriticConfig(lr=LR, coef=VALUE_COEF, **critic),
         prompts=PromptsConfig(dataset=str(folder / "prompts.jsonl")),
         reward=[RewardTerm(reward_model=str(folder / "reward"))],
         rollout=RolloutConfig(batch_size=shape.batch, max_new_tokens=shape.new, stop_at_eos=stop_at_eos),
-        ppo=UpdateConfig(epochs=shape.epochs, minibatches=shape.minibatches, value_coef=VALUE_COEF, clip=CLIP),
+        ppo=UpdateConfig(epochs=shape.epochs, minibatches=shape.minibatches, clip=CLIP),
         kl=KLConfig(coef=KL_COEF),
-        optim=OptimConfig(lr=LR, value_lr=LR, schedule="constant", warmup=0, max_grad_norm=max_grad_norm),
+        optim=OptimConfig(lr=LR, schedule="constant", warmup=0, max_grad_norm=max_grad_norm),
         run=RunConfig(dir=str(folder / "run"), iterations=ENDLESS, trackers=[], show_every=0),
     )
     trainer = PPOTrainer(args=config)
@@ -85,17 +95,17 @@ def tokencredit(
 
 def same_work(shape: Shape, folder: Path, lap: Lap) -> None:
     """This library doing what TRL does: a critic of its own, float32, no clipping of gradients."""
-    tokencredit(shape, folder, lap, max_grad_norm=None, dtype="float32", critic="separate", value_head="linear")
+    tokencredit(shape, folder, lap, max_grad_norm=None, dtype="float32", kind="separate", head="linear")
 
 
 def as_it_comes(shape: Shape, folder: Path, lap: Lap) -> None:
     """This library with the trunk shared by policy and critic, and the number format left to it."""
-    tokencredit(shape, folder, lap, dtype="auto")
+    tokencredit(shape, folder, lap)
 
 
 def as_they_end(shape: Shape, folder: Path, lap: Lap) -> None:
     """The same with responses that end where they end."""
-    tokencredit(shape, folder, lap, stop_at_eos=True, dtype="auto")
+    tokencredit(shape, folder, lap, stop_at_eos=True)
 
 
 def floor(shape: Shape, folder: Path, lap: Lap) -> None:

@@ -8,10 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from tokencredit.text.models.loading import resolve
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 GATED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -24,20 +20,46 @@ ARCHITECTURES = {
 }
 
 
+def pytest_collection_modifyitems(items):
+    """Mark the tests that open a browser as slow, and skip those marked `gpu` where there is no CUDA device."""
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def pytest_generate_tests(metafunc):
     """A test that takes `architecture` runs on each of them."""
     if "architecture" in metafunc.fixturenames:
         metafunc.parametrize("architecture", ARCHITECTURES)
 
 
+# Torch and Transformers are imported where they are needed, because the process that hands tests to the workers of
+# pytest-xdist loads this file too.
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
+    from transformers import AutoTokenizer
+
+    from tokencredit.text.models.loading import resolve
+
     return AutoTokenizer.from_pretrained(resolve("builtin:reviews", "policy"))
 
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     """Folders as people have them on disk, by architecture."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": None}
     folders = {}
     for name, shape in ARCHITECTURES.items():

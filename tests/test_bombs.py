@@ -10,23 +10,17 @@ import pytest
 import torch
 from datasets import Dataset
 from pyarrow import parquet
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tokencredit.cli import main
 from tokencredit.control.evaluation import AGENT_FILE, load_agent
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.data.datasets import column_values, read_dataset
-from tokencredit.text.models.loading import (
-    VALUE_HEAD_FILE,
-    build_actor_critic,
-    load_language_model,
-    load_value_head,
-    resolve,
-    save_policy,
-)
+from tokencredit.text.models.building import build_policy, save_policy
+from tokencredit.text.models.critic import HEAD_FILE, TRUNK_FOLDER
+from tokencredit.text.models.loading import load_language_model, resolve
 from tokencredit.text.rewards.functions import similarity
 from tokencredit.text.rewards.models import load
 
@@ -99,14 +93,16 @@ def test_weights_of_a_policy_and_a_critic(bomb, name, tmp_path):
         load_language_model(ModelConfig(name=str(folder)))
     lm, tokenizer = load_language_model(ModelConfig())
     with pytest.raises(ConfigError, match="cannot load a language model from"):
-        build_actor_critic(lm, tokenizer, ModelConfig(critic="separate", critic_name=str(folder)))
+        build_policy(lm, tokenizer, ModelConfig(), CriticConfig(kind="separate", name=str(folder)))
 
 
+@pytest.mark.slow
 def test_weights_of_an_adapter_and_its_base(bomb, tmp_path):
     pytest.importorskip("peft")
     args = ModelConfig(lora=LoraConfig(rank=2))
     lm, tokenizer = load_language_model(args)
-    save_policy(tmp_path / "adapter", build_actor_critic(lm, tokenizer, args), tokenizer)
+    policy, _ = build_policy(lm, tokenizer, args, CriticConfig())
+    save_policy(tmp_path / "adapter", policy, tokenizer)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     load_language_model(ModelConfig(name=str(tmp_path / "adapter")))
     saved(bomb, tmp_path / "adapter" / "adapter_model.bin", load_file(file))
@@ -126,6 +122,7 @@ def test_weights_of_a_classifier_or_reward_model(bomb, name, tmp_path):
         load(str(tmp_path / "model"), "cpu")
 
 
+@pytest.mark.slow
 def test_weights_of_a_sentence_embedder(bomb, tmp_path):
     library = pytest.importorskip("sentence_transformers")
     folder = tmp_path / "embedder"
@@ -201,11 +198,19 @@ def test_code_in_a_models_folder(bomb, source, kind, tmp_path):
 
 
 def test_a_critics_head_and_an_agent(bomb, tmp_path):
-    lm, tokenizer = load_language_model(ModelConfig())
-    model = build_actor_critic(lm, tokenizer, ModelConfig())
-    saved(bomb, tmp_path / VALUE_HEAD_FILE, model.value_head.state_dict())
-    with pytest.raises(SafetensorError):
-        load_value_head(tmp_path, model)
+    loaded = load_language_model(ModelConfig())
+    args, separate = ModelConfig(name=str(tmp_path / "policy")), CriticConfig(kind="separate")
+    policy, _ = build_policy(*loaded, ModelConfig(), separate)
+    save_policy(tmp_path / "policy", policy, loaded[1])
+    trunk = tmp_path / "policy" / TRUNK_FOLDER / "model.safetensors"
+    weights = trunk.read_bytes()
+    saved(bomb, trunk, policy.critic.trunk.state_dict())
+    with pytest.raises(ConfigError, match="cannot load a language model from"):
+        build_policy(*loaded, args, separate)
+    trunk.write_bytes(weights)
+    saved(bomb, tmp_path / "policy" / HEAD_FILE, policy.critic.head.state_dict())
+    with pytest.raises(ConfigError, match=HEAD_FILE):
+        build_policy(*loaded, args, separate)
     pytest.importorskip("gymnasium")
     saved(bomb, tmp_path / AGENT_FILE)
     with pytest.raises(ConfigError, match=AGENT_FILE):

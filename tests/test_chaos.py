@@ -7,6 +7,8 @@ import pytest
 
 from chaos import CONTROL, TEXT, assert_same, finish, growth, killed, metrics, stopped
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("command", "iterations"), [(TEXT, 20), (CONTROL, 200)], ids=["text", "control"])
 def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(command, iterations, tmp_path):

@@ -38,6 +38,7 @@ def run(tmp_path_factory):
     return folder, done
 
 
+@pytest.mark.slow
 def test_train_says_what_happened(run):
     folder, done = run
     assert "iteration 2/2" in done.stdout
@@ -48,6 +49,7 @@ def test_train_says_what_happened(run):
     assert "it/s]" not in done.stderr.replace("Loading weights", ""), "no other program's progress bars"
 
 
+@pytest.mark.slow
 def test_generate_writes_from_the_policy_and_from_the_base(run):
     folder, _ = run
     for options in ([], ["--base"]):
@@ -57,11 +59,13 @@ def test_generate_writes_from_the_policy_and_from_the_base(run):
         assert all(line.startswith("This movie was really") for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_generate_takes_the_runs_own_prompts(run):
     done = command("generate", str(run[0]), "-n", "2")
     assert [line.startswith("This movie was really") for line in done.stdout.splitlines()] == [True, True]
 
 
+@pytest.mark.slow
 def test_report_and_doctor_read_the_run(run):
     folder, _ = run
     (folder / "report.html").unlink()
@@ -74,6 +78,7 @@ def test_report_and_doctor_read_the_run(run):
     assert "What to change: shorten optim.warmup, or run longer." in done.stdout
 
 
+@pytest.mark.slow
 def test_evaluate_measures_the_policy_and_the_base(run):
     folder, _ = run
     for options in ([], ["--base"]):
@@ -99,6 +104,7 @@ def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, cap
     assert (term["function"], term["classifier"], term["label"]) == ("length", None, None)
 
 
+@pytest.mark.slow
 def test_a_runs_configuration_runs_it_again(run, tmp_path):
     folder, _ = run
     done = command("train", "--config", str(folder / "config.yaml"), "--run.dir", str(tmp_path / "again"))
@@ -111,6 +117,7 @@ def test_a_runs_configuration_runs_it_again(run, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "policy")
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
     folder, _ = run
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
@@ -196,6 +203,7 @@ def test_no_command_shows_the_help(capsys):
     assert "train" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
 def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
     disk = tmp_path / "disk"

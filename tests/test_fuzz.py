@@ -37,6 +37,8 @@ from tokencredit.sweep.plan import read_sweep
 from tokencredit.text.data.datasets import column_names, column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
 
+pytestmark = pytest.mark.slow
+
 settings.register_profile("fuzz-quick", max_examples=160, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("fuzz-long", settings.get_profile("fuzz-quick"), max_examples=8000)
 FUZZ = settings.get_profile(f"fuzz-{os.environ.get('TOKENCREDIT_FUZZ', 'quick')}")
@@ -168,7 +170,8 @@ def damaged(real, records):
 
 TEXT_CONFIG = {
     "seed": 1,
-    "model": {"name": "m", "lora": {"rank": 0}, "critic": "shared"},
+    "model": {"name": "m", "lora": {"rank": 0}},
+    "critic": {"kind": "shared", "clip": None},
     "prompts": {"text": ["a"], "chat_template_kwargs": {"a": 1}},
     "reward": [{"function": "length", "kwargs": {"unit": "words"}, "weight": 1.0}],
     "advantage": {"gamma": 1.0, "whiten": True},
@@ -381,7 +384,7 @@ def look(name, tokenizer):
     for column in column_names(rows):
         for _ in column_values(rows, column):
             pass
-    Prompts(rows, tokenizer, name="rows", max_length=50).batch(0, 2)
+    Prompts(rows, tokenizer, name="rows", room=50).batch(0, 2)
 
 
 @pytest.mark.parametrize("rows", [ROWS, TALKS])

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from chaos import assert_same
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = [
     "--model.dtype",
     "float32",

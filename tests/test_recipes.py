@@ -15,6 +15,7 @@ def test_there_are_sweeps():
     assert SWEEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_dry_run_of_a_recipe_lists_its_runs(file, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # away from runs that somebody has begun

@@ -19,7 +19,7 @@ from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     EvalConfig,
@@ -32,6 +32,8 @@ from tokencredit.settings.training import (
 )
 from tokencredit.text.rewards.terms import Term
 from tokencredit.text.trainer import PPOTrainer
+
+pytestmark = pytest.mark.slow
 
 
 def text(folder, iterations=6, **groups):
@@ -96,7 +98,7 @@ TEXTS = {
     },
     "LoRA with dropout": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1))},
     "muon, separate critic": {
-        "model": ModelConfig(dtype="float32", critic="separate"),
+        "critic": CriticConfig(kind="separate"),
         "optim": OptimConfig(name="muon"),
     },
 }
@@ -299,14 +301,14 @@ def test_settings_may_change_and_that_is_written_down(tmp_path):
     assert [row["kl_coef"] for row in rows] == [0.05] * 4 + [0.2] * 2
     assert "optim.lr is now 3e-05; it was 0.0001" in events(tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 3e-5
-    assert all(state["step"] > 0 for state in trainer.optimizer.state.values())
+    assert all(state["step"] > 0 for state in trainer.learner.optimizer.state.values())
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
         ({"seed": 2}, "seed"),
-        ({"model": ModelConfig(dtype="float32", critic="separate")}, "model.critic"),
+        ({"critic": CriticConfig(kind="separate")}, "critic.kind"),
         ({"optim": OptimConfig(name="muon", schedule="cosine")}, "optim.name"),
     ],
 )
@@ -373,7 +375,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
 
     def then_break(*arguments):
         begin(*arguments)
-        trainer.record.accelerator.trackers[0].log = lambda *_, **__: (_ for _ in ()).throw(OSError("disk gone"))
+        trainer.record.trackers.active[0].log = lambda *_, **__: (_ for _ in ()).throw(OSError("disk gone"))
 
     trainer.record.begin = then_break
     trainer.train()

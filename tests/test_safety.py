@@ -112,7 +112,7 @@ def test_what_a_person_writes_is_read():
     assert load_yaml("a: &x {b: [1, 2]}\nc: *x\nd: {<<: *x, e: 1e-4}") == {
         "a": {"b": [1, 2]},
         "c": {"b": [1, 2]},
-        "d": {"b": [1, 2], "e": "1e-4"},
+        "d": {"b": [1, 2], "e": 1e-4},
     }
     assert load_yaml("[" * DEEPEST + "]" * DEEPEST) == json.loads("[" * DEEPEST + "]" * DEEPEST)
 
@@ -193,6 +193,7 @@ def test_a_card_shows_texts_and_nothing_else():
     assert not any(mark in text for mark in ACTIVE)
 
 
+@pytest.mark.slow
 def test_texts_of_others_do_nothing_anywhere(tmp_path, capsys):
     """A whole run whose prompts and reward are named by somebody who means harm, and every command on it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -221,6 +222,7 @@ def test_texts_of_others_do_nothing_anywhere(tmp_path, capsys):
     assert f"reward/{HOSTILE}" in events.Tags()["scalars"], "TensorBoard's page escapes its tags"
 
 
+@pytest.mark.slow
 def test_messages_hold_texts_that_do_nothing(tmp_path, capsys):
     (tmp_path / "reward.py").write_text(f"def f(prompts, completions):\n    raise ValueError({HOSTILE!r})\n")
     flags = ["--reward", f"[{{function: '{tmp_path}/reward.py:f'}}]", "--run.dir", str(tmp_path / "run")]

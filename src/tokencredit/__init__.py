@@ -1,47 +1,86 @@
-"""Tokencredit: PPO for language models from any reward, with the credit of every token in view."""
+"""Tokencredit: PPO for language models from any reward, with the credit of every token in view.
 
+    import tokencredit as tc
+
+Every name is imported on first use, so that the command answers before torch is loaded. docs/python.md shows them.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.model import LoraConfig, ModelConfig
-from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    EvalConfig,
-    KLConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-    StopConfig,
-    UpdateConfig,
-)
-
 if TYPE_CHECKING:
-    from tokencredit.text.trainer import PPOTrainer
+    from tokencredit import core as core
+    from tokencredit.control.trainer import ControlTrainer as ControlTrainer
+    from tokencredit.errors import ConfigError as ConfigError
+    from tokencredit.errors import RunStopped as RunStopped
+    from tokencredit.report.reading import read_run as read_run
+    from tokencredit.runs.summary import Summary as Summary
+    from tokencredit.settings.control import AgentConfig as AgentConfig
+    from tokencredit.settings.control import AgentCriticConfig as AgentCriticConfig
+    from tokencredit.settings.control import ControlConfig as ControlConfig
+    from tokencredit.settings.control import EnvConfig as EnvConfig
+    from tokencredit.settings.control import EpisodesConfig as EpisodesConfig
+    from tokencredit.settings.data import PromptsConfig as PromptsConfig
+    from tokencredit.settings.data import RewardTerm as RewardTerm
+    from tokencredit.settings.data import ScoreConfig as ScoreConfig
+    from tokencredit.settings.model import CriticConfig as CriticConfig
+    from tokencredit.settings.model import LoraConfig as LoraConfig
+    from tokencredit.settings.model import ModelConfig as ModelConfig
+    from tokencredit.settings.text import PPOConfig as PPOConfig
+    from tokencredit.settings.training import AdvantageConfig as AdvantageConfig
+    from tokencredit.settings.training import EvalConfig as EvalConfig
+    from tokencredit.settings.training import KLConfig as KLConfig
+    from tokencredit.settings.training import OptimConfig as OptimConfig
+    from tokencredit.settings.training import RolloutConfig as RolloutConfig
+    from tokencredit.settings.training import RunConfig as RunConfig
+    from tokencredit.settings.training import StopConfig as StopConfig
+    from tokencredit.settings.training import UpdateConfig as UpdateConfig
+    from tokencredit.text.callbacks import Callback as Callback
+    from tokencredit.text.policy import load as load
+    from tokencredit.text.rewards.calls import Term as Term
+    from tokencredit.text.trainer import PPOTrainer as PPOTrainer
 
-__all__ = [
-    "AdvantageConfig",
-    "EvalConfig",
-    "KLConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PPOConfig",
-    "PPOTrainer",
-    "PromptsConfig",
-    "RewardTerm",
-    "RolloutConfig",
-    "RunConfig",
-    "ScoreConfig",
-    "StopConfig",
+    __version__: str
+
+_NAMES = {
+    "control.trainer": "ControlTrainer",
+    "errors": "ConfigError RunStopped",
+    "report.reading": "read_run",
+    "runs.summary": "Summary",
+    "settings.control": "AgentConfig AgentCriticConfig ControlConfig EnvConfig EpisodesConfig",
+    "settings.data": "PromptsConfig RewardTerm ScoreConfig",
+    "settings.model": "CriticConfig LoraConfig ModelConfig",
+    "settings.text": "PPOConfig",
+    "settings.training": "AdvantageConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig StopConfig "
     "UpdateConfig",
-]
+    "text.callbacks": "Callback",
+    "text.policy": "load",
+    "text.rewards.calls": "Term",
+    "text.trainer": "PPOTrainer",
+}
+"""Public names by module."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted([*_MODULES, "core"])
+
+if not TYPE_CHECKING:  # a type checker would let a module with __getattr__ have any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from its module."""
+        if name == "core":
+            return import_module("tokencredit.core")  # which sets the attribute
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value = version("tokencredit")
+        elif name in _MODULES:
+            value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
-def __getattr__(name: str) -> Any:
-    """Import the trainer only when it is asked for, so that the command can answer before torch is loaded."""
-    if name == "PPOTrainer":
-        from tokencredit.text.trainer import PPOTrainer
-
-        return PPOTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*__all__, "__version__"])

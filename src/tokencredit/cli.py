@@ -14,8 +14,8 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.runs.console import visible
 from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import (
     config_parser,
@@ -71,13 +71,19 @@ def train(options: Namespace) -> None:
     first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher starts, only this one writes
     if first and not resume:
         RunFolder(config.run.dir).refuse_if_used()  # before the seconds that the imports below take
+    # Before the first large tensor: PyTorch then asks Linux for large pages, in which new memory costs a quarter.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from transformers.utils.logging import disable_progress_bar
 
+    from tokencredit.processes import Processes
     from tokencredit.text.trainer import PPOTrainer
 
     disable_progress_bar()  # one bar on the screen: ours
-
-    PPOTrainer(args=config).train(resume_from_checkpoint=resume)
+    processes = Processes()
+    try:
+        PPOTrainer(args=config).train(resume_from_checkpoint=resume)
+    finally:
+        processes.close()
 
 
 def control(options: Namespace) -> None:
@@ -146,20 +152,15 @@ def generate(options: Namespace) -> None:
     config = read_config(Path(options.run) / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
-    from tokencredit.text.generate import generate
+    from tokencredit.text.policy import Policy
 
     disable_progress_bar()
-    generate(
-        Path(options.run),
-        config,
-        prompt=options.prompt,
-        chat=options.chat,
-        samples=options.samples,
-        base=options.base,
-        max_new_tokens=options.max_new_tokens or config.rollout.max_new_tokens,
-        temperature=options.temperature or config.rollout.temperature,
-        seed=options.seed,
-    )
+    policy = Policy(Path(options.run), config, "base" if options.base else "policy")
+    longest = options.max_new_tokens or config.rollout.max_new_tokens
+    prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
+    completions = policy.complete(prompts, longest, options.temperature, options.seed)
+    for prompt, completion in zip(prompts.texts, completions, strict=True):
+        print(visible(prompt + completion))
 
 
 def evaluate_parser() -> ArgumentParser:

@@ -30,6 +30,7 @@ def test_a_solved_environment_is_played_well(tmp_path):
     assert episodes == [(500.0, 500)] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mlp", "transformer"])
 def test_a_saved_agent_plays_as_it_did(policy, tmp_path, capsys):
     args = small(
@@ -51,6 +52,7 @@ def test_a_saved_agent_plays_as_it_did(policy, tmp_path, capsys):
     assert f"return {expected['eval/average_return']:.1f} ±" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_episodes_are_filmed(tmp_path, capsys):
     pytest.importorskip("moviepy")
     args = small(tmp_path / "run", eval=EpisodesConfig(episodes=1, videos=2, every=1))

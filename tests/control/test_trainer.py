@@ -13,7 +13,7 @@ from tokencredit.control.environments import make_envs, statistics
 from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import AgentConfig, AgentCriticConfig, ControlConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
 
 
@@ -54,6 +54,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 @pytest.mark.parametrize("critic", ["separate", "shared", "none"])
 @pytest.mark.parametrize("algorithm", ["ppo", "policy_gradient"])
@@ -62,7 +63,8 @@ def test_every_form_trains(env, critic, algorithm, tmp_path):
     args = small(
         tmp_path / "run",
         env=EnvConfig(env, normalize_observations=True, normalize_rewards=True),
-        agent=AgentConfig(hidden=[8], critic=critic, activation="relu"),
+        agent=AgentConfig(hidden=[8], activation="relu"),
+        critic=AgentCriticConfig(kind=critic),
         algorithm=algorithm,
         advantage=AdvantageConfig(estimator=estimator, gamma=0.99),
     )
@@ -72,6 +74,8 @@ def test_every_form_trains(env, critic, algorithm, tmp_path):
     assert all(not torch.equal(x, before[name]) for name, x in trainer.agent.state_dict().items())
     metrics = lines(tmp_path / "run")
     assert metrics[-1]["steps"] == 64
+    of_a_critic = {"value_loss", "explained_variance"}
+    assert of_a_critic & set(metrics[-1]) == (set() if critic == "none" else of_a_critic)
     if algorithm == "policy_gradient":
         assert metrics[-1]["ratio_max"] == metrics[-1]["ratio_min"] == 1.0
 
@@ -80,7 +84,8 @@ def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advanta
     args = small(
         tmp_path / "run",
         algorithm="policy_gradient",
-        agent=AgentConfig(hidden=[8], critic="none"),
+        agent=AgentConfig(hidden=[8]),
+        critic=AgentCriticConfig(kind="none"),
         advantage=AdvantageConfig(estimator="reward_to_go", gamma=0.9, whiten=False),
         ppo=UpdateConfig(entropy_coef=0.0),
         optim=OptimConfig(lr=0.1, warmup=0, schedule="constant", max_grad_norm=None),
@@ -92,10 +97,11 @@ def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advanta
     loss = -(logprobs * advantages)[rollout.mask].mean()
     expected = torch.autograd.grad(loss, list(trainer.agent.parameters()))
     norm = math.sqrt(sum(g.square().sum() for g in expected))
-    metrics = trainer.update(1, rollout, advantages, returns)
+    metrics = trainer.update(1, rollout.experience(advantages, returns))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     # Adam's first step has the size of the learning rate and the sign of the gradient.
-    again = ControlTrainer(small(tmp_path / "other", agent=args.agent, advantage=args.advantage)).agent
+    same = {"agent": args.agent, "critic": args.critic, "advantage": args.advantage}
+    again = ControlTrainer(small(tmp_path / "other", **same)).agent
     for new, old, gradient in zip(trainer.agent.parameters(), again.parameters(), expected, strict=True):
         large = gradient.abs() > 1e-5
         torch.testing.assert_close((new - old)[large], -0.1 * gradient.sign()[large], atol=1e-3, rtol=0)
@@ -113,8 +119,9 @@ def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
         env=EnvConfig(env, number=1),
         steps=steps,
         advantage=AdvantageConfig(gamma=0.99, lam=0.95, whiten=False),
-        ppo=UpdateConfig(epochs=epochs, minibatches=1, value_clip=None, value_coef=1.0, entropy_coef=0.01),
-        optim=OptimConfig(lr=1e-3, value_lr=1e-3, eps=1e-5, schedule="constant", warmup=0, max_grad_norm=0.5),
+        critic=AgentCriticConfig(lr=1e-3, coef=1.0, clip=None),
+        ppo=UpdateConfig(epochs=epochs, minibatches=1, entropy_coef=0.01),
+        optim=OptimConfig(lr=1e-3, eps=1e-5, schedule="constant", warmup=0, max_grad_norm=0.5),
     )
     trainer = ControlTrainer(args)
     theirs = sb3.PPO(
@@ -156,7 +163,7 @@ def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
     theirs.batch_size = buffer.buffer_size
     theirs.set_logger(sb3.common.logger.configure(None, []))
     theirs.train()
-    metrics = trainer.update(1, rollout, advantages, returns)
+    metrics = trainer.update(1, rollout.experience(advantages, returns))
 
     said = theirs.logger.name_to_value
     assert metrics["policy_loss"] == pytest.approx(said["train/policy_gradient_loss"], abs=1e-5)
@@ -192,7 +199,7 @@ def test_more_copies_are_stepped_in_processes(tmp_path):
     ("changes", "message"),
     [
         ({"ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3; it must divide the batch, .* = 64"),
-        ({"agent": AgentConfig(critic="none")}, r"advantage\.estimator is gae, which needs a critic"),
+        ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
         ({"run": RunConfig(push_to_hub="org/agent")}, r"run\.push_to_hub is 'org/agent'; it is for language models"),
         ({"advantage": AdvantageConfig(estimator="group_relative")}, r"which is for texts"),
     ],
@@ -237,7 +244,7 @@ def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
 
 
 def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
-    trainer = ControlTrainer(small(tmp_path / "run", ppo=UpdateConfig(critic_warmup=1)))
+    trainer = ControlTrainer(small(tmp_path / "run", critic=AgentCriticConfig(warmup=1)))
     before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
     trainer.iteration(1)
     moved = {name for name, x in trainer.agent.state_dict().items() if not torch.equal(x, before[name])}
@@ -252,6 +259,7 @@ def test_returns_are_counted_before_normalisation(tmp_path):
     assert np.isfinite(metrics["train/average_return"])
 
 
+@pytest.mark.slow
 def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
     """The reward is for repeating what was seen two steps ago."""
     args = small(
@@ -259,7 +267,8 @@ def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
         env=EnvConfig("Memory-v0", number=8),
         steps=32,
         agent=AgentConfig(policy="transformer", hidden=[16], context=4, heads=2, activation="gelu"),
-        optim=OptimConfig(lr=1e-2, value_lr=1e-2, warmup=0, schedule="constant"),
+        critic=AgentCriticConfig(lr=1e-2),
+        optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"),
         run=RunConfig(dir=str(tmp_path / "run"), iterations=30, trackers=[], show_every=0),
     )
     ControlTrainer(args).train()

@@ -1,5 +1,8 @@
+import os
+
 from hypothesis import settings
 
 # Examples are the same in every run, so that a test that passed here passes there.
-settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=300)
+EXAMPLES = int(os.environ.get("TOKENCREDIT_EXAMPLES", "300"))
+settings.register_profile("same", derandomize=True, deadline=None, database=None, max_examples=EXAMPLES)
 settings.load_profile("same")

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tokencredit.core.advantages import (
     ESTIMATORS,
+    FUNCTIONS,
+    OPTIONAL,
     decoupled_gae,
     estimate,
     gae,
@@ -68,10 +70,10 @@ def test_gaps_and_episodes_by_hand():
     assert advantages.tolist() == [[0.0, -1.0, 0.0, -4.0, -2.0, 0.0]]
 
 
-def test_one_step_by_hand():
+def test_td_of_a_reward_at_the_end_by_hand():
     # Q is the next state's value, and at the last token the reward: A = (8.3, 5.1, 2) − (12.5, 8.3, 5.1)
     rewards = torch.tensor([[0.0, 0.0, 2.0]])
-    advantages, _ = estimate("one_step", rewards, VALUES, options={"gamma": 1.0})
+    advantages, _ = estimate("td", rewards, VALUES, options={"gamma": 1.0})
     torch.testing.assert_close(advantages, torch.tensor([[-4.2, -3.2, -3.1]]))
 
 
@@ -306,14 +308,29 @@ def test_neither_gradients_nor_half_precision_pass():
         assert doubles[0].dtype == torch.float64
 
 
-# --- the registry ---------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_estimators_take_the_same_arguments(name):
-    parameters = inspect.signature(ESTIMATORS[name]).parameters
+def test_the_table_says_what_each_estimator_takes(name):
+    needs, parameters = ESTIMATORS[name], inspect.signature(FUNCTIONS[name]).parameters
     assert list(parameters)[:2] == ["rewards", "values"]
-    assert "where" in parameters or {"mask", "terminated", "truncated", "bootstrap"} <= set(parameters)
+    where = {"mask", "terminated", "truncated", "bootstrap"}
+    assert "where" in parameters or where <= set(parameters)
+    keywords = {key for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY} - where
+    assert keywords == set(needs.options)
+    for option in keywords:
+        assert (parameters[option].default is inspect.Parameter.empty) == (option not in OPTIONAL), option
+    assert (parameters["values"].default is inspect.Parameter.empty) == (needs.critic == "required")
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_values_matter_exactly_where_the_table_says_so(name):
+    options = {"gamma": 0.9, "lam": 0.8, "n": 2, "group_size": 2, "baseline": 0.3}
+    rewards, values = REWARDS.repeat(2, 1), VALUES.repeat(2, 1)
+    rewards[1] += 1
+    (one, _), (two, _) = (estimate(name, rewards, v, options=options) for v in (values, values + 1))
+    assert torch.equal(one, two) == (ESTIMATORS[name].critic == "unused")
 
 
 def test_estimate_leaves_out_what_an_estimator_does_not_take():

@@ -136,6 +136,31 @@ def test_a_loss_formed_at_once_projects_once():
         loss.backward()
 
 
+@given(**settings_of_the_head)
+def test_a_loss_that_joins_tokens_is_that_of_full_logits_with_gradients(seed, temperature, softcap, chunk, dtype):
+    """Nonlinear in sums of log-probabilities over sequences, whose tokens fall into different chunks."""
+    policy, ref, targets, mask = make(seed, dtype=dtype)
+    leaves = [x.clone().requires_grad_() for x in policy]
+    logprobs, entropy, kl = full(leaves, ref, targets, mask, temperature, softcap)
+
+    def loss(now, at):
+        assert at == slice(None) or len(now.logprobs) == mask.sum(), "all tokens at once"
+        rows = torch.zeros(mask.shape, dtype=now.logprobs.dtype).masked_scatter(mask, now.logprobs)
+        return rows.sum(-1).sigmoid().sum() + (0.1 * now.entropy - 0.3 * now.kl).tanh().sum()
+
+    expected = loss(TokenStats(logprobs[mask], entropy[mask], kl[mask]), slice(None))
+    expected_gradients = torch.autograd.grad(3 * expected, leaves)
+    hidden, weight, bias = leaves
+    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "additive": False}
+    result, stats = token_loss(hidden, weight, targets, loss, bias=bias, ref=ref, entropy=True, **options)
+    gradients = torch.autograd.grad(3 * result, leaves)
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    for x, reference in zip(
+        (result, *stats, *gradients), (expected, logprobs, entropy, kl, *expected_gradients), strict=True
+    ):
+        torch.testing.assert_close(x, reference, **close)
+
+
 def test_a_loss_without_gradients_is_the_same():
     (hidden, weight, bias), ref, targets, mask = make(0)
     loss = some_loss(torch.zeros(mask.sum()), torch.ones(mask.sum()))

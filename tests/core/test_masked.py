@@ -119,6 +119,7 @@ class Processes:
         return results
 
 
+@pytest.mark.slow
 @given(masked_tensors(), st.integers(1, 4))
 def test_processes_agree_with_the_whole(example, count):
     x, mask = example

@@ -18,6 +18,8 @@ from tokencredit.demo.corpus import babble, cut
 from tokencredit.demo.grammar import reviews
 from tokencredit.demo.measures import NEW_TOKENS, PROMPT, complete, load, negative_probability, perplexity
 
+pytestmark = pytest.mark.slow
+
 FRESH = reviews(1_000, seed=2_026)
 TEXTS = [review.text for review in FRESH]
 BLAME = torch.tensor([not review.positive for review in FRESH])

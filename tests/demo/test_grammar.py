@@ -53,6 +53,7 @@ def test_the_share_of_praise_can_be_chosen():
     assert not any(review(rng, positive_share=0.0).positive for _ in range(100))
 
 
+@pytest.mark.slow
 def test_there_are_more_than_a_million_distinct_reviews_of_either_kind():
     # Among n draws from N equally likely texts, n(n-1)/2N pairs coincide; texts of unequal chances coincide more often,
     # so the estimate of N is a lower bound on how many there are.
@@ -62,6 +63,7 @@ def test_there_are_more_than_a_million_distinct_reviews_of_either_kind():
         assert 20_000 * 19_999 / 2 / max(pairs, 1) > 1_000_000
 
 
+@pytest.mark.slow
 def test_every_review_says_its_verdict_and_never_the_other():
     praise, blame = verdict(True), verdict(False)
     for r in DRAWN[:2_000]:

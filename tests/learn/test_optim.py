@@ -149,7 +149,7 @@ def test_accelerate_can_wrap_it():
     train(expected, 2, build_optimizer(make_groups(expected), "muon", hidden=hidden_matrices(expected)))
     train(model, 2, wrapped)
     assert_same(expected, model)
-    accelerator.state._reset_state(reset_partial_state=True)  # or other tests could not choose their own precision
+    accelerator.state._reset_state(reset_partial_state=True)  # it is the whole process's
 
 
 def test_build_optimizer_refuses():

@@ -1,6 +1,8 @@
+import os
 from shutil import which
 
 import pytest
+from selenium import webdriver
 
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -22,12 +24,12 @@ def run_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # set up before `run_folder`, so that nothing trains for a browser that is missing
 def browser():
-    """Debian's chromium, without a screen."""
-    webdriver = pytest.importorskip("selenium.webdriver")
+    """Debian's chromium, without a screen; without it, CI fails and other machines skip."""
     if not (which("chromium") and which("chromedriver")):
-        pytest.skip("needs Debian's chromium and chromium-driver")
+        missing = "no chromium or no chromedriver on the PATH; on Debian: apt-get install chromium chromium-driver"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
     options = webdriver.ChromeOptions()
     options.binary_location = which("chromium")
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):

@@ -1,17 +1,18 @@
 """The page of a real run in a real browser: Debian's chromium, without a screen."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
-
-from tokencredit.report.page import write_report
-from tokencredit.report.reading import read_run
-
-pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
+
+from tokencredit.report.page import write_report
+from tokencredit.report.reading import read_run
 
 
 def opened(browser, folder, width=1600):
@@ -148,3 +149,32 @@ def test_hostile_output_does_nothing(browser, run_folder, tmp_path):
     assert "</script><img" in tokens(browser)[0].text
     assert "\u202e" not in browser.find_element(By.TAG_NAME, "body").text
     assert complaints(browser) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ci", "outcome"), [("true", "1 error"), (None, "1 skipped")])
+def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(tmp_path, ci, outcome):
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | {"PATH": str(tmp_path)}
+    if ci is not None:
+        environment["CI"] = ci
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "test_curves_are_smoothed", __file__]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == (1 if ci else 0), ended.stdout + ended.stderr
+    assert outcome in ended.stdout
+    assert "apt-get install chromium chromium-driver" in ended.stdout
+
+
+def test_a_run_without_a_critic_opens_without_a_word(browser, run_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    rows = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["values"]
+    (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(copy)
+    opened(browser, copy)
+    assert complaints(browser) == []
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#alternatives .sample")) == 1
+    assert not browser.find_elements(By.CSS_SELECTOR, "#pane0 svg")
+    quantities = [option.text for option in Select(browser.find_element(By.ID, "quantity")).options]
+    assert "value" not in quantities
+    assert len(tokens(browser)) > 0

@@ -14,12 +14,12 @@ from tokencredit.report.comparison_stats import (
     curve,
     differing,
     estimate,
-    flatten,
     group_runs,
     names,
     outcomes,
     repeated,
     series,
+    texts,
     varying,
 )
 from tokencredit.report.reading import Run
@@ -93,6 +93,7 @@ def test_bootstrap_intervals_are_those_of_all_resamples(count):
     assert both(scalars(*numbers)) == pytest.approx(exact, abs=0.15 * numbers.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "covered"), [(2, 0.95), (3, 0.75), (4, 0.88), (5, 0.90), (8, 0.93), (10, 0.94), (20, 0.95)]
 )
@@ -185,10 +186,10 @@ def test_axes_are_what_every_run_counted():
 # settings
 
 
-def test_settings_are_flat():
+def test_settings_are_texts_by_their_whole_keys():
     config = {"a": {"b": 1, "c": [1, 2]}, "reward": [{"name": "x"}, {"name": "y"}], "none": None, "empty": {}}
     expected = {"a.b": "1", "a.c": "[1, 2]", "reward[0].name": "x", "reward[1].name": "y", "none": "null"}
-    assert flatten(config) == expected
+    assert texts(config) == expected
 
 
 def test_runs_that_differ_in_their_seed_are_one_group():

@@ -74,6 +74,21 @@ def test_ratio_and_clipping_by_hand():
     assert wider["clipped"] == [0.0, 0.0, 0.0]
 
 
+def test_a_setting_that_is_null_counts_as_missing():
+    page = render(made([sample()], advantage={"gamma": None}, ppo={"clip": None, "clip_high": None}))
+    assert data_of(page)["credit"][0]["what_if"] == data_of(render(made([sample()])))["credit"][0]["what_if"]
+
+
+def test_a_run_without_a_critic_has_its_page():
+    rows = [sample(), sample(2)]
+    for row in rows:
+        del row["values"]
+    shown = data_of(render(made(rows)))
+    assert list(shown["credit"][0]["numbers"])[:3] == ["advantage", "reward", "log-probability"]
+    kept = {name for name, found in zip(shown["alternatives"], shown["credit"][0]["what_if"], strict=True) if found}
+    assert kept == {"uniform"}
+
+
 def test_model_output_is_text():
     page = render(made([sample(text=HOSTILE), sample(2, text=HOSTILE)], model={"name": HOSTILE}))
     assert "<img" not in page.replace('"<img', "")  # Plotly's own code has it in a string
@@ -95,6 +110,7 @@ def test_lines_end_where_they_end():
     assert shown == ["a⏎\n", "⏎\n", "\\tb\\r⏎\n"]
 
 
+@pytest.mark.slow
 def test_a_run_of_ten_thousand_iterations_stays_small():
     metrics = [{"iteration": i, "seconds": 1.0} | {f"metric_{k}": i * k for k in range(40)} for i in range(1, 10_001)]
     samples = [sample(i, tokens=24, advantages=[0.1] * 24) for i in range(1, 10_001) for _ in range(8)]

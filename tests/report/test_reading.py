@@ -5,8 +5,10 @@ import shutil
 import pytest
 
 from tokencredit.errors import ConfigError
+from tokencredit.report.page import write_report
 from tokencredit.report.reading import ITERATIONS, read_run
-from tokencredit.runs.diagnosis import WINDOW
+from tokencredit.runs.diagnosis import diagnose
+from tokencredit.runs.history import WINDOW
 
 
 @pytest.fixture
@@ -44,6 +46,8 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("config.yaml", b"a: [", "config.yaml: while parsing"),
         ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: .*os.system' is a tag"),
         ("config.yaml", b"nothing", "config.yaml holds no configuration"),
+        ("config.yaml", b"seed: 1\nseed: 2\n", "config.yaml: seed is given twice line 2"),
+        ("config.yaml", b"model: {class_path: os.system}", "config.yaml: class_path is no setting"),
         ("config.yaml", b"env:", "config.yaml: env is not a group of keys"),
         ("config.yaml", b"model: [1]", "config.yaml: model is not a group of keys"),
         ("config.yaml", b"reward: [length]", "config.yaml: reward is not a list of terms"),
@@ -97,6 +101,23 @@ def test_a_sample_of_another_shape_is_named(name, value, copy):
     (copy / "samples.jsonl").write_text(json.dumps(sample | {name: filled}) + "\n")
     with pytest.raises(ConfigError, match=f"line 1 has no {name} that can be read"):
         read_run(copy)
+
+
+def test_samples_without_a_critic_have_no_values(copy):
+    sample = json.loads((copy / "samples.jsonl").read_text().splitlines()[0])
+    del sample["values"]
+    (copy / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    assert read_run(copy).samples == [sample]
+
+
+def test_an_old_configuration_is_read_as_it_is(copy):
+    """Keys that have moved do not matter to what only reads metrics."""
+    old = {"model": {"name": "m", "critic": "separate"}, "optim": {"value_lr": 1e-3}, "ppo": {"value_coef": 0.5}}
+    (copy / "config.yaml").write_text(json.dumps(old))
+    run = read_run(copy)
+    assert run.config == old
+    write_report(copy)
+    assert [finding.name for finding in diagnose(run.metrics, run.config, ended=False)] == ["truncated"]
 
 
 def test_metrics_that_are_no_finite_numbers_count_as_missing(copy):

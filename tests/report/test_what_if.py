@@ -9,7 +9,7 @@ def test_by_hand():
     found = what_if(SAMPLE, gamma=1.0)
     assert list(found) == list(ALTERNATIVES)
     # δ = [0.25 − 0.5, 0.5 − 0.25, 1 − 0.5]
-    assert found["one_step (gae, λ = 0)"] == pytest.approx([-0.25, 0.25, 0.5])
+    assert found["td (gae, λ = 0)"] == pytest.approx([-0.25, 0.25, 0.5])
     assert found["gae, λ = 0.5"] == pytest.approx([-0.25 + 0.5 * 0.5, 0.25 + 0.5 * 0.5, 0.5])
     assert found["monte_carlo (gae, λ = 1)"] == pytest.approx([0.5, 0.75, 0.5])
     assert found["uniform"] == pytest.approx([1.0, 1.0, 1.0])
@@ -17,3 +17,7 @@ def test_by_hand():
 
 def test_the_discount_is_the_runs_own():
     assert what_if(SAMPLE, gamma=0.5)["monte_carlo (gae, λ = 1)"] == pytest.approx([-0.25, 0.25, 0.5])
+
+
+def test_without_values_only_estimators_without_a_critic_are_there():
+    assert what_if({"rewards": SAMPLE["rewards"]}, gamma=1.0) == {"uniform": [1.0, 1.0, 1.0]}

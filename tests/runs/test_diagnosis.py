@@ -1,10 +1,16 @@
 """Each check on metrics made for it: the disease is named, and everything short of it is not."""
 
 import math
+import re
+from dataclasses import asdict
 
 import pytest
 
-from tokencredit.runs.diagnosis import CHECKS, FINAL_CHECKS, diagnose
+from tokencredit.runs.diagnosis import diagnose
+from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.yaml import flat
 
 CONFIG = {
     "reward": [{"classifier": "a", "weight": 1.0}, {"function": "b", "weight": 2.0}],
@@ -129,3 +135,17 @@ def test_texts_without_a_token_are_no_reason_to_fail():
 def test_agents_are_judged_by_their_return():
     rows = [{"iteration": i, "train/average_return": 20.0, "train/std_return": 5.0} for i in range(1, 41)]
     assert names(rows, {"env": {"id": "CartPole-v1"}}) == ["flat_reward"]
+
+
+def test_runs_without_a_critic_are_not_judged_by_one():
+    rows = [{k: v for k, v in row.items() if k not in ("explained_variance", "value_loss")} for row in healthy()]
+    assert names(rows) == []
+
+
+def test_advice_names_settings_that_exist():
+    known = {*flat(asdict(PPOConfig())), *flat(asdict(ControlConfig()))}
+    groups = {key.partition(".")[0] for key in known if "." in key}
+    for name in DISEASES:
+        for finding in diagnose(sick(name), CONFIG):
+            for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", finding.advice):
+                assert key.partition(".")[0] not in groups or key in known, f"{finding.name} advises {key}"

@@ -3,7 +3,7 @@ import tracemalloc
 
 import pytest
 
-from tokencredit.runs.history import History
+from tokencredit.runs.history import WINDOW, History, final_mean, finite, mean
 
 
 def test_rows_come_back_and_what_they_lack_is_nan():
@@ -32,3 +32,20 @@ def test_a_number_takes_little_more_than_its_eight_bytes():
     finally:
         tracemalloc.stop()
     assert used < 10 * 60 * 1000
+
+
+def test_means_are_those_of_the_numbers_there_are():
+    assert mean([1.0, None, math.nan, "2", True, 10**400, math.inf, 4]) == 2.5
+    assert mean([]) is mean([None]) is None
+    assert list(finite([None, 1, "x", 2.5])) == [1.0, 2.5]
+
+
+def test_the_final_mean_is_that_of_the_last_five():
+    history = History()
+    for number in range(1, 9):
+        history.append({"iteration": number, "reward": float(number)} | ({"kl": 1.0} if number == 6 else {}))
+    assert WINDOW == 5
+    assert final_mean(history, "reward") == 6.0
+    assert final_mean(history, "kl") == 1.0
+    assert final_mean(history, "entropy") is None
+    assert final_mean([{"reward": 1.0}], "reward") == 1.0

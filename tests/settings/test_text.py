@@ -7,9 +7,17 @@ import yaml
 from tokencredit.core.advantages import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parsing import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, Estimator, KLConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import (
+    AdvantageConfig,
+    EstimatorName,
+    KLConfig,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
 
 
 def test_the_defaults_are_valid():
@@ -49,7 +57,10 @@ def test_the_defaults_are_valid():
         ({"prompts": PromptsConfig(text=[])}, r"prompts\.text is empty"),
         ({"rollout": RolloutConfig(batch_size=2), "ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3"),
         ({"rollout": RolloutConfig(batch_size=8, per_prompt=3)}, r"rollout\.per_prompt is 3; it must divide"),
-        ({"advantage": AdvantageConfig(estimator="leave_one_out")}, r"rollout\.per_prompt is 1 and must be at least 2"),
+        (
+            {"advantage": AdvantageConfig(estimator="leave_one_out"), "critic": CriticConfig(kind="none")},
+            r"rollout\.per_prompt is 1 and must be at least 2",
+        ),
         (
             {"advantage": AdvantageConfig(estimator="best")},
             r"advantage\.estimator is 'best'; it must be one of gae, td",
@@ -65,11 +76,11 @@ def test_what_cannot_work_is_refused_by_key(wrong, message):
 
 
 def test_every_estimator_has_the_name_that_a_config_gives_it():
-    assert set(get_args(Estimator)) == set(ESTIMATORS)
+    assert set(get_args(EstimatorName)) == set(ESTIMATORS)
 
 
 def test_null_means_none_and_is_not_checked_against_a_range():
-    assert PPOConfig(ppo=UpdateConfig(target_kl=None, value_clip=None)).ppo.target_kl is None
+    assert PPOConfig(ppo=UpdateConfig(target_kl=None, clip_high=None)).ppo.target_kl is None
 
 
 def test_a_run_reads_its_own_configuration_back(tmp_path):

@@ -8,8 +8,9 @@ import yaml
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.parsing import configure
+from tokencredit.settings.yaml import nested
 from tokencredit.sweep import plan as sweep
-from tokencredit.sweep.plan import combinations, expand, first_seeds, merged, nested, read_sweep, refuse_changed
+from tokencredit.sweep.plan import combinations, expand, first_seeds, merged, read_sweep, refuse_changed
 
 PLAIN = {"world": "control", "dir": "out", "seeds": [1, 2], "base": {"steps": 64, "optim.lr": 0.1}}
 ONE = {"variants": {"plain": {}}}
@@ -24,15 +25,15 @@ def test_examples_in_docstrings():
 
 
 def test_variants_are_laid_over_the_base_and_run_with_each_seed():
-    variants = {"one": {}, "two": {"optim": {"value_lr": 0.2}, "advantage.lam": 0}}
+    variants = {"one": {}, "two": {"critic": {"lr": 0.2}, "advantage.lam": 0}}
     runs = asked(variants=variants)
     assert [run.name for run in runs] == ["one/seed-1", "one/seed-2", "two/seed-1", "two/seed-2"]
     assert [str(run.folder) for run in runs[:2]] == ["out/one/seed-1", "out/one/seed-2"]
     one, two = runs[1].config, runs[3].config
-    assert (one["optim"]["lr"], one["optim"]["value_lr"], one["steps"], one["seed"]) == (0.1, 2.5e-4, 64, 2)
-    assert (two["optim"]["lr"], two["optim"]["value_lr"], two["advantage"]["lam"]) == (0.1, 0.2, 0.0)
+    assert (one["optim"]["lr"], one["critic"]["lr"], one["steps"], one["seed"]) == (0.1, 2.5e-4, 64, 2)
+    assert (two["optim"]["lr"], two["critic"]["lr"], two["advantage"]["lam"]) == (0.1, 0.2, 0.0)
     assert two["run"]["dir"] == "out/two/seed-2"
-    assert {key for key in one if one[key] != two[key]} == {"optim", "advantage", "run"}
+    assert {key for key in one if one[key] != two[key]} == {"critic", "advantage", "run"}
 
 
 def test_the_first_seeds_of_every_variant_are_a_smaller_study():
@@ -71,9 +72,9 @@ def test_dotted_and_nested_keys_are_the_same():
 def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 32\noptim: {lr: 1e-2}\nenv.kwargs: {x: 1e-3}\n")
     file = tmp_path / "sweep.yaml"
-    file.write_text("{world: control, dir: out, seeds: [3], base: base.yaml, grid: {optim.value_lr: [1e-3, .5]}}")
+    file.write_text("{world: control, dir: out, seeds: [3], base: base.yaml, grid: {critic.lr: [1e-3, .5]}}")
     runs = read_sweep(file, configure)
-    assert [run.name for run in runs] == ["value_lr=0.001/seed-3", "value_lr=0.5/seed-3"]
+    assert [run.name for run in runs] == ["lr=0.001/seed-3", "lr=0.5/seed-3"]
     assert (runs[0].config["steps"], runs[0].config["optim"]["lr"]) == (32, 0.01)
     assert runs[0].config["env"]["kwargs"] == {"x": 0.001}, "1e-3 is a number, as in --config"
 
@@ -102,6 +103,8 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {"a": {}, "b": {"optim.lrr": 1}}}, r"^variant b: unknown key optim.lrr; did you mean optim.lr\?"),
         ({"variants": {"b": {"zzz": 1}}}, "variant b: unknown key zzz; see --print_config"),
         ({"variants": {"b": {"config": "x.yaml"}}}, "variant b: unknown key config"),
+        ({"variants": {"b": {"optim.value_lr": 0.1}}}, "^variant b: optim.value_lr is now critic.lr$"),
+        ({"variants": {"b": {"agent": {"critic": "none"}}}}, "^variant b: agent.critic is now critic.kind$"),
         ({"variants": {"b": {"optim": 3}}}, "variant b: optim is 3; it is a group of settings: name, lr"),
         ({"variants": {"b": {"optim.lr": "fast"}}}, 'variant b: Parser key "optim.lr": Expected a'),
         ({"variants": {"b": {"optim.lr": -1}}}, "variant b: optim.lr is -1.0; it must be above 0"),

@@ -16,7 +16,7 @@ from tokencredit.cli import main
 from tokencredit.settings.parsing import configure
 from tokencredit.sweep.plan import read_sweep
 from tokencredit.sweep.runner import share, start
-from tokencredit.sweep.status import clock, trouble
+from tokencredit.sweep.status import trouble
 
 TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "show_every": 0, "trackers": []}}
 LONG = TINY | {"steps": 64, "run": TINY["run"] | {"iterations": 40, "save_every": 5}}
@@ -61,6 +61,7 @@ def three(tmp_path_factory):
     return folder / "out", file, subprocess.run(command(file, "--jobs", "2"), capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_recorded_and_the_others_go_on(three):
     out, _, done = three
     assert done.returncode == 1, done.stderr
@@ -75,6 +76,7 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(three):
     assert "average return, first → last" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_it_ends_in_the_comparison_of_what_is_finished(three):
     out, _, done = three
     page = out / "comparison" / "comparison.html"
@@ -84,6 +86,7 @@ def test_it_ends_in_the_comparison_of_what_is_finished(three):
     assert "nowhere" not in text
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_is_left_and_how_long_it_takes(three, capsys):
     out, file, _ = three
     before = sorted(out.rglob("*"))
@@ -94,6 +97,7 @@ def test_a_dry_run_says_what_is_left_and_how_long_it_takes(three, capsys):
     assert sorted(out.rglob("*")) == before, "it writes nothing"
 
 
+@pytest.mark.slow
 def test_a_file_that_asks_for_something_else_is_refused(three, tmp_path, capsys):
     asked = yaml.safe_load(three[1].read_text())
     asked["variants"]["faster"]["optim.lr"] = 0.02
@@ -105,6 +109,7 @@ def test_a_file_that_asks_for_something_else_is_refused(three, tmp_path, capsys)
     assert (out, err.count("\n")) == ("", 1)
 
 
+@pytest.mark.slow
 def test_finished_runs_are_left_alone_and_too_many_jobs_named(three, monkeypatch, capsys):
     out, file, _ = three
     asked = yaml.safe_load(file.read_text())
@@ -117,6 +122,7 @@ def test_finished_runs_are_left_alone_and_too_many_jobs_named(three, monkeypatch
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed-1/**/*")} == before
 
 
+@pytest.mark.slow
 def test_an_exported_file_is_the_run(tmp_path, capsys):
     file, files = sweep_file(tmp_path, seeds=[1, 7]), tmp_path / "files"
     assert main(["sweep", str(file), "--export", str(files)]) == 0
@@ -143,6 +149,7 @@ def group_of(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
 def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     """Once with all its processes, once alone: then the one it left behind is waited for."""
@@ -179,6 +186,7 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     assert (out / "comparison" / "comparison.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_path):
     endless = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
@@ -199,6 +207,7 @@ def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_pat
     assert read_sweep(file, configure)[0].state() == "to resume"
 
 
+@pytest.mark.slow
 def test_what_a_kill_left_before_the_first_iteration_is_tidied(tmp_path):
     (run,) = read_sweep(sweep_file(tmp_path), configure)
     run.folder.mkdir(parents=True)
@@ -218,10 +227,6 @@ def test_jobs_share_the_threads(monkeypatch):
     assert share(2, 3)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert share(8, 8)["OMP_NUM_THREADS"] == "4", "what is set stays"
-
-
-def test_times_are_said_in_units_to_plan_with():
-    assert [clock(40), clock(600), clock(20_000)] == ["40 s", "10 min", "5.6 h"]
 
 
 def test_why_a_run_failed_is_its_exit_code_and_its_last_line(tmp_path):

@@ -8,10 +8,12 @@ import torch
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.data import RewardTerm
-from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
+
+pytestmark = pytest.mark.slow
 
 
 def constant(completions, **columns):
@@ -51,7 +53,7 @@ class Scaled:
 
 
 FAST = partial(OptimConfig, warmup=0, schedule="constant", max_grad_norm=None)
-STILL = FAST(lr=1e-12, value_lr=1e-12)
+STILL = {"optim": FAST(lr=1e-12), "critic": CriticConfig(lr=1e-12)}
 LOOSE = KLConfig(coef=1e-6)
 
 DISEASES = {
@@ -60,7 +62,7 @@ DISEASES = {
         "iterations": 2,
         "rollout": RolloutConfig(batch_size=8, max_new_tokens=8, top_k=1),
         "callbacks": [Scaled("rollout", 0.8)],
-        "optim": STILL,
+        **STILL,
     },
     "degenerate": {
         "iterations": 16,
@@ -72,11 +74,11 @@ DISEASES = {
     "kl_runaway": {"iterations": 16, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
     "entropy_collapse": {"iterations": 20, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
     "clip_high": {"iterations": 5, "reward_funcs": vowels, "optim": FAST(lr=5e-3), "kl": LOOSE},
-    "clip_low": {"iterations": 10, "optim": STILL},
+    "clip_low": {"iterations": 10, **STILL},
     "explained_variance": {
         "iterations": 10,
-        "model": ModelConfig(dtype="float32", value_head_init="orthogonal"),
-        "optim": STILL,
+        "optim": STILL["optim"],
+        "critic": CriticConfig(lr=1e-12, init="orthogonal"),
     },
     "value_loss": {"iterations": 14, "reward_funcs": Growing()},
     "truncated": {"iterations": 1, "rollout": RolloutConfig(batch_size=8, max_new_tokens=4)},
@@ -89,7 +91,7 @@ DISEASES = {
         ],
     },
     "always_clipped": {"iterations": 20, "optim": OptimConfig(warmup=0, max_grad_norm=1e-6)},
-    "flat_reward": {"iterations": 20, "optim": STILL},
+    "flat_reward": {"iterations": 20, **STILL},
     "still_warming": {"iterations": 2, "optim": OptimConfig(warmup=10)},
 }
 

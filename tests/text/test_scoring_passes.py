@@ -2,12 +2,13 @@ import pytest
 import torch
 from torch import nn
 
-from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.training import KLConfig
-from tokencredit.text.engines.sampling import Rollout
+from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import build_actor_critic, load_language_model
-from tokencredit.text.scoring_passes import critic_values, evaluate_rollout, refer
+from tokencredit.text.models.building import build_policy
+from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.scoring_passes import evaluate_rollout, reference_outputs, rollout_values
 
 TEMPERATURE = 0.7
 
@@ -30,10 +31,10 @@ def rollout():
     )
 
 
-def load(folders, architecture, **changes):
-    args = ModelConfig(name=str(folders[architecture]), value_head="linear", **changes)
-    model = build_actor_critic(*load_language_model(args), args)
-    nn.init.normal_(model.value_head.weight)
+def load(folders, architecture, critic="shared", **changes):
+    args = ModelConfig(name=str(folders[architecture]), **changes)
+    model, _ = build_policy(*load_language_model(args), args, CriticConfig(kind=critic, head="linear"))
+    nn.init.normal_(model.critic.head.weight)
     return model
 
 
@@ -43,7 +44,7 @@ def test_however_rows_are_cut_the_results_are_those_of_the_whole(
     architecture, overhead, model_folders, rollout, monkeypatch
 ):
     model = load(model_folders, architecture)
-    whole = model(**rollout.inputs(), temperature=TEMPERATURE)
+    whole = model(rollout.inputs(), temperature=TEMPERATURE)
     monkeypatch.setattr("tokencredit.learn.experience.PASS_OVERHEAD", overhead)
     for budget in (None, 30):
         now = evaluate_rollout(model, rollout, TEMPERATURE, budget)
@@ -54,26 +55,26 @@ def test_however_rows_are_cut_the_results_are_those_of_the_whole(
 @torch.no_grad()
 def test_a_critic_with_a_trunk_of_its_own_says_the_same_here_as_in_training(architecture, model_folders, rollout):
     model = load(model_folders, architecture, critic="separate")
-    in_training = model(**rollout.inputs(), temperature=TEMPERATURE).values
-    torch.testing.assert_close(critic_values(model, rollout, 30), in_training, atol=1e-5, rtol=1e-5)
+    in_training = model(rollout.inputs(), temperature=TEMPERATURE).values
+    torch.testing.assert_close(rollout_values(model, rollout, 30), in_training, atol=1e-5, rtol=1e-5)
     assert in_training[rollout.mask].abs().min() > 0
 
 
 @torch.no_grad()
 def test_what_the_reference_says(model_folders, rollout):
     policy, reference = load(model_folders, "llama"), ActorCritic(load(model_folders, "qwen3").lm)
-    expected = reference(**rollout.inputs(), temperature=TEMPERATURE).logprobs
+    expected = reference(rollout.inputs(), temperature=TEMPERATURE).logprobs
 
     def ask(**changes):
-        return refer(policy, reference, rollout, KLConfig(**changes), TEMPERATURE, 30)
+        return reference_outputs(policy, reference, rollout, KLConfig(**changes), TEMPERATURE, 30)
 
     paid = ask()
     torch.testing.assert_close(paid.logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(paid.kl, (rollout.logprobs - expected) * rollout.mask, atol=1e-5, rtol=1e-5)
-    assert paid.inputs == {}
+    assert paid.hidden is None
 
     exact = ask(estimator="full").kl
-    hidden = policy.response_hidden(**rollout.inputs()), reference.response_hidden(**rollout.inputs())
+    hidden = policy.response_hidden(rollout.inputs()), reference.response_hidden(rollout.inputs())
     log_p, log_q = (
         (model.logits(h) / TEMPERATURE).log_softmax(-1) for model, h in zip((policy, reference), hidden, strict=True)
     )
@@ -82,10 +83,11 @@ def test_what_the_reference_says(model_folders, rollout):
 
     in_loss = ask(place="loss", estimator="k2")
     assert in_loss.kl is None
-    torch.testing.assert_close(in_loss.inputs["ref_logprobs"], in_loss.logprobs)
+    torch.testing.assert_close(in_loss.logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert in_loss.hidden is None
     in_loss = ask(place="loss", estimator="full")
     mask = rollout.mask
-    torch.testing.assert_close(in_loss.inputs["ref_hidden"][mask], hidden[1][mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(in_loss.hidden[mask], hidden[1][mask], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -95,11 +97,12 @@ def test_an_adapter_is_off_while_the_reference_speaks(model_folders, rollout):
     for name, parameter in policy.lm.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
-    said = refer(policy, policy, rollout, KLConfig(), TEMPERATURE, None).logprobs
-    without = plain(**rollout.inputs(), temperature=TEMPERATURE).logprobs
+    said = reference_outputs(policy, policy, rollout, KLConfig(), TEMPERATURE, None).logprobs
+    without = plain(rollout.inputs(), temperature=TEMPERATURE).logprobs
     torch.testing.assert_close(said, without, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(policy(**rollout.inputs(), temperature=TEMPERATURE).logprobs, without)
+    assert not torch.allclose(policy(rollout.inputs(), temperature=TEMPERATURE).logprobs, without)
 
 
 def test_no_reference_says_nothing(model_folders, rollout):
-    assert refer(load(model_folders, "llama"), None, rollout, KLConfig(), TEMPERATURE, None) == (None, None, {})
+    policy = load(model_folders, "llama")
+    assert reference_outputs(policy, None, rollout, KLConfig(), TEMPERATURE, None) == (None, None, None)

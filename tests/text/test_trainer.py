@@ -8,7 +8,6 @@ import time
 from functools import partial
 from pathlib import Path
 from shutil import which
-from typing import get_args
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
-    Estimator,
     EvalConfig,
     KLConfig,
     OptimConfig,
@@ -102,7 +101,7 @@ def test_training_moves_policy_and_critic_and_not_the_reference(run):
     base = PPOTrainer(args=small("unused")).policy.lm.state_dict()
     assert all(torch.equal(base[k], v) for k, v in trainer.reference.lm.state_dict().items())
     assert not all(torch.equal(base[k], v) for k, v in trainer.policy.lm.state_dict().items())
-    assert trainer.policy.value_head[-1].weight.abs().sum() > 0
+    assert trainer.policy.critic.head[-1].weight.abs().sum() > 0
 
 
 def test_a_sample_adds_up(run):
@@ -166,6 +165,7 @@ def test_the_same_seed_gives_the_same_run(run, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters(), again.policy.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_run(run, tmp_path):
     PPOTrainer(args=small(tmp_path / "other", seed=2)).train()
     assert lines(tmp_path / "other", "samples.jsonl")[0] != lines(run[0], "samples.jsonl")[0]
@@ -196,16 +196,17 @@ def test_without_a_price_there_is_no_reference(tmp_path):
     assert "kl" not in lines(tmp_path / "run", "metrics.jsonl")[0]
 
 
-@pytest.mark.parametrize("estimator", get_args(Estimator))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_by_its_name(estimator, tmp_path):
     args = small(
         tmp_path / "run",
         advantage=AdvantageConfig(estimator=estimator),
+        critic=CriticConfig(kind="none" if ESTIMATORS[estimator].critic == "unused" else "shared"),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4),
     )
     trainer = PPOTrainer(args=args)
-    batch, _ = trainer.collect()
-    acted = batch.rollout.mask
+    batch, _ = trainer.credit.give(trainer.collect())
+    acted = batch.scored.rollout.mask
     assert batch.advantages[acted].isfinite().all()
     assert (batch.advantages[~acted] == 0).all()
     scores = batch.rewards.sum(1)
@@ -213,8 +214,22 @@ def test_every_estimator_by_its_name(estimator, tmp_path):
         expected = scores - (scores.view(2, 4).sum(1, keepdim=True).expand(2, 4).flatten() - scores) / 3
         torch.testing.assert_close(batch.advantages[:, 0], expected)
     if estimator == "uniform":
-        second, _ = trainer.collect()
+        second, _ = trainer.credit.give(trainer.collect())
         torch.testing.assert_close(second.advantages[:, 0], second.rewards.sum(1) - scores.mean())
+
+
+class KLAlone:
+    """Of an objective, the KL alone."""
+
+    additive = True
+
+    def __init__(self, objective, rows):
+        self.objective, self.rows, self.kl = objective, rows, []
+
+    def __call__(self, now, at):
+        places = self.rows.mask.flatten().nonzero().squeeze(1)[at]
+        self.kl.append(self.objective.token_losses(now, self.rows, places).get("kl_in_update"))
+        return torch.zeros(()) if self.kl[-1] is None else self.kl[-1].sum()
 
 
 @pytest.mark.parametrize(("place", "estimator"), [("reward", "full"), ("loss", "k2"), ("loss", "k3"), ("loss", "full")])
@@ -222,25 +237,28 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     kl = KLConfig(coef=0.5, place=place, estimator=estimator)
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
     trainer.iteration(1)
-    batch, experience = trainer.collect()
-    rollout = batch.rollout
+    batch, experience = trainer.credit.give(trainer.collect())
+    scored, rollout = batch.scored, batch.scored.rollout
     with torch.no_grad():
         policy = trainer.policy.lm(torch.cat([rollout.prompt_ids, rollout.response_ids], 1)).logits
         reference = trainer.reference.lm(torch.cat([rollout.prompt_ids, rollout.response_ids], 1)).logits
         start = rollout.prompt_ids.shape[1] - 1
         p, q = (x[:, start:-1].log_softmax(-1) for x in (policy, reference))
         exact = (p.exp() * (p - q)).sum(-1)
-        now = trainer._evaluate(experience.inputs, lambda now, at: now.kl.sum() if place == "loss" else torch.zeros(()))
+        loss = KLAlone(trainer.learner.objective, experience)
+        now = trainer.learner._evaluate(trainer.learner.wrapped, experience.inputs, loss)
     paid = batch.rewards.clone()
-    paid[range(8), rollout.mask.sum(1) - 1] -= batch.scores
+    paid[range(8), rollout.mask.sum(1) - 1] -= scored.totals()
     if place == "reward":
         torch.testing.assert_close(paid[rollout.mask], -0.5 * exact[rollout.mask], atol=1e-5, rtol=1e-3)
         assert now.kl is None
+        assert loss.kl == [None]
     else:
         assert paid.abs().max() < 1e-6
-        log_ratio = batch.ref_logprobs - rollout.logprobs
+        assert trainer.learner.objective.kl_coef == 0.5
+        log_ratio = scored.reference.logprobs - rollout.logprobs
         expected = {"full": exact, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
-        torch.testing.assert_close(now.kl[rollout.mask], expected[rollout.mask], atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(torch.cat(loss.kl), expected[rollout.mask], atol=1e-5, rtol=1e-3)
         torch.testing.assert_close(now.policy_loss, expected[rollout.mask].sum(), atol=1e-4, rtol=1e-3)
 
 
@@ -264,24 +282,25 @@ def test_muon_trains_the_matrices(tmp_path):
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
     metrics, _ = trainer.iteration(1)
     moved = {name for name, p in trainer.policy.named_parameters() if not torch.equal(p, before[name])}
-    assert {"lm.transformer.h.0.attn.c_attn.weight", "lm.transformer.wte.weight", "value_head.2.weight"} <= moved
+    assert {"lm.transformer.h.0.attn.c_attn.weight", "lm.transformer.wte.weight", "critic.head.2.weight"} <= moved
     assert metrics["lr"] < metrics["value_lr"]
 
 
 def test_the_critic_warms_up_alone(tmp_path):
-    ppo = UpdateConfig(epochs=1, minibatches=2, critic_warmup=1)
-    trainer = PPOTrainer(args=small(tmp_path / "run", ppo=ppo))
+    ppo = UpdateConfig(epochs=1, minibatches=2)
+    trainer = PPOTrainer(args=small(tmp_path / "run", ppo=ppo, critic=CriticConfig(warmup=1)))
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
 
     def moved():
         return {n.split(".")[0] for n, p in trainer.policy.named_parameters() if not torch.equal(p, before[n])}
 
     trainer.iteration(1)
-    assert moved() == {"value_head"}
+    assert moved() == {"critic"}
     trainer.iteration(2)
-    assert moved() == {"value_head", "lm"}
+    assert moved() == {"critic", "lm"}
 
 
+@pytest.mark.slow
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     pytest.importorskip("peft")
     args = small(
@@ -291,33 +310,44 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     assert trainer.reference is trainer.policy, "no second copy in memory"
     base = PPOTrainer(args=small(tmp_path / "other")).policy
     trainer.train()
-    batch, _ = trainer.collect()
+    scored = trainer.collect()
+    rollout, reference = scored.rollout, scored.reference
     with torch.no_grad():
-        expected = base(**batch.rollout.inputs(), temperature=1.0).logprobs
-    acted = batch.rollout.mask
-    torch.testing.assert_close(batch.ref_logprobs[acted], expected[acted], atol=1e-4, rtol=1e-4)
-    assert (batch.rollout.logprobs - batch.ref_logprobs)[acted].abs().max() > 1e-2
+        expected = base(rollout.inputs(), temperature=1.0).logprobs
+    acted = rollout.mask
+    torch.testing.assert_close(reference.logprobs[acted], expected[acted], atol=1e-4, rtol=1e-4)
+    assert (rollout.logprobs - reference.logprobs)[acted].abs().max() > 1e-2
     assert (tmp_path / "run" / "policy" / "adapter_config.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [ModelConfig(critic="separate"), ModelConfig(gradient_checkpointing=True), ModelConfig(dropout=True)]
+    ("model", "critic"),
+    [
+        (ModelConfig(), "separate"),
+        (ModelConfig(gradient_checkpointing=True), "shared"),
+        (ModelConfig(dropout=True), "shared"),
+    ],
 )
-def test_other_forms_of_the_model_train(model, tmp_path):
-    summary = PPOTrainer(args=small(tmp_path / "run", model=model)).train()
+def test_other_forms_of_the_model_train(model, critic, tmp_path):
+    args = small(tmp_path / "run", model=model, critic=CriticConfig(kind=critic))
+    summary = PPOTrainer(args=args).train()
     assert summary["iterations"] == 2
-    assert (tmp_path / "run" / "policy" / "critic").exists() == (model.critic == "separate")
+    assert (tmp_path / "run" / "policy" / "critic").exists() == (critic == "separate")
 
 
+@pytest.mark.slow
 def test_learning_rates_rise_and_fall(tmp_path):
-    optim = OptimConfig(lr=1e-4, value_lr=1e-3, warmup=1, schedule="linear", final_scale=0.0)
-    args = small(tmp_path / "run", optim=optim, run=RunConfig(dir=str(tmp_path / "run"), iterations=4))
+    optim = OptimConfig(lr=1e-4, warmup=1, schedule="linear", final_scale=0.0)
+    run = RunConfig(dir=str(tmp_path / "run"), iterations=4)
+    args = small(tmp_path / "run", optim=optim, critic=CriticConfig(lr=1e-3), run=run)
     PPOTrainer(args=args).train()
     metrics = lines(tmp_path / "run", "metrics.jsonl")
     assert [m["lr"] for m in metrics] == pytest.approx([5e-5, 1e-4, 1e-4 * 2 / 3, 1e-4 / 3])
     assert [m["value_lr"] for m in metrics] == pytest.approx([10 * m["lr"] for m in metrics])
 
 
+@pytest.mark.slow
 def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
     """The whole machine on a reward whose best answer is known: say as many e's as possible."""
     args = small(
@@ -329,11 +359,12 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
         run=RunConfig(dir=str(tmp_path / "run"), iterations=20),
     )
     trainer = PPOTrainer(args=args)
-    trainer.terms = [Term("e", 1.0, lambda prompts, completions: [float(c.count("e")) for c in completions])]
+    trainer.pipeline.terms = [Term("e", 1.0, lambda prompts, completions: [float(c.count("e")) for c in completions])]
     summary = trainer.train()
     assert summary["reward_last"] > 1.5 * summary["reward_first"]
 
 
+@pytest.mark.slow
 def test_evaluation_keeps_the_best_policy(tmp_path):
     evaluation = EvalConfig(every=1, samples=6, best_of=2, max_new_tokens=8)
     trainer = PPOTrainer(args=small(tmp_path / "run", eval=evaluation, optim=OptimConfig(lr=1e-3)))
@@ -343,7 +374,7 @@ def test_evaluation_keeps_the_best_policy(tmp_path):
         def after_evaluation(self, trainer, metrics):
             policies.append({name: p.detach().clone() for name, p in trainer.policy.lm.state_dict().items()})
 
-    trainer.callbacks.append(Keep())
+    trainer.stages.callbacks.append(Keep())
     trainer.train()
     metrics = lines(tmp_path / "run", "metrics.jsonl")
     rewards = [m["eval/reward"] for m in metrics]
@@ -357,20 +388,22 @@ def test_evaluation_keeps_the_best_policy(tmp_path):
     assert all(torch.equal(best[name], weights) for name, weights in expected.items())
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_a_reward_that_is_not_finite_is_left_out(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", eval=EvalConfig(every=1, samples=4, max_new_tokens=4)))
-    honest = trainer.terms[0].function
+    honest = trainer.pipeline.terms[0].function
 
     def judge(prompts, completions):
         return [math.nan] * 4 if len(completions) == 4 and trainer.record.history else honest(prompts, completions)
 
-    trainer.terms = [Term("odd", 1.0, judge)]
+    trainer.pipeline.terms = [Term("odd", 1.0, judge)]
     trainer.train()
     assert ["eval/reward" in m for m in lines(tmp_path / "run", "metrics.jsonl")] == [True, False]
     (event,) = [event["event"] for event in lines(tmp_path / "run", "events.jsonl")]
     assert event.startswith("an evaluation is left out: reward term 'odd' is nan")
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_disturb_training(run, tmp_path):
     evaluation = EvalConfig(every=1, samples=4, max_new_tokens=6, temperature=0.5)
     PPOTrainer(args=small(tmp_path / "run", eval=evaluation)).train()
@@ -447,8 +480,9 @@ def test_callbacks_hear_of_each_stage_with_its_results(tmp_path):
 @pytest.mark.parametrize(("normalize", "shift"), [("batch", True), ("batch", False), ("running", True)])
 def test_scores_are_normalised_as_asked(normalize, shift, tmp_path):
     args = small(tmp_path / "run", score=ScoreConfig(normalize=normalize, shift_mean=shift), kl=KLConfig(coef=0.0))
-    batch, _ = PPOTrainer(args=args).collect()
-    paid, scores = batch.rewards.sum(1), batch.scores
+    trainer = PPOTrainer(args=args)
+    batch, _ = trainer.credit.give(trainer.collect())
+    paid, scores = batch.rewards.sum(1), batch.scored.totals()
     assert float(paid.std(correction=0)) == pytest.approx(1, rel=1e-3)
     assert float(paid.mean()) == pytest.approx(0 if shift else float(scores.mean()), abs=1e-4)
 
@@ -458,10 +492,10 @@ def test_dense_rewards_are_paid_where_they_stand(tmp_path):
         return [[float(place) for place in range(len(ids))] for ids in completion_ids]
 
     trainer = PPOTrainer(reward_funcs=places, args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
-    batch, _ = trainer.collect()
-    expected = torch.arange(batch.rewards.shape[1]).expand_as(batch.rewards) * batch.rollout.mask
+    batch, _ = trainer.credit.give(trainer.collect())
+    expected = torch.arange(batch.rewards.shape[1]).expand_as(batch.rewards) * batch.scored.rollout.mask
     torch.testing.assert_close(batch.rewards, expected.float())
-    torch.testing.assert_close(batch.scores, expected.float().sum(1))
+    torch.testing.assert_close(batch.scored.totals(), expected.float().sum(1))
 
 
 def test_the_model_card_says_what_was_trained(run):
@@ -472,6 +506,7 @@ def test_the_model_card_says_what_was_trained(run):
     assert "reward_last" in card
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_costs_nothing(tmp_path):
     run = RunConfig(dir=str(tmp_path / "run"), iterations=1, push_to_hub="not/a/name")
     with pytest.raises(RunStopped, match=r"could not upload to run\.push_to_hub 'not/a/name'.*the policy is in"):
@@ -479,6 +514,7 @@ def test_a_hub_that_cannot_be_reached_costs_nothing(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tmp_path):
     """In a process that may not have more than 8 GB of addresses, of which the libraries take some."""
     program = """
@@ -502,7 +538,8 @@ def two_iterations(folder, **model):
             folder,
             prompts=PromptsConfig(text=["A", "This movie was really quite", "The"]),
             rollout=RolloutConfig(batch_size=12, max_new_tokens=30),
-            model=ModelConfig(dtype="float32", critic="separate", **model),
+            model=ModelConfig(dtype="float32", **model),
+            critic=CriticConfig(kind="separate"),
         )
     )
     return [trainer.iteration(number) for number in (1, 2)]
@@ -516,6 +553,7 @@ def assert_same(run, other_run):
             assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
     runs = []
     for overhead in (0, 10**6):
@@ -524,6 +562,7 @@ def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
     assert_same(*runs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_or_not_a_run_is_the_same(tmp_path, monkeypatch):
     compiled, really = [], torch.compile
@@ -532,6 +571,7 @@ def test_compiled_or_not_a_run_is_the_same(tmp_path, monkeypatch):
     assert len(compiled) == 2, "policy and reference"
 
 
+@pytest.mark.slow
 def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"model\.compile needs a C\+\+ compiler"):
@@ -549,11 +589,12 @@ def odd_in(iterations, bad, honest):
     return [Term("odd", 1.0, sometimes)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, tmp_path):
     run = tmp_path / "run"
     trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=9, max_bad_steps=2)))
-    trainer.terms = odd_in((2, 4, 5, 6), bad, trainer.terms[0].function)
+    trainer.pipeline.terms = odd_in((2, 4, 5, 6), bad, trainer.pipeline.terms[0].function)
     with pytest.raises(
         RunStopped,
         match=r"stopped in iteration 5: reward term 'odd' is (nan|inf) for the text 'This movie .*, in 2 steps in a "
@@ -581,7 +622,7 @@ def test_a_reward_that_is_not_finite_changes_nothing(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     trainer.record.folder.create(0)
     trainer.record.config = {}
-    trainer.terms = odd_in((1,), math.nan, trainer.terms[0].function)
+    trainer.pipeline.terms = odd_in((1,), math.nan, trainer.pipeline.terms[0].function)
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
     trainer.iteration(1)
     assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
@@ -592,7 +633,7 @@ def test_a_reward_that_is_not_finite_changes_nothing(tmp_path):
 def test_a_loss_that_is_not_finite_names_the_text_and_leaves_the_weights_alone(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     with torch.no_grad():
-        trainer.policy.value_head[-1].bias.fill_(1e30)  # its square is infinite in float32
+        trainer.policy.critic.head[-1].bias.fill_(1e30)  # its square is infinite in float32
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
     with pytest.raises(
         RunStopped, match=r"stopped in iteration 1: value loss of the text 'This movie was really.*' is not finite"
@@ -603,6 +644,7 @@ def test_a_loss_that_is_not_finite_names_the_text_and_leaves_the_weights_alone(t
     assert {"prompt_ids", "response_ids", "advantages", "returns", "logprobs"} <= set(minibatch)
 
 
+@pytest.mark.slow
 def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
     """Its weights are finite, but what they make of a text is not."""
     trainer = PPOTrainer(args=small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=9)))
@@ -613,7 +655,7 @@ def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
                 with torch.no_grad():
                     trainer.policy.lm.get_input_embeddings().weight.mul_(1e25)
 
-    trainer.callbacks = [Overflow()]
+    trainer.stages.callbacks = [Overflow()]
     with pytest.raises(RunStopped, match=r"a log-probability, value or KL of a completion is not finite, in 3 steps"):
         trainer.train()
     metrics = lines(tmp_path / "run", "metrics.jsonl")
@@ -622,7 +664,7 @@ def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
 
 def test_a_gradient_that_is_not_finite_costs_one_step(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
-    weight = trainer.policy.value_head[-1].weight
+    weight = trainer.policy.critic.head[-1].weight
     seen = []
 
     def spoil(gradient):
@@ -652,6 +694,7 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_earned(tmp_path):
     command = [sys.executable, "-m", "tokencredit.cli", "train", "--run.dir", str(tmp_path / "run")]
     process = subprocess.Popen(

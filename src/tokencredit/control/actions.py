@@ -6,6 +6,7 @@ Actions are `[..., parts]`: one part a discrete choice, or a number of a continu
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ class Categorical(nn.Module):
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete):
         super().__init__()
-        single = isinstance(space, spaces.Discrete)
-        self.sizes = [int(space.n)] if single else [int(n) for n in space.nvec.flatten()]
+        sizes = [space.n] if isinstance(space, spaces.Discrete) else space.nvec.flatten()
+        self.sizes = [int(n) for n in sizes]
         self.space, self.parts, self.outputs = space, len(self.sizes), sum(self.sizes)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -45,13 +46,15 @@ class Categorical(nn.Module):
         """Log-probabilities of actions, `[...]`, nats."""
         parts = zip(logits.split(self.sizes, -1), actions.split(1, -1), strict=True)
         logprobs = [part.log_softmax(-1).gather(-1, action).squeeze(-1) for part, action in parts]
-        return sum(logprobs[1:], logprobs[0])
+        total: Tensor = sum(logprobs[1:], logprobs[0])
+        return total
 
     def entropy(self, logits: Tensor) -> Tensor:
         """Entropies, `[...]`, nats."""
         log_p = [part.log_softmax(-1) for part in logits.split(self.sizes, -1)]
         entropies = [-(x.exp() * x).sum(-1) for x in log_p]
-        return sum(entropies[1:], entropies[0])
+        total: Tensor = sum(entropies[1:], entropies[0])
+        return total
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Actions `[copies, parts]` as the environment takes them."""
@@ -96,10 +99,11 @@ class Gaussian(nn.Module):
         low, high = self.space.low, self.space.high
         if self.mapping == "scale":
             actions = low + (high - low) * (np.clip(actions, -1, 1) + 1) / 2
-        return np.clip(actions, low, high).astype(self.space.dtype)
+        clipped: np.ndarray = np.clip(actions, low, high)
+        return clipped.astype(self.space.dtype)
 
 
-def actions_of(space: spaces.Space, log_std: float, mapping: str) -> Categorical | Gaussian:
+def actions_of(space: spaces.Space[Any], log_std: float, mapping: str) -> Categorical | Gaussian:
     """The distribution for a space of actions.
 
     Raises:

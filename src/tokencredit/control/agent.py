@@ -5,23 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
 from tokencredit.control.actions import actions_of
-from tokencredit.core.projection import TokenLoss, TokenStats
-from tokencredit.learn.update import Evaluation
+from tokencredit.core.projection import TokenStats
+from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
 from tokencredit.settings.control import AgentConfig
 
-ACTIVATIONS = {"tanh": torch.tanh, "relu": nn.functional.relu, "gelu": nn.functional.gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+}
 
 
 class Agent(nn.Module):
-    """An actor and, unless `args.critic` is none, a critic."""
+    """An actor and, unless there is none, a critic."""
 
-    def __init__(self, observations: spaces.Box, actions: spaces.Space, args: AgentConfig):
+    def __init__(
+        self, observations: spaces.Space[Any], actions: spaces.Space[Any], args: AgentConfig, critic: str = "separate"
+    ):
         """Make the layers, orthogonal with gains √2 inside, 0.01 for the actor's last layer and 1 for the critic's.
 
         Huang et al. 2022, "The 37 implementation details of PPO", core detail 2.
@@ -30,36 +37,44 @@ class Agent(nn.Module):
             observations: a flat Box, of `args.observations()` observations one after another.
             actions: the environment's space.
             args: sizes and kinds.
+            critic: `separate`, `shared` with the actor's hidden layers, or `none`.
 
         Raises:
             ConfigError: actions of a kind that is not supported.
         """
         super().__init__()
         self.distribution = actions_of(actions, args.log_std, args.actions)
+        assert observations.shape is not None
         size = observations.shape[0] // args.observations()
         width = args.hidden[-1] if args.hidden else size
         self.actor_body = body(size, args)
         self.actor_head = linear(width, self.distribution.outputs, 0.01)
-        self.critic_body = body(size, args) if args.critic == "separate" else None
-        self.critic_head = linear(width, 1, 1.0) if args.critic != "none" else None
+        self.critic_body = body(size, args) if critic == "separate" else None
+        self.critic_head = linear(width, 1, 1.0) if critic != "none" else None
+
+    def actor_parts(self) -> nn.ModuleList:
+        """The layers of the actor, some of which a critic may share, and the deviation of its actions."""
+        return nn.ModuleList([self.distribution, self.actor_body, self.actor_head])
 
     def critic_parts(self) -> nn.ModuleList:
-        """What belongs to the critic alone."""
+        """The layers that belong to the critic alone."""
         return nn.ModuleList(filter(None, (self.critic_body, self.critic_head)))
 
     def outputs(self, observations: Tensor) -> Tensor:
         """The actor's outputs, from which `distribution` makes actions."""
-        return self.actor_head(self.actor_body(observations))
+        outputs: Tensor = self.actor_head(self.actor_body(observations))
+        return outputs
 
-    def values(self, observations: Tensor) -> Tensor:
-        """Values `[...]` of observations `[..., size]`; 0 without a critic."""
+    def values(self, observations: Tensor) -> Tensor | None:
+        """Values `[...]` of observations `[..., size]`; None without a critic."""
         if self.critic_head is None:
-            return observations.new_zeros(observations.shape[:-1])
-        return self.critic_head((self.critic_body or self.actor_body)(observations)).squeeze(-1)
+            return None
+        values: Tensor = self.critic_head((self.critic_body or self.actor_body)(observations)).squeeze(-1)
+        return values
 
     def forward(
-        self, observations: Tensor, actions: Tensor, policy_loss: TokenLoss, entropy: bool = False
-    ) -> Evaluation:
+        self, observations: Tensor, actions: Tensor, policy_loss: PolicyLoss, entropy: bool = False
+    ) -> PolicyOutputs:
         """Evaluate steps again: what an update needs of each.
 
         Args:
@@ -74,10 +89,11 @@ class Agent(nn.Module):
         logprobs = self.distribution.logprobs(outputs, actions.flatten(0, 1))
         entropies = self.distribution.entropy(outputs) if entropy else None
         loss = policy_loss(TokenStats(logprobs, entropies, None), slice(None))
-        return Evaluation(
+        values = self.values(rows)
+        return PolicyOutputs(
             loss,
-            self.values(rows).view(shape),
             logprobs.detach().view(shape),
+            None if values is None else values.view(shape),
             None if entropies is None else entropies.detach().reshape(shape),
         )
 
@@ -100,7 +116,7 @@ class Perceptron(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """States `[..., width]` of observations; functions, since in a network this small each module called shows."""
         for layer in self.layers:
-            x = self.activation(nn.functional.linear(x, layer.weight, layer.bias))
+            x = self.activation(nn.functional.linear(x, layer.weight, layer.bias))  # type: ignore[arg-type]
         return x
 
 
@@ -133,7 +149,8 @@ class Transformer(nn.Module):
         x = self.embedding(observations.reshape(-1, *self.shape)) + self.positions
         for block in self.blocks:
             x = block(x, src_mask=self.causal, is_causal=True)
-        return self.norm(x[:, -1]).unflatten(0, leading)
+        states: Tensor = self.norm(x[:, -1]).unflatten(0, leading)
+        return states
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:

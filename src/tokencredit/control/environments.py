@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import multiprocessing
 import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation as FlattenOne
 from gymnasium.wrappers import FrameStackObservation, RecordVideo
 from gymnasium.wrappers.utils import RunningMeanStd
@@ -32,8 +34,13 @@ from gymnasium.wrappers.vector import (
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import EnvConfig
 
-EXPECTED = ("ERROR: ", "precision lowered by casting to float32", "Overwriting existing videos")
-"""Warnings of Gymnasium's about what is meant so, or what an exception says again."""
+EXPECTED = (
+    "ERROR: ",
+    "precision lowered by casting to float32",
+    "Overwriting existing videos",
+    ".* is deprecated and will be removed",
+)
+"""Beginnings of warnings about what is meant so, or what an exception says again."""
 
 
 LONGEST = 100_000
@@ -56,7 +63,8 @@ class Witness(gym.Wrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.seed, self.steps = None, 0
+        self.seed: int | None = None
+        self.steps = 0
         self.began: dict[str, Any] = {}
         self.actions: list[Any] = []
         self.observation: Any = None
@@ -158,10 +166,6 @@ def make_envs(
     Raises:
         ConfigError: no such environment, something that it needs is missing, or observations that are not supported.
     """
-    for message in EXPECTED:
-        warnings.filterwarnings("ignore", f".*{message}", UserWarning)
-    if "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", "")):
-        warn_of_mujoco()
     layers: list[Callable[[gym.Env], gym.Env]] = [deaf_to_ctrl_c]
     rendered = {}
     if videos is not None:
@@ -187,6 +191,11 @@ def make_envs(
             f"env.id: its observations are {envs.single_observation_space}; "
             "Box, Discrete, MultiDiscrete and Dict are supported"
         )
+    return wrapped(envs, args, gamma, training)
+
+
+def wrapped(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> VectorEnv:
+    """The wrappers around all copies: episodes' returns, flat float32 observations, normalisation if asked for."""
     envs = RecordEpisodeStatistics(envs, buffer_length=1)
     if not isinstance(envs.single_observation_space, spaces.Box) or len(envs.single_observation_space.shape) != 1:
         envs = FlattenObservation(envs)
@@ -227,14 +236,27 @@ def flat(env: gym.Env) -> gym.Env:
     return env if isinstance(space, spaces.Box) and len(space.shape) == 1 else FlattenOne(env)
 
 
-def warn_of_mujoco() -> None:
-    """Let MuJoCo's messages be Python's warnings, and not lines on the screen and in a file; old models are no news."""
-    try:
+@contextmanager
+def expected_warnings(args: EnvConfig) -> Iterator[None]:
+    """Silence the warnings of Gymnasium and MuJoCo that are no news, in here alone.
+
+    MuJoCo's messages become Python's warnings, instead of lines on the screen and in a file.
+    """
+    with warnings.catch_warnings():
+        for message in EXPECTED:
+            warnings.filterwarnings("ignore", f".*{message}", UserWarning)
+        uses_mujoco = "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", ""))
+        if not uses_mujoco or importlib.util.find_spec("mujoco") is None:  # Gymnasium says what is missing
+            yield
+            return
         import mujoco
-    except ImportError:
-        return  # Gymnasium says what is missing
-    warnings.filterwarnings("ignore", ".* is deprecated and will be removed", UserWarning)
-    mujoco.set_mju_user_warning(lambda message: warnings.warn(message, UserWarning, stacklevel=2))
+
+        before = mujoco.get_mju_user_warning()
+        mujoco.set_mju_user_warning(lambda message: warnings.warn(message, UserWarning, stacklevel=2))
+        try:
+            yield
+        finally:
+            mujoco.set_mju_user_warning(before)
 
 
 def leave_trails(envs: VectorEnv) -> dict[str, Any]:
@@ -243,15 +265,15 @@ def leave_trails(envs: VectorEnv) -> dict[str, Any]:
     Of each copy its trail, and of each wrapper around all of them the arrays and running statistics that it holds.
     """
     return {
-        "copies": list(envs.unwrapped.call("leave_trail")),
+        "copies": list(copies(envs).call("leave_trail")),
         "layers": [memory(layer) for layer in vector_layers(envs)],
     }
 
 
 def follow_trails(envs: VectorEnv, trails: dict[str, Any]) -> list[int]:
     """Bring environments where others were; returns the copies that cannot be brought there, and will be reset."""
-    envs.unwrapped.set_attr("trail", trails["copies"])
-    lost = [copy for copy, arrived in enumerate(envs.unwrapped.call("follow")) if not arrived]
+    copies(envs).set_attr("trail", trails["copies"])
+    lost = [copy for copy, arrived in enumerate(copies(envs).call("follow")) if not arrived]
     for layer, remembered in zip(vector_layers(envs), trails["layers"], strict=True):
         for name, value in remembered.items():
             if isinstance(value, dict):
@@ -261,6 +283,13 @@ def follow_trails(envs: VectorEnv, trails: dict[str, Any]) -> list[int]:
                 if name.endswith("prev_dones"):
                     value[lost] = True
     return lost
+
+
+def copies(envs: VectorEnv) -> SyncVectorEnv | AsyncVectorEnv:
+    """The vector environment inside all wrappers, whose `call` reaches each copy."""
+    inner = envs.unwrapped
+    assert isinstance(inner, SyncVectorEnv | AsyncVectorEnv)  # the two that `make_copies` makes
+    return inner
 
 
 def vector_layers(envs: VectorEnv) -> list[VectorEnv]:
@@ -308,7 +337,7 @@ def share_statistics(envs: VectorEnv, source: VectorEnv) -> None:
 
 def wrappers(envs: VectorEnv) -> Iterator[VectorEnv]:
     """The environment's wrappers from the outside in, and at last the environment."""
-    layer = envs
+    layer: VectorEnv | None = envs
     while layer is not None:
         yield layer
         layer = getattr(layer, "env", None)

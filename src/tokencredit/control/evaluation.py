@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environments import make_envs, share_statistics, statistics
+from tokencredit.control.environments import expected_warnings, make_envs, share_statistics, statistics
 from tokencredit.control.rollout import blamed
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
@@ -49,11 +51,12 @@ class Player:
 
     def record(self, settings: EpisodesConfig, seed: int, folder: Path, prefix: str) -> None:
         """Play `settings.videos` further episodes, each a film in the folder."""
-        envs = self._envs(1, videos=folder, prefix=prefix)
-        try:
-            play(envs, self.agent, settings.videos, settings.greedy, seed)
-        finally:
-            envs.close()
+        with no_display():
+            envs = self._envs(1, videos=folder, prefix=prefix)
+            try:
+                play(envs, self.agent, settings.videos, settings.greedy, seed)
+            finally:
+                envs.close()
 
     def _envs(self, number: int, **videos: Any) -> VectorEnv:
         args = self.args
@@ -97,20 +100,32 @@ def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str,
     }
 
 
+@contextmanager
+def no_display() -> Iterator[None]:
+    """Let pygame, which draws for a film, look for no screen, unless the user has chosen one."""
+    name, chosen = "SDL_VIDEODRIVER", "SDL_VIDEODRIVER" in os.environ
+    os.environ.setdefault(name, "dummy")
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ[name]
+
+
 def check_videos(args: ControlConfig) -> None:
     """Make sure that the environment can be filmed, before hours of training.
 
     Raises:
         ConfigError: something that filming needs is missing, or the environment has no picture.
     """
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws for a film, and would look for a screen
     try:
         import moviepy  # noqa: F401
 
-        env = gym.make(args.env.id, render_mode="rgb_array", **args.env.kwargs)
-        env.reset(seed=0)
-        frame = env.render()
-        env.close()
+        with no_display():
+            env = gym.make(args.env.id, render_mode="rgb_array", **args.env.kwargs)
+            env.reset(seed=0)
+            frame = env.render()
+            env.close()
     except (ImportError, gym.error.DependencyNotInstalled) as error:
         raise ConfigError(f"eval.videos: {error}; pip install tokencredit[video]") from error
     except Exception as error:  # what a graphics library raises where there is no screen has no common type
@@ -135,7 +150,7 @@ def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
         ConfigError: no agent is there, or one of another shape than the configuration's.
     """
     envs = make_envs(args.env, 1, args.advantage.gamma, stack=args.agent.observations())
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
     try:
         tensors = load_file(folder / AGENT_FILE)
         agent.load_state_dict({k.removeprefix("agent."): v for k, v in tensors.items() if k.startswith("agent.")})
@@ -156,17 +171,18 @@ def play_run(run: Path, args: ControlConfig, settings: EpisodesConfig, seed: int
         ConfigError: the run holds no agent, or cannot be filmed.
         RunStopped: an environment raised.
     """
-    if settings.videos:
-        check_videos(args)
-    agent, envs = load_agent(run / "policy", args)
-    player = Player(args, agent, envs)
-    metrics = player.measure(settings, seed)
-    print(
-        f"return {metrics['eval/average_return']:.1f} ± {metrics['eval/std_return']:.1f} "
-        f"({settings.episodes} episodes, mean length {metrics['eval/average_length']:.0f})"
-    )
-    if settings.videos:
-        player.record(settings, seed, run / "videos", f"play-{seed}")
-        print(f"videos in {run / 'videos'}")
-    envs.close()
+    with expected_warnings(args.env):
+        if settings.videos:
+            check_videos(args)
+        agent, envs = load_agent(run / "policy", args)
+        player = Player(args, agent, envs)
+        metrics = player.measure(settings, seed)
+        print(
+            f"return {metrics['eval/average_return']:.1f} ± {metrics['eval/std_return']:.1f} "
+            f"({settings.episodes} episodes, mean length {metrics['eval/average_length']:.0f})"
+        )
+        if settings.videos:
+            player.record(settings, seed, run / "videos", f"play-{seed}")
+            print(f"videos in {run / 'videos'}")
+        envs.close()
     return metrics

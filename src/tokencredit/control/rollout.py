@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import EnvironmentRaised, follow_trails, leave_trails
 from tokencredit.errors import RunStopped
+from tokencredit.learn.experience import Experience
 from tokencredit.learn.rng import from_text, to_text
 
 
@@ -37,15 +38,33 @@ class Rollout:
     mask: Tensor
     """False where a copy was reset: that step is no transition."""
     logprobs: Tensor
-    values: Tensor
+    values: Tensor | None
+    """None without a critic."""
     rewards: Tensor
     terminated: Tensor
     truncated: Tensor
     """Where an episode was cut off: by its time limit, or because the rollout ended before it did."""
-    bootstrap: Tensor
+    bootstrap: Tensor | None
     """The value of the observation after each step; of the true last one where an episode was cut off."""
     episodes: list[tuple[float, int]]
     """Return and length, before any normalisation, of each episode that ended."""
+
+    def experience(self, advantages: Tensor, returns: Tensor) -> Experience:
+        """The steps that are transitions, a row of one step each, with their credit."""
+
+        def rows(x: Tensor) -> Tensor:
+            return x[self.mask].unsqueeze(1)
+
+        count = int(self.mask.sum())
+        return Experience(
+            inputs={"observations": rows(self.observations), "actions": rows(self.actions)},
+            mask=torch.ones(count, 1, dtype=torch.bool),
+            lengths=torch.ones(count, dtype=torch.int64),
+            logprobs=rows(self.logprobs),
+            values=None if self.values is None else rows(self.values),
+            advantages=rows(advantages),
+            returns=rows(returns),
+        )
 
 
 class Collector:
@@ -113,11 +132,11 @@ class Collector:
             actions=actions.transpose(0, 1),
             mask=mask,
             logprobs=logprobs.T,
-            values=values[:-1].T,
+            values=None if values is None else values[:-1].T,
             rewards=torch.from_numpy(rewards).T,
             terminated=ends,
             truncated=cuts,
-            bootstrap=values[1:].T,
+            bootstrap=None if values is None else values[1:].T,
             episodes=episodes,
         )
 
@@ -138,6 +157,14 @@ class Collector:
         self.observation, self.ended = state["observation"], state["ended"]
         self.ended[lost] = True
         return lost
+
+
+def not_restored(lost: Sequence[int]) -> str:
+    """What to say of copies that a resumed run could not bring back."""
+    return (
+        f"environments {', '.join(map(str, lost))} could not be brought back to where they were (what they do does not "
+        "follow from seed and actions alone); they begin a new episode"
+    )
 
 
 def not_finite(name: str, array: np.ndarray) -> str | None:

@@ -1,1 +1,57 @@
-"""The mathematics of PPO: tensors in, tensors out; no models, files, configuration or global state."""
+"""The mathematics of PPO: tensors in, tensors out; no models, files, configuration or global state.
+
+The public functions and classes of the modules here are attributes of the package too, such as `core.gae`. They are
+imported on first use: settings read `core.estimators`, which needs no torch.
+"""
+# ruff: noqa: F403
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokencredit.core.advantages import *
+    from tokencredit.core.checks import *
+    from tokencredit.core.critic_free import *
+    from tokencredit.core.estimators import *
+    from tokencredit.core.kl import *
+    from tokencredit.core.logprobs import *
+    from tokencredit.core.losses import *
+    from tokencredit.core.masked import *
+    from tokencredit.core.projection import *
+    from tokencredit.core.rewards import *
+    from tokencredit.core.steps import *
+
+_NAMES = {
+    "advantages": "Where decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
+    "checks": "require_acted require_choice require_finite require_flags require_fraction require_not_negative "
+    "require_positive require_shape",
+    "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
+    "estimators": "ESTIMATORS Estimator",
+    "kl": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate",
+    "logprobs": "token_kl token_logprobs token_loss token_stats",
+    "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate ratio_stats reduction_count token_weights "
+    "total_loss value_loss weighted_sum",
+    "masked": "Reduce at_least_float32 explained_variance inverse_deviation masked_mean masked_sum moments whiten "
+    "zero_outside",
+    "projection": "Linear TokenLoss TokenStats",
+    "rewards": "token_rewards",
+    "steps": "Steps prepare_steps reverse_scan",
+}
+"""Public names by module."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_MODULES)
+
+if not TYPE_CHECKING:  # a type checker would let a module with __getattr__ have any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from its module."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -13,19 +13,17 @@ the critic should have said. `estimate` calls any of them by name. The conventio
 - Results are in float32 at least and carry no gradient.
 """
 
-import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tokencredit.core import critic_free
 from tokencredit.core.checks import require_choice, require_fraction, require_positive
-from tokencredit.core.critic_free import group_relative, leave_one_out, reward_to_go, total_return, uniform
-from tokencredit.core.scan import reverse_scan
-from tokencredit.core.steps import Steps, prepare_steps
+from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
 
 
 class Where(TypedDict, total=False):
@@ -211,21 +209,10 @@ def length_adaptive_gae(
     return _decoupled(steps, gamma, lam, lam_returns)
 
 
-ESTIMATORS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "gae": gae,
-    "td": td,
-    "one_step": td,
-    "monte_carlo": monte_carlo,
-    "n_step": n_step,
-    "decoupled_gae": decoupled_gae,
-    "length_adaptive_gae": length_adaptive_gae,
-    "total_return": total_return,
-    "reward_to_go": reward_to_go,
-    "uniform": uniform,
-    "group_relative": group_relative,
-    "leave_one_out": leave_one_out,
+FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    name: globals().get(name) or getattr(critic_free, name) for name in ESTIMATORS
 }
-"""Every estimator by the name that a config gives it."""
+"""The functions behind `core.estimators.ESTIMATORS`."""
 
 
 def estimate(
@@ -250,29 +237,20 @@ def estimate(
             critic; and what the estimator itself raises.
     """
     require_choice("estimator", name, ESTIMATORS)
-    known = {option for function in ESTIMATORS.values() for option in _options(function)}
     for option in options:
-        require_choice("option", option, sorted(known))
-    estimator = ESTIMATORS[name]
-    own = _options(estimator)
-    for option, parameter in own.items():
-        if parameter.default is parameter.empty and option not in options:
+        require_choice("option", option, ALL_OPTIONS)
+    needs = ESTIMATORS[name]
+    for option in needs.options:
+        if option not in options and option not in OPTIONAL:
             raise ValueError(f"{option} is missing; the estimator {name} needs it")
-    if values is None and inspect.signature(estimator).parameters["values"].default is inspect.Parameter.empty:
+    if values is None and needs.critic == "required":
         raise ValueError(f"values is None; the estimator {name} needs a critic")
-    taken = {option: value for option, value in options.items() if option in own}
-    return estimator(rewards, values, **taken, **where)
+    return FUNCTIONS[name](rewards, values, **{key: options[key] for key in needs.options if key in options}, **where)
 
 
-@cache  # to inspect a signature takes longer than to estimate a small rollout
-def _options(estimator: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The keyword arguments of an estimator that are its own."""
-    parameters = inspect.signature(estimator).parameters
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in Where.__annotations__
-    }
+ALL_OPTIONS = sorted({option for needs in ESTIMATORS.values() for option in needs.options})
+OPTIONAL = ("alpha", "lam_returns", "scale", "baseline")
+"""Options with a default of their own."""
 
 
 def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:

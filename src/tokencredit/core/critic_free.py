@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tokencredit.core.checks import require_fraction
 from tokencredit.core.masked import inverse_deviation
-from tokencredit.core.scan import reverse_scan
-from tokencredit.core.steps import Steps, prepare_steps
+from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
 
 
 def reward_to_go(

@@ -171,6 +171,7 @@ def token_loss(
     softcap: float | None = None,
     chunk: int | None = None,
     entropy: bool = False,
+    additive: bool = True,
 ) -> tuple[Tensor, TokenStats]:
     """A loss of the statistics of `token_stats`, which forms its gradient where it forms the logits.
 
@@ -183,7 +184,7 @@ def token_loss(
         weight: see there.
         targets: see there.
         loss: called with the statistics of some tokens and with where these stand among all that the mask keeps;
-            returns their part of the loss, a scalar. The parts add up.
+            returns their part of the loss, a scalar.
         bias: see there.
         ref: as in `token_stats`.
         mask: see there.
@@ -191,6 +192,9 @@ def token_loss(
         softcap: see there.
         chunk: see there.
         entropy: whether the loss needs the entropy.
+        additive: the loss is a sum over tokens, so chunks may come one after another. If not, `loss` is called once
+            with all tokens and may join them in any way, such as a sequence's log-probability in a nonlinear function;
+            where they take more than one chunk, each is then projected twice.
 
     Returns:
         The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], which are not.
@@ -201,7 +205,7 @@ def token_loss(
     shape = hidden.shape[:-1]
     inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
-    total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, wanted)  # type: ignore[no-untyped-call]
+    total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, additive, wanted)  # type: ignore[no-untyped-call]
     return total, TokenStats(*(None if x is None else _unrows(x, mask, shape) for x in stats))
 
 

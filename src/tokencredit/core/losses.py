@@ -121,15 +121,17 @@ def value_loss(
     return 0.5 * error
 
 
-def reduction_count(mask: Tensor, by: str = "token") -> Tensor:
+def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None) -> Tensor:
     """What `token_weights` divides by when `mask` is the whole batch.
 
-    By token: acted tokens. By sequence: rows with an acted token. By constant: batch × time, the budget of tokens. Sum
-    it over micro-batches and processes to get the global count (for a constant any fixed number will do instead).
+    By token: acted tokens. By sequence: rows with an acted token. By constant: batch × horizon, the budget of tokens.
+    Sum it over micro-batches and processes to get the global count.
 
     Args:
-        mask: bool [batch, time], or [batch] when there is one step a row.
+        mask: bool [batch, time], or [batch] when there is one step per row.
         by: one of `REDUCTIONS`.
+        horizon: the most tokens that a row may have, which a constant reduction counts; None for the time axis of this
+            mask, which ends with the longest row.
 
     Returns:
         A scalar int64 tensor.
@@ -139,7 +141,7 @@ def reduction_count(mask: Tensor, by: str = "token") -> Tensor:
         return mask.sum()
     if by == "sequence":
         return mask.any(dim=-1).sum()
-    return torch.tensor(mask.numel(), device=mask.device)
+    return torch.tensor(mask.numel() if horizon is None else len(mask) * horizon, device=mask.device)
 
 
 def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None = None) -> Tensor:
@@ -147,8 +149,9 @@ def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None 
 
     - "token": 1 / count for every acted token. Long completions weigh more.
     - "sequence": 1 / (count · length of the row). Every completion weighs the same, its tokens share it.
-    - "constant": 1 / count. With a fixed count, such as batch × longest completion, the weight of a token depends on
-      nothing that the policy does (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783, §3).
+    - "constant": 1 / count. With a fixed count, such as batch × the longest completion allowed, the weight of a
+      token depends on nothing that the policy does (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv
+      2503.20783, §3).
 
     Args:
         mask: bool [batch, time], or [batch] when there is one step a row.

@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from tokencredit.core.masked import at_least_float32
 
+__all__ = ["Linear", "TokenLoss", "TokenStats"]
+
 WEIGHT_ROWS = 4096
 """Rows of the weight whose gradient is in memory in half precision at once."""
 
@@ -267,28 +269,23 @@ class ChunkedLoss(torch.autograd.Function):
         size: int,
         entropy: bool,
         loss: TokenLoss,
+        additive: bool,
         wanted: bool,
     ) -> tuple[Tensor | None, ...]:
         """The loss and the statistics; `wanted` says whether gradients are."""
-        total = at_least_float32(hidden.new_zeros(()))
-        chunks = []
         with torch.autocast(hidden.device.type, enabled=False):
             linear = shaping.cast((hidden, weight, bias))
             cast_ref = None if ref is None else shaping.cast(ref)
             gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), linear)
             room = Room.take(linear, size)
-            for part in parts(hidden, size):
-                chunk = Chunk(part, linear, targets, cast_ref, shaping, entropy, room)
-                chunks.append(chunk.stats)
-                with torch.set_grad_enabled(wanted):
-                    leaves = TokenStats(
-                        *(None if x is None else x.detach().requires_grad_(wanted) for x in chunk.stats)
-                    )
-                    share = loss(leaves, part)
-                total += share.detach()
-                if wanted:
-                    gradients.add(part, chunk.gradient(slopes(share, leaves)))
-        stats = together(chunks)
+
+            def project(part: slice) -> Chunk:
+                return Chunk(part, linear, targets, cast_ref, shaping, entropy, room)
+
+            if additive or len(hidden) <= size:
+                total, stats = one_pass(project, parts(hidden, size), loss, gradients, wanted)
+            else:
+                total, stats = two_passes(project, list(parts(hidden, size)), loss, gradients, wanted)
         ctx.mark_non_differentiable(*(x for x in stats if x is not None))
         ctx.gradients = gradients.results() if wanted else None
         return total, *stats
@@ -302,16 +299,50 @@ class ChunkedLoss(torch.autograd.Function):
         # Handed over as they are, or scaled in place, since a weight's gradient is as large as the weight. To look
         # whether there is anything to scale costs nothing on a processor, where it saves a pass over it.
         gradients, ctx.gradients = ctx.gradients, None
-        if grad.device.type == "cpu" and grad == 1:
-            return *gradients, None, None, None, None, None, None, None, None
-        return *(None if x is None else x.mul_(grad) for x in gradients), None, None, None, None, None, None, None, None
+        if not (grad.device.type == "cpu" and grad == 1):
+            gradients = tuple(None if x is None else x.mul_(grad) for x in gradients)
+        return *gradients, *[None] * 8
 
 
-def slopes(loss: Tensor, leaves: TokenStats) -> TokenStats:
-    """The gradient of a loss at each statistic."""
+def one_pass(
+    project: Callable[[slice], Chunk], chunks: Iterator[slice], loss: TokenLoss, gradients: Gradients, wanted: bool
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """A loss that is a sum over tokens, and their statistics: each chunk's gradient is formed while it is there."""
+    total, seen = None, []
+    for part in chunks:
+        chunk = project(part)
+        seen.append(chunk.stats)
+        share, slopes = differentiate(loss, chunk.stats, part, wanted)
+        total = share if total is None else total + share
+        if slopes is not None:
+            gradients.add(part, chunk.gradient(slopes))
+    assert total is not None
+    return total, together(seen)
+
+
+def two_passes(
+    project: Callable[[slice], Chunk], chunks: Sequence[slice], loss: TokenLoss, gradients: Gradients, wanted: bool
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """A loss of all tokens together, and their statistics: chunks are projected again for their gradients."""
+    stats = together([project(part).stats for part in chunks])
+    total, slopes = differentiate(loss, TokenStats(*stats), slice(None), wanted)
+    if slopes is not None:
+        for part in chunks:
+            gradients.add(part, project(part).gradient(TokenStats(*(None if x is None else x[part] for x in slopes))))
+    return total, stats
+
+
+def differentiate(loss: TokenLoss, stats: TokenStats, at: slice, wanted: bool) -> tuple[Tensor, TokenStats | None]:
+    """A loss of some tokens' statistics, in float32 at least, and if it is wanted its gradient at each of them."""
+    with torch.set_grad_enabled(wanted):
+        leaves = TokenStats(*(None if x is None else x.detach().requires_grad_(wanted) for x in stats))
+        share = loss(leaves, at)
+    if not wanted:
+        return at_least_float32(share.detach()), None
     given = [x for x in leaves if x is not None]
-    found = iter(torch.autograd.grad(loss, given, allow_unused=True))
-    return TokenStats(*(None if x is None else next(found) for x in leaves))
+    found = iter(torch.autograd.grad(share, given, allow_unused=True))
+    slopes = TokenStats(*(None if x is None else next(found) for x in leaves))
+    return at_least_float32(share.detach()), slopes
 
 
 def in_columns(hidden: Tensor) -> bool:

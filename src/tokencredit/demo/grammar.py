@@ -8,7 +8,7 @@ way, its verdict on the whole film is said in so many words at least once, and t
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokencredit.demo import phrases
@@ -126,7 +126,7 @@ class _Writer:
         self.steps.pop("plot", None)  # a story is told at the start or not at all
         if kind != "part":
             self.steps.pop(kind, None)
-        writers = {
+        writers: dict[str, Callable[[], list[str]]] = {
             "part": self._part,
             "concession": self._concession,
             "plot": self._plot,

@@ -3,12 +3,13 @@
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
+    DistilBertForSequenceClassification,
+    GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -19,18 +20,19 @@ from tokencredit.demo.training import token_losses
 
 PROMPT = "This movie was really"
 NEW_TOKENS = 28
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def load(folder: Path, model_class: type) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(folder: Path, model_class: type[Model]) -> tuple[Model, PreTrainedTokenizerBase]:
     """A model in float32, ready to use, and its tokenizer."""
-    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    model = model_class.from_pretrained(folder, dtype=torch.float32)  # in evaluation mode
     return model, AutoTokenizer.from_pretrained(folder)
 
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> float:
     """Perplexity a token of whole reviews between two end tokens."""
-    end, losses = tokenizer.eos_token, []
+    end, losses = str(tokenizer.eos_token), []
     for text in texts:
         ids = tokenizer(end + text + end, return_tensors="pt", truncation=True).input_ids
         losses.append(token_losses(model, ids, torch.ones_like(ids, dtype=torch.bool)))
@@ -42,20 +44,23 @@ def negative_probability(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> torch.Tensor:
     """The classifier's probability that each text is blame, `[texts]`."""
+    labels = model.config.label2id
+    assert labels is not None  # a classifier's
     parts = []
     for start in range(0, len(texts), 250):
         inputs = tokenizer(list(texts[start : start + 250]), padding=True, truncation=True, return_tensors="pt")
-        parts.append(model(**inputs).logits.softmax(-1)[:, model.config.label2id["NEGATIVE"]])
+        parts.append(model(**inputs).logits.softmax(-1)[:, int(labels["NEGATIVE"])])
     return torch.cat(parts)
 
 
 def complete(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int, seed: int
+    model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int, seed: int
 ) -> tuple[list[str], torch.Tensor]:
     """Completions of a prompt at temperature 1 and their lengths in tokens, the end token counted."""
     torch.manual_seed(seed)
     inputs = tokenizer([prompt] * count, return_tensors="pt")
-    rows = model.generate(**inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW_TOKENS)
+    generate: Any = model.generate  # type: ignore[misc]  # Transformers' annotation takes a second self
+    rows = generate(**inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW_TOKENS)
     rows = rows[:, inputs.input_ids.shape[1] :]
     ended = (rows == tokenizer.eos_token_id).int()
     lengths = (ended.cumsum(-1) - ended == 0).sum(-1)
@@ -64,8 +69,8 @@ def complete(
 
 def measure(folders: Mapping[str, Path], seed: int, held_out: int) -> tuple[dict[str, float], list[str]]:
     """The figures of the report on the folders `policy` and `sentiment`, and samples after the default prompt."""
-    policy = load(folders["policy"], AutoModelForCausalLM)
-    sentiment = load(folders["sentiment"], AutoModelForSequenceClassification)
+    policy = load(folders["policy"], GPT2LMHeadModel)
+    sentiment = load(folders["sentiment"], DistilBertForSequenceClassification)
     fresh = reviews(held_out, seed)
     texts = [review.text for review in fresh]
     blame = torch.tensor([not review.positive for review in fresh])

@@ -17,6 +17,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Tokenizer,
+    PreTrainedModel,
 )
 
 from tokencredit.demo.corpus import graded_texts, rows_of_reviews
@@ -52,7 +53,8 @@ SENTIMENT = Size(width=96, layers=2, readings=2, batch=64, lr=1e-3)
 
 def policy_tokenizer(texts: Sequence[str], vocabulary: int = 2_048) -> GPT2Tokenizer:
     """A byte-level BPE tokenizer; one token begins, ends and pads, as `<|endoftext|>` does in GPT-2."""
-    tokenizer = GPT2Tokenizer(pad_token=END).train_new_from_iterator(texts, vocabulary, show_progress=False)
+    untrained = GPT2Tokenizer(pad_token=END)
+    tokenizer: GPT2Tokenizer = untrained.train_new_from_iterator(texts, vocabulary, show_progress=False)
     tokenizer.model_max_length = POSITIONS
     return tokenizer
 
@@ -86,7 +88,7 @@ def train_policy(texts: Sequence[str], tokenizer: GPT2Tokenizer, size: Size, see
     return model
 
 
-def token_losses(model: GPT2LMHeadModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def token_losses(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The negative log-probability, in nats, of every real token but the first of each row."""
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")

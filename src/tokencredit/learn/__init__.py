@@ -1,1 +1,1 @@
-"""What changes weights: experience, updates, optimisers, controllers, stopping."""
+"""What changes weights: experience, objective, learner, optimizers, controllers, stopping rules."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 PASS_OVERHEAD = 256
-"""What one more pass through a model costs on a CPU, in tokens: shorter paddings than that are not worth a cut."""
+"""Fixed cost of an extra forward pass on a CPU, in tokens: split a batch only if that saves more padding."""
 
 PASS_OVERHEAD_ON_ACCELERATORS = 4096
 """The same on other devices, which need large products to be busy."""
@@ -29,9 +30,12 @@ class Experience:
     lengths: Tensor
     """`[batch]`, int64: tokens or steps that a pass through the model reads of each row."""
     logprobs: Tensor
-    values: Tensor
+    values: Tensor | None
+    """None without a critic."""
     advantages: Tensor
     returns: Tensor
+    ref_logprobs: Tensor | None = None
+    """Log-probabilities of the tokens under the reference model, where the loss estimates the KL from them."""
 
     def __len__(self) -> int:
         """Rows on the first axis."""
@@ -39,30 +43,19 @@ class Experience:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name, in one dict."""
-        return self.inputs | {name: tensor for name, tensor in vars(self).items() if name != "inputs"}
+        own = {name: tensor for name, tensor in vars(self).items() if name != "inputs" and tensor is not None}
+        return self.inputs | own
 
     def select(self, rows: Tensor | slice) -> Experience:
         """These rows, in this order."""
-        return Experience(
-            inputs={name: tensor[rows] for name, tensor in self.inputs.items()},
-            mask=self.mask[rows],
-            lengths=self.lengths[rows],
-            logprobs=self.logprobs[rows],
-            values=self.values[rows],
-            advantages=self.advantages[rows],
-            returns=self.returns[rows],
-        )
+        inputs = {name: tensor[rows] for name, tensor in self.inputs.items()}
+        own: dict[str, Any] = {name: x if x is None else x[rows] for name, x in vars(self).items() if name != "inputs"}
+        return Experience(inputs, **own)
 
     def minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
         """Row numbers, shuffled and cut into `count` minibatches whose sizes differ by one at most."""
         order = torch.randperm(len(self), generator=generator)
         yield from order.to(self.mask.device).tensor_split(count)
-
-
-def together(parts: list[Experience]) -> Experience:
-    """The rows of several experiences, without their inputs."""
-    names = ("mask", "lengths", "logprobs", "values", "advantages", "returns")
-    return Experience(inputs={}, **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:

@@ -1,9 +1,10 @@
-"""The random generators that belong to nobody, and those of PyTorch as texts: what a checkpoint keeps of chance."""
+"""Save and restore RNG state: Python, NumPy and PyTorch globals, and `torch.Generator` states as hex."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the generators that belong to nobody: Python's, NumPy's and PyTorch's."""
-    numpy = np.random.get_state(legacy=False)
+    """The state of the global generators of Python, NumPy and PyTorch, as plain values."""
+    numpy: Any = np.random.get_state(legacy=False)
     state = {"python": random.getstate(), "torch": to_text(torch.get_rng_state())}
     state["numpy"] = numpy | {"state": {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}}
     if torch.cuda.is_available():
@@ -34,10 +35,20 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def to_text(state: Tensor) -> str:
-    """The state of a PyTorch generator, as a text."""
+    """The state of a PyTorch generator as hex."""
     return bytes(state.tolist()).hex()
 
 
 def from_text(text: str) -> Tensor:
     """Back from `to_text`."""
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave the global generators of Python, NumPy and PyTorch at the end as they were at the beginning."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)

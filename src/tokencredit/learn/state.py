@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module that training may change."""
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def memory_of(parameters: Iterable[Tensor]) -> int:
+    """Bytes of parameters."""
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -31,9 +31,9 @@ from tokencredit.report.comparison_stats import (
 )
 from tokencredit.report.reading import read_run
 from tokencredit.report.templating import fill
-from tokencredit.runs.console import visible
-from tokencredit.runs.diagnosis import WINDOW
 from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.history import WINDOW
+from tokencredit.runs.untrusted import visible
 
 NAME = "comparison.html"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

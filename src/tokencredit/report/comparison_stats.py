@@ -17,9 +17,11 @@ from scipy import stats
 
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import Run
-from tokencredit.report.templating import figure
-from tokencredit.runs.diagnosis import WINDOW, headline
+from tokencredit.runs.history import final_mean, finite
 from tokencredit.runs.jsonl import is_number
+from tokencredit.runs.summary import figure
+from tokencredit.settings.world import CONTROL, TEXT, World, world_of
+from tokencredit.settings.yaml import flat
 
 POINTS = 500
 """Of a curve, at most."""
@@ -64,14 +66,10 @@ class Curve:
 def axes(runs: Sequence[Run]) -> dict[str, str]:
     """What curves can be drawn over, with its name for a reader; only what all runs counted in each iteration."""
     titles = {"iteration": "iterations", "seconds": "seconds"}
-    titles |= {"steps": "environment steps"} if is_control(runs[0]) else {"tokens": "tokens sampled"}
+    world = world_of(runs[0].config)
+    titles[world.unit] = world.counted
     rows = [row for run in runs for row in run.metrics]
     return {name: title for name, title in titles.items() if all(is_number(row.get(name)) for row in rows)}
-
-
-def is_control(run: Run) -> bool:
-    """Whether it trained an agent, not a language model."""
-    return "env" in run.config
 
 
 def names(paths: Sequence[Path]) -> list[str]:
@@ -84,15 +82,10 @@ def names(paths: Sequence[Path]) -> list[str]:
     return [str(path.relative_to(shared)) for path in whole]
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, str]:
-    """The settings of a configuration as text, by dotted key; entries of a list of groups by `[number]`."""
-    if isinstance(config, Mapping):
-        pairs = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in config.items()]
-    elif isinstance(config, list) and any(isinstance(item, Mapping) for item in config):
-        pairs = [(f"{prefix}[{number}]", item) for number, item in enumerate(config)]
-    else:
-        return {prefix: config if isinstance(config, str) else json.dumps(config, ensure_ascii=False, default=str)}
-    return {name: text for key, value in pairs for name, text in flatten(value, key).items()}
+def texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of a configuration as text, by their whole keys."""
+    found = flat(config).items()
+    return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str) for k, v in found}
 
 
 def without_seed(settings: Mapping[str, str]) -> dict[str, str]:
@@ -110,7 +103,7 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> list[Group]:
     Raises:
         ConfigError: no run has such a key.
     """
-    settings = [flatten(run.config) for run in runs]
+    settings = [texts(run.config) for run in runs]
     if key is not None and not any(key in found for found in settings):
         known = dict.fromkeys(name for found in settings for name in found)
         near = difflib.get_close_matches(key, known, n=1)
@@ -164,14 +157,16 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     Raises:
         ConfigError: texts and agents stand together, or a run has no number for the metric.
     """
-    for run in runs[1:]:
-        if is_control(run) != is_control(runs[0]):
-            text, agent = (runs[0], run) if is_control(run) else (run, runs[0])
-            raise ConfigError(
-                f"{str(text.path)!r} trained a language model and {str(agent.path)!r} an agent, whose metrics mean "
-                "other things; compare runs of one kind"
-            )
-    wanted = metric or headline(runs[0].config)
+    worlds: dict[World, Run] = {}
+    for run in runs:
+        worlds.setdefault(world_of(run.config), run)
+    if len(worlds) > 1:
+        text, agent = (str(worlds[world].path) for world in (TEXT, CONTROL))
+        raise ConfigError(
+            f"{text!r} trained a language model and {agent!r} an agent, whose metrics mean other things; compare runs "
+            "of one kind"
+        )
+    wanted = metric or world_of(runs[0].config).headline
     found = [{k for row in run.metrics for k, v in row.items() if is_number(v) and k != "iteration"} for run in runs]
     lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]
     if not lacking:
@@ -211,7 +206,8 @@ def estimate(samples: np.ndarray) -> Estimate:
 
 def interquartile_mean(samples: np.ndarray, axis: int = 0) -> np.ndarray:
     """The mean of what is left when a quarter of the values, rounded down, is cut off at either end."""
-    return stats.trim_mean(samples, 0.25, axis=axis)
+    result: np.ndarray = stats.trim_mean(samples, 0.25, axis=axis)
+    return result
 
 
 def thinned(x: np.ndarray) -> np.ndarray:
@@ -251,41 +247,34 @@ def curve(runs: Sequence[Run], metric: str, axis: str, smooth: int = 1) -> Curve
 
 def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list[str]]]:
     """What came out: the names of the columns, and a row of cells a group; no column that no run has a number for."""
-    length = "train/average_length" if is_control(groups[0].runs[0]) else "length"
-    evaluated = "eval/" + headline(groups[0].runs[0].config).split("/")[-1]
+    world = world_of(groups[0].runs[0].config)
     measures: dict[str, Callable[[Run], float | None]] = {
-        f"{metric}, first": lambda run: next((x for x in column(run, metric) if x is not None), None),
-        f"{metric}, last": lambda run: last(run, metric),
-        f"{evaluated}, best": lambda run: max((x for x in column(run, evaluated) if x is not None), default=None),
-        "kl, last": lambda run: last(run, "kl"),
-        f"{length}, last": lambda run: last(run, length),
-        "seconds": lambda run: sum(x for x in column(run, "seconds") if x is not None),
+        f"{metric}, first": lambda run: next(column(run, metric), None),
+        f"{metric}, last": lambda run: final_mean(run.metrics, metric),
+        f"{world.evaluation}, best": lambda run: max(column(run, world.evaluation), default=None),
+        "kl, last": lambda run: final_mean(run.metrics, "kl"),
+        f"{world.length}, last": lambda run: final_mean(run.metrics, world.length),
+        "seconds": lambda run: sum(column(run, "seconds")),
         "iterations": lambda run: len(run.metrics),
     }
-    table = {name: [told(list(map(measure, group.runs))) for group in groups] for name, measure in measures.items()}
+    table = {name: [cell(list(map(measure, group.runs))) for group in groups] for name, measure in measures.items()}
     table = {name: cells for name, cells in table.items() if any(cells)}
     table["stopped by"] = [", ".join(sorted({stop(run) for run in group.runs})) for group in groups]
     return list(table), [list(row) for row in zip(*table.values(), strict=True)]
 
 
-def column(run: Run, metric: str) -> list[float | None]:
-    """A metric an iteration; None where it is no number."""
-    return [row[metric] if is_number(row.get(metric)) else None for row in run.metrics]
-
-
-def last(run: Run, metric: str) -> float | None:
-    """Where a metric ended: its mean over the last iterations, as far as it is a number there."""
-    found = [x for x in column(run, metric)[-WINDOW:] if x is not None]
-    return sum(found) / len(found) if found else None
+def column(run: Run, metric: str) -> Iterator[float]:
+    """The finite numbers of a metric, one per iteration that has one."""
+    return finite(row.get(metric) for row in run.metrics)
 
 
 def stop(run: Run) -> str:
-    """What ended a run."""
+    """The reason why a run ended."""
     return str(run.summary.get("stopped_by", "not known")) if run.summary else "not finished"
 
 
-def told(found: Sequence[float | None]) -> str:
-    """One number a run, as a cell: together, with the interval, and of how many runs if some have none."""
+def cell(found: Sequence[float | None]) -> str:
+    """One number per run as a cell: the estimate, its interval, and the number of runs if some have none."""
     numbers = [x for x in found if x is not None]
     if not numbers:
         return ""

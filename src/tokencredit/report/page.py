@@ -10,11 +10,14 @@ from typing import Any
 
 from tokencredit.core.losses import clip_range
 from tokencredit.report.reading import Run, read_run
-from tokencredit.report.templating import figure, fill
+from tokencredit.report.templating import fill
 from tokencredit.report.what_if import ALTERNATIVES, what_if
-from tokencredit.runs.console import visible
-from tokencredit.runs.diagnosis import WINDOW, diagnose, headline
+from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.history import WINDOW, final_mean, mean
+from tokencredit.runs.summary import duration, figure
+from tokencredit.runs.untrusted import visible
+from tokencredit.settings.world import CONTROL, world_of
 
 NAME = "report.html"
 LARGEST = 8 * 2**20
@@ -63,19 +66,19 @@ def render(run: Run) -> str:
 
 
 def story(run: Run) -> list[tuple[str, str]]:
-    """What was trained, on what, from where to where: pairs of a word and a text."""
+    """The story of a run, from its model and reward to its outcome: pairs of a word and a text."""
     config, metrics, summary = run.config, run.metrics, run.summary
-    metric = headline(config)
-    first, last = (mean([row.get(metric) for row in part]) for part in (metrics[:1], metrics[-WINDOW:]))
-    name = metric.split("/")[-1].replace("_", " ")
+    world = world_of(config)
+    first, last = mean([metrics[0].get(world.headline)]), final_mean(metrics, world.headline)
+    name = world.outcome.replace("_", " ")
     seconds = sum(row.get("seconds") or 0.0 for row in metrics)
-    if "env" in config:
+    if world is CONTROL:
         told = [("trained", f"an agent in {config['env'].get('id')}")]
     else:
         told = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(config)))]
     told.append((name, f"{figure(first)} → {figure(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)"))
-    if (kl := mean([row.get("kl") for row in metrics[-WINDOW:]])) is not None:
-        told.append(("KL to the reference", f"{kl:.2f} nats a sequence"))
+    if (kl := final_mean(metrics, "kl")) is not None:
+        told.append(("KL to the reference", f"{figure(kl)} nats per sequence"))
     told.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
     stopped = summary.get("stopped_by")
     if stopped is None:
@@ -86,23 +89,10 @@ def story(run: Run) -> list[tuple[str, str]]:
 
 
 def terms(config: Mapping[str, Any]) -> list[str]:
-    """What the terms of a reward read, as the configuration names them."""
+    """The names of a reward's terms, or of the models and functions that they read."""
     kinds = ("name", "function", "classifier", "reward_model")
     listed = config.get("reward") or []
     return [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
-
-
-def mean(values: Sequence[Any]) -> float | None:
-    """Of those that are numbers; None of none."""
-    numbers = [x for x in values if isinstance(x, int | float)]
-    return sum(numbers) / len(numbers) if numbers else None
-
-
-def duration(seconds: float) -> str:
-    """A time for a reader."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -137,7 +127,8 @@ def credit(run: Run) -> list[dict[str, Any]]:
     if len(numbers) > room:
         numbers = [numbers[round(i * (len(numbers) - 1) / (room - 1))] for i in range(room)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
-    gamma, clip = float(advantage.get("gamma", 1.0)), ppo.get("clip")
+    gamma, clip = advantage.get("gamma"), ppo.get("clip")
+    gamma = 1.0 if gamma is None else float(gamma)
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten")}
     return [shown(s, gamma, kept, means.get(number, 0.0)) for number in numbers for s in by_iteration[number]]
@@ -146,18 +137,16 @@ def credit(run: Run) -> list[dict[str, Any]]:
 def shown(
     sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
 ) -> dict[str, Any]:
-    """One sample of the credit view: its texts without anything that acts, and a list of numbers a quantity.
+    """One sample of the credit view: its texts without anything that acts, and a list of numbers per quantity.
 
     Beyond the interval `kept` of ratios a gradient is cut off. An update that whitens pushes a token up where its
     advantage is above the batch's `mean_advantage`.
     """
     logprobs = sample["logprobs"]
-    numbers = {
-        "advantage": sample["advantages"],
-        "value": sample["values"],
-        "reward": sample["rewards"],
-        "log-probability": logprobs,
-    }
+    numbers = {"advantage": sample["advantages"]}
+    if "values" in sample:  # with a critic
+        numbers["value"] = sample["values"]
+    numbers |= {"reward": sample["rewards"], "log-probability": logprobs}
     if "ref_logprobs" in sample:
         numbers["KL"] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
     if "new_logprobs" in sample:
@@ -167,6 +156,7 @@ def shown(
             low, high = kept
             pairs = zip(ratios, sample["advantages"], strict=True)
             numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
+    alternatives = what_if(sample, gamma)
     return {
         "iteration": sample["iteration"],
         "prompt": readable(sample["prompt"]),
@@ -174,7 +164,7 @@ def shown(
         "truncated": sample["truncated"],
         "tokens": [readable(token) for token in sample["tokens"]],
         "numbers": {name: rounded(values) for name, values in numbers.items()},
-        "what_if": [rounded(values) for values in what_if(sample, gamma).values()],
+        "what_if": [rounded(alternatives[name]) if name in alternatives else None for name in ALTERNATIVES],
     }
 
 

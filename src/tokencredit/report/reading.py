@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tokencredit.errors import ConfigError
-from tokencredit.runs.diagnosis import WINDOW
+from tokencredit.runs.history import WINDOW
 from tokencredit.runs.jsonl import all_of, is_number, is_text, read_metrics, read_object, read_samples
-from tokencredit.settings.yaml import load_yaml
+from tokencredit.settings.yaml import read_yaml
 
 ITERATIONS = 400
 """Whose completions are read, beside the first and the last: more would not fit into a page."""
 
 
 def is_term(value: Any) -> bool:
-    """Whether it can be a term of a reward."""
+    """True for a term of a reward."""
     return isinstance(value, dict) and is_number(value.get("weight", 1.0))
 
 
@@ -35,7 +33,7 @@ CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.warmup": (is_number, "a number"),
     "optim.max_grad_norm": (is_number, "a number"),
 }
-"""What they read there, unless it is null or missing."""
+"""Checks of the settings that they read, unless those are null or missing."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +43,23 @@ class Run:
     path: Path
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
-    """One dict an iteration; what is no finite number is None."""
+    """One dict per iteration; None stands for what is not a finite number."""
     samples: list[dict[str, Any]]
     """Completions token by token, as `text.batch` describes them, of at most `ITERATIONS`; none in a control run."""
     summary: dict[str, Any]
     """Empty while the run goes on."""
 
 
-def read_run(path: Path, *, samples: bool = True) -> Run:
+def read_run(path: str | Path, *, samples: bool = True) -> Run:
     """Read a run's folder; its completions, which are much the most of it, only if they are wanted.
 
     Raises:
         ConfigError: it is no run's folder, or has no iteration yet, or a file cannot be understood (which, and where).
     """
+    path = Path(path)
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"{str(path)!r} is not a run's folder: it has no config.yaml")
-    try:
-        config = load_yaml((path / "config.yaml").read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path / 'config.yaml'}: {' '.join(str(error).split())}") from error
+    config = read_yaml(path / "config.yaml")
     if not isinstance(config, dict):
         raise ConfigError(f"{path / 'config.yaml'} holds no configuration")
     check_config(path / "config.yaml", config)

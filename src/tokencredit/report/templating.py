@@ -1,4 +1,4 @@
-"""What the pages share: their templates, and numbers for a reader."""
+"""Fill the templates of the pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from tokencredit.runs.console import visible
+from tokencredit.runs.untrusted import visible
 
 
 def fill(template: str, **values: Any) -> str:
@@ -18,8 +18,3 @@ def fill(template: str, **values: Any) -> str:
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
     plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     return pages.get_template(template).render(plotly=plotly, **values)
-
-
-def figure(value: float | None) -> str:
-    """A number for a reader."""
-    return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,1 +1,1 @@
-"""What a run is told, and what it leaves on disk and on the screen."""
+"""What a run leaves on disk and on the screen, and how it goes on."""

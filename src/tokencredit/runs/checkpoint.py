@@ -24,8 +24,8 @@ from torch import Tensor
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
 
-FORMAT = 1
-"""Of the folder; another number is refused."""
+FORMAT = 2
+"""Version of the folder's layout and of the trainers' state; other versions are refused."""
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 IN_TENSORS, AS_ARRAY = "$tensor", "$array"
 """The keys under which the tree names a tensor, and one that is to be a NumPy array."""
@@ -33,6 +33,10 @@ IN_TENSORS, AS_ARRAY = "$tensor", "$array"
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint that cannot be used; the message says which file of it is wrong, and how."""
+
+
+class OldCheckpoint(DamagedCheckpoint):
+    """A checkpoint that an older version of Tokencredit wrote."""
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -55,7 +59,7 @@ def size_of(state: Any) -> int:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write down what stands in the folder; to be called last."""
+    """Write the manifest of the folder's files; to be called last."""
     files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
     manifest = {"format": FORMAT, "versions": versions(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -65,11 +69,14 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
     """The tree that was written, with `process` as this process's own part, and `versions`.
 
     Raises:
+        OldCheckpoint: an older version wrote it.
         DamagedCheckpoint: a file is missing, of another size, of other content, or of another format.
     """
     manifest = _read_json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{MANIFEST} is of format {manifest.get('format')!r}, not {FORMAT}")
+    written = manifest.get("format")
+    if written != FORMAT:
+        kind = OldCheckpoint if type(written) is int and 0 < written < FORMAT else DamagedCheckpoint
+        raise kind(f"{MANIFEST} is of format {written!r}, not {FORMAT}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not {STATE, TENSORS} <= set(files):
         raise DamagedCheckpoint(f"{MANIFEST} does not list {STATE} and {TENSORS}")
@@ -87,7 +94,7 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
     if own not in files:
         raise DamagedCheckpoint(f"it has no {own}, so fewer processes wrote it")
     written_with = manifest.get("versions")
-    state = _with_tensors(_read_json(folder / STATE), tensors)
+    state: dict[str, Any] = _with_tensors(_read_json(folder / STATE), tensors)
     return state | {
         "process": _read_json(folder / own),
         "versions": written_with if isinstance(written_with, dict) else {},
@@ -95,7 +102,7 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides whether a computation can be repeated bit for bit."""
+    """Versions of the software that a bit-for-bit repetition depends on."""
     return {"python": platform.python_version(), **{name: version(name) for name in ("tokencredit", "torch", "numpy")}}
 
 

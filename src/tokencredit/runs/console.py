@@ -1,4 +1,4 @@
-"""What a run shows on the screen: live on a terminal, plain lines elsewhere."""
+"""The screen of a run: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tokencredit.runs.diagnosis import Finding
+from tokencredit.runs.summary import Summary, duration, figure
+from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
 LIVE = {
@@ -23,11 +25,6 @@ LIVE = {
     "length": "length",
     "clip_fraction": "clipped",
 }
-
-
-def visible(text: str) -> str:
-    """Text that cannot act on a terminal: whatever does not print (escape codes, direction marks) is spelt out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 class Screen:
@@ -65,7 +62,7 @@ class Screen:
 
     def iteration(self, metrics: Mapping[str, float]) -> None:
         """Show the numbers that matter of an iteration."""
-        numbers = "  ".join(f"{label} {metrics[key]:.3g}" for key, label in LIVE.items() if key in metrics)
+        numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in LIVE.items() if key in metrics)
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
         if not self.console.is_terminal:
             self.say(f"iteration {metrics['iteration']}/{self.iterations}  {numbers}")
@@ -86,17 +83,8 @@ class Screen:
             table.add_row(f"{sample['reward']:.3f}", _reference(sample), _continued(sample))
         self.console.print(table)
 
-    def finish(
-        self,
-        summary: Mapping[str, Any],
-        folder: str,
-        before: Sequence[Mapping[str, Any]],
-        after: Sequence[Mapping[str, Any]],
-        *,
-        headline: str = "reward",
-        unit: str = "tokens",
-    ) -> None:
-        """Say what happened; `headline` and `unit` are the summary's names of how well it went and what it counts."""
+    def finish(self, summary: Summary, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+        """Show the outcome, with samples of the first and the last iteration."""
         if before and after:
             table = Table(title="completions, each after its reward", title_justify="left", show_lines=True)
             for word, samples in (("before", before), ("after", after)):
@@ -104,20 +92,19 @@ class Screen:
             for pair in list(zip(before, after, strict=True))[:SIDE_BY_SIDE]:
                 table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
             self.console.print(table)
-        if summary["iterations"]:
-            first, last = (_figure(summary[f"{headline}_{when}"]) for when in ("first", "last"))
-            kl = "" if summary["kl_last"] is None else f"   KL {summary['kl_last']:.2f} nats a sequence"
+        if summary.iterations:
+            kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
             self.say(
-                f"{headline.replace('_', ' ')} {first} → {last}{kl}   "
-                f"{summary['iterations']} iterations in {summary['seconds']:.0f} s "
-                f"({summary[f'{unit}_per_second']:.0f} {unit} a second)"
+                f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl}   "
+                f"{summary.iterations} iterations in {duration(summary.seconds)} "
+                f"({figure(summary.per_second)} {summary.world.unit} per second)"
             )
-        if summary["stopped_by"] != "iterations":
-            self.say(f"stopped by: {summary['stopped_by']}")
-        self.say(f"the run: {folder}   the policy: {folder}/policy")
+        if summary.stopped_by != "iterations":
+            self.say(f"stopped by: {summary.stopped_by}")
+        self.say(f"the run: {summary.folder}   the policy: {summary.folder}/policy")
 
     def findings(self, findings: Sequence[Finding]) -> None:
-        """What is wrong with a run, the weightiest first."""
+        """Show the findings on a run, the weightiest first."""
         for finding in findings:
             self.console.print(Text(visible(finding.title), style="bold yellow"), soft_wrap=True)
             self.say(f"  {finding.evidence}")
@@ -125,12 +112,8 @@ class Screen:
             self.say(f"  What to change: {finding.advice}.")
 
 
-def _figure(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
-
-
 def _reference(sample: Mapping[str, Any]) -> str:
-    """Mean log-probability a token under the reference, or nothing without one."""
+    """Mean log-probability per token under the reference; empty without one."""
     logprobs = sample.get("ref_logprobs")
     return f"{sum(logprobs) / len(logprobs):.2f}" if logprobs else ""
 

@@ -1,12 +1,16 @@
-"""The metrics of all iterations of a run, in little memory."""
+"""The metrics of all iterations of a run in little memory, and their means."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from typing import overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
 
+from tokencredit.runs.jsonl import is_number
+
+WINDOW = 5
+"""Number of iterations at either end of a run that are averaged as its beginning and its end."""
 Row = Mapping[str, float]
 
 
@@ -44,3 +48,19 @@ class History(Sequence[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         return (self[row] for row in range(self._rows))
+
+
+def finite(values: Iterable[Any]) -> Iterator[float]:
+    """Those of the values that are finite numbers."""
+    return (float(value) for value in values if is_number(value))
+
+
+def mean(values: Iterable[Any]) -> float | None:
+    """The mean of those values that are finite numbers; None if there are none."""
+    numbers = list(finite(values))
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def final_mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """A metric's mean over the last `WINDOW` iterations; None if it has no finite number there."""
+    return mean(row.get(name) for row in rows[-WINDOW:])

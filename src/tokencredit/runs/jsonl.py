@@ -1,4 +1,4 @@
-"""What a run has written a line at a time, read back and checked."""
+"""Read and check the JSON lines of a run: metrics and samples."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tokencredit.errors import ConfigError
 FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
 """How a run begins each line, so that most of a long file need not be understood."""
 LARGEST = 1e100
-"""Where numbers of a file end, so that sums and products of them are numbers still."""
+"""Largest magnitude accepted from a file."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and none that leads out of them."""
+    """True for a finite number small enough that sums and products stay finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def is_count(value: Any) -> bool:
-    """Whether it can be the number of an iteration, here and in a browser."""
+    """True for a valid iteration number, here and in a browser."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a text."""
+    """True for a text."""
     return isinstance(value, str)
 
 
 def all_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether it is a list of such values."""
+    """A check for lists of such values."""
     return lambda values: isinstance(values, list) and all(map(kind, values))
 
 
@@ -44,17 +44,16 @@ SAMPLE: dict[str, Callable[[Any], bool]] = {
     "truncated": lambda value: isinstance(value, bool),
     "tokens": all_of(is_text),
     "logprobs": all_of(is_number),
-    "values": all_of(is_number),
     "rewards": all_of(is_number),
     "advantages": all_of(is_number),
 }
-"""What a completion's record holds at least, and of which kind; the lists have an entry a token."""
-MAY_HAVE = ("ref_logprobs", "new_logprobs")
-"""Lists of numbers that it has in some runs."""
+"""Required fields of a completion's record, and their checks; lists have one entry per token."""
+MAY_HAVE = ("values", "ref_logprobs", "new_logprobs")
+"""Lists of numbers in some runs: those with a critic, with a reference, with an update."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, one an iteration; what is no finite number is None.
+    """The rows of metrics.jsonl, one per iteration; None stands for what is not a finite number.
 
     Raises:
         ConfigError: a line that is no JSON object; the message names it.

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.runs.signals import Signals
+from tokencredit.runs.summary import Summary
+from tokencredit.signals import Signals
 
 State = dict[str, Any]
 """A tree of dicts, lists, numbers, texts, None and tensors, as `checkpoint.write_state` takes it."""
@@ -18,15 +19,22 @@ class Stopping(Protocol):
     """`learn.stopping.EarlyStopping`."""
 
     def update(self, *, reward: float, kl: float) -> str | None:
-        """Take in one iteration; what stops the run, or None."""
+        """Take in one iteration; returns the rule that stops the run, or None."""
 
 
 class Trainer(Protocol):
-    """What a run needs of the world that it trains in."""
+    """The part of a trainer that a run needs."""
 
     args: Any
     record: RunRecord
-    stopping: Stopping
+
+    @property
+    def stopping(self) -> Stopping:
+        """The rules under `stop`."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Events to write down when a run begins from its first iteration."""
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Do one iteration; its metrics and samples."""
@@ -43,11 +51,11 @@ class Trainer(Protocol):
     def rewind(self) -> bool:
         """Go back to the beginning of the iteration that failed, if nothing was learned in it; whether it could."""
 
-    def finish(self, stopped_by: str) -> dict[str, Any]:
+    def finish(self, stopped_by: str) -> Summary:
         """Write what a run leaves at its end; its summary."""
 
 
-def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> dict[str, Any]:
+def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> Summary:
     """Do all iterations that are left, and return the run's summary.
 
     Args:
@@ -67,19 +75,21 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> dict[s
         number = record.resume(args, reserve, partial(load, trainer))
     else:
         record.begin(args, reserve, weights)
+    for note in trainer.notes if number == 0 else ():
+        record.event(note)
     stopped_by = None
     for metrics in record.history:
         stopped_by = _reached(trainer, metrics)
-    wish = None
+    request = None
     try:
         with record.screen, Signals() as signals:
             while stopped_by is None and number < args.run.iterations:
                 number += 1
                 metrics, samples = trainer.iteration(number)
                 record.iteration(metrics, samples)
-                wish = signals.wish(record.accelerator)
-                stopped_by = _reached(trainer, metrics) or ("interrupt" if wish == "SIGINT" else wish)
-                if wish or record.due(number, last=stopped_by is not None):
+                request = signals.request(record.processes)
+                stopped_by = _reached(trainer, metrics) or ("interrupt" if request == "SIGINT" else request)
+                if request or record.due(number, last=stopped_by is not None):
                     record.checkpoint(number, *trainer.state())
     except KeyboardInterrupt:
         _say_stopped(record)
@@ -92,9 +102,9 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> dict[s
     except KeyboardInterrupt:
         _say_stopped(record)
         raise
-    if wish:
+    if request:
         record.screen.say(record.how_to_resume())
-    if wish == "SIGINT":
+    if request == "SIGINT":
         raise KeyboardInterrupt
     return summary
 
@@ -131,6 +141,6 @@ def _reason(error: Exception) -> str:
 
 
 def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:
-    """What stops the run after an iteration with these metrics, by its key."""
-    key = trainer.stopping.update(reward=metrics[trainer.record.headline], kl=metrics.get("kl", 0.0))
+    """The key of the rule that stops the run after an iteration with these metrics, or None."""
+    key = trainer.stopping.update(reward=metrics[trainer.record.world.headline], kl=metrics.get("kl", 0.0))
     return None if key is None else f"stop.{key}"

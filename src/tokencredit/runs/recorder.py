@@ -1,4 +1,4 @@
-"""What happens to a run's figures: files, trackers and the screen, from its beginning to its end."""
+"""Write a run down: files, trackers and the screen, from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -13,60 +13,50 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import size_of, versions, write_manifest, write_process, write_state
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.folder import RunFolder, beside, recover, replacing
 from tokencredit.runs.history import History
 from tokencredit.runs.jsonl import read_metrics, read_samples
-from tokencredit.runs.resuming import LINES, changes, fixed, newest, saved
+from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
+from tokencredit.runs.summary import Summary, summarise
 from tokencredit.runs.trackers import Trackers, require_installed
 from tokencredit.settings.code_policy import foreign_code
 from tokencredit.settings.training import RunConfig
+from tokencredit.settings.world import World
+from tokencredit.settings.yaml import dump_yaml
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
-LAST = 5
-"""Iterations whose mean counts as where a run ended."""
 BAD_STEPS_KEPT = 20
-"""How many batches that could not be learned from stay in `bad_steps/`."""
+"""Most batches kept in `bad_steps/`."""
 
 
 class RunRecord:
     """Writes a run down. Every process has one; only the main process's writes and speaks."""
 
-    def __init__(self, args: RunConfig, mixed_precision: str, *, headline: str = "reward", unit: str = "tokens"):
-        """Choose the folder and start Accelerate; nothing is written before `begin`.
+    def __init__(self, args: RunConfig, processes: Processes, world: World):
+        """Choose the folder; nothing is written before `begin`.
 
         Args:
-            args: how long the run is, and what it leaves where.
-            mixed_precision: Accelerate's word for a number format.
-            headline: the metric that says how well it goes.
-            unit: the metric that counts what was sampled, and its name.
+            args: length of the run, and its files.
+            processes: the job that trains together.
+            world: the kind of world that it trains in.
 
         Raises:
             ConfigError: a tracker is not installed.
         """
-        self.args, self.headline, self.unit = args, headline, unit
+        self.args, self.processes, self.world = args, processes, world
         self.folder = RunFolder(args.dir)
         require_installed(args.trackers)
-        # Accelerate keeps the number format of an earlier run in this process, and refuses another.
-        AcceleratorState._reset_state(reset_partial_state=False)
-        self.accelerator = Accelerator(
-            mixed_precision=mixed_precision,
-            log_with=args.trackers or None,
-            project_config=ProjectConfiguration(logging_dir=str(self.folder.path / "tensorboard")),
-        )
-        self.main = self.accelerator.is_main_process
+        self.main = processes.main
         self.screen = Screen(args.iterations, enabled=self.main)
-        self.trackers = Trackers(self.accelerator, args.trackers, self.event)
+        self.trackers = Trackers(args.trackers if self.main else [], self.folder.path / "tensorboard", self.event)
         self.warned: set[str] = set()
         self.history = History()
         self.first_samples: Sequence[Mapping[str, Any]] = []
@@ -115,28 +105,25 @@ class RunRecord:
         """
         self.config = asdict(config)
         path = self.folder.path
-        changed = changes(path / "config.yaml", self.config)
-        for key, (then, now) in changed.items():
-            if fixed(key):
-                raise ConfigError(f"{key} is {now!r}, but this run was begun with {then!r}; it cannot change any more")
+        changed = allowed_changes(path / "config.yaml", self.config)
         checkpoints = path / "checkpoints"
         if self.main:
             self.folder.create(reserve)
             recover(path)
             recover(checkpoints)
-        self.accelerator.wait_for_everyone()
+        self.processes.wait()
         if not saved(checkpoints) and not self.args.save_every and (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{str(path)!r} has no checkpoint to go on from; it ran without run.save_every")
-        done, state, damaged = newest(checkpoints, self.accelerator.process_index, path)
+        done, state, damaged = newest(checkpoints, self.processes.rank, path)
         if done >= self.args.iterations and (path / "summary.json").is_file():
             raise ConfigError(f"{str(path)!r} has done all its {done} iterations; raise run.iterations to go on")
         said = [] if state is None else load(state["trainer"] | {"process": state["process"]}, set(changed))
-        self.accelerator.wait_for_everyone()
+        self.processes.wait()
         if self.main:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
             (path / "summary.json").unlink(missing_ok=True)
             self._write_config()
-        self.accelerator.wait_for_everyone()
+        self.processes.wait()
         self._reread()
         self._start()
         for complaint in [*damaged, *foreign_code(config), *said]:
@@ -165,7 +152,7 @@ class RunRecord:
         self.warned = {finding.name for finding in diagnose(self.history, self.config, ended=False)}
 
     def _write_config(self) -> None:
-        self.folder.write("config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
+        self.folder.write("config.yaml", dump_yaml(self.config))
 
     def _start(self) -> None:
         self.started = time.perf_counter()
@@ -200,19 +187,18 @@ class RunRecord:
 
     def _judge(self, metrics: Mapping[str, float | None]) -> None:
         """Remember which evaluation was the best."""
-        value = metrics.get("eval/reward", metrics.get("eval/average_return"))
+        value = metrics.get(self.world.evaluation)
         if value is not None and value > self.best:
             self.best, self.best_iteration = value, int(metrics["iteration"] or 0)
 
     def due(self, number: int, last: bool) -> bool:
-        """Whether a checkpoint is to be written after this iteration, which may be the run's last."""
+        """True if a checkpoint is due after this iteration, which may be the run's last."""
         every = self.args.save_every
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
     def how_to_resume(self) -> str:
         """The command that goes on with this run."""
-        command = "control" if "env" in self.config else "train"
-        return f"go on with: tokencredit {command} --resume {self.folder.path}"
+        return f"go on with: tokencredit {self.world.command} --resume {self.folder.path}"
 
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
         """Write a checkpoint of the run as it is after an iteration, and remove those that are too many.
@@ -228,11 +214,14 @@ class RunRecord:
             if self.main:
                 self.folder.make_room(f"checkpoints/{target.name}", size_of(state))
                 folder = stack.enter_context(replacing(target))
-            self.accelerator.wait_for_everyone()
-            write_process(folder, self.accelerator.process_index, process)
-            self.accelerator.wait_for_everyone()
+            self.processes.wait()
+            write_process(folder, self.processes.rank, process)
+            self.processes.wait()
             if self.main:
-                ours = {"seconds": time.perf_counter() - self.started, "bad_in_a_row": self.bad_in_a_row}
+                ours: dict[str, Any] = {
+                    "seconds": time.perf_counter() - self.started,
+                    "bad_in_a_row": self.bad_in_a_row,
+                }
                 ours |= {"trainer": state, "files": self.folder.sizes(LINES), "config": self.config}
                 write_state(folder, ours)
                 write_manifest(folder)
@@ -242,7 +231,7 @@ class RunRecord:
                     shutil.rmtree(target.parent / f"{old:06d}")
 
     def bad_step(self, number: int, reason: str, tensors: Mapping[str, Tensor], **about: Any) -> None:
-        """Keep what a step could not learn from, for study, and count it.
+        """Keep the batch of a step that could not be taken, and count it.
 
         Args:
             number: of the iteration.
@@ -254,46 +243,42 @@ class RunRecord:
             TooManyBadSteps: it is the `run.max_bad_steps`-th in a row.
         """
         self.bad_in_a_row += 1
-        steps = self.folder.path / "bad_steps"
-        steps.mkdir(exist_ok=True)
-        folder = steps / f"{number:06d}-{len(list(steps.glob(f'{number:06d}-*'))) + 1}"
-        if self.accelerator.num_processes > 1:
-            folder = folder.with_name(f"{folder.name}-process-{self.accelerator.process_index}")
-        with replacing(folder) as part:
-            save_file({name: x.detach().contiguous() for name, x in tensors.items()}, part / "batch.safetensors")
-            told = {"iteration": number, "reason": reason} | about
-            (part / "about.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-        for old in sorted(steps.glob("[0-9]*"))[:-BAD_STEPS_KEPT]:
-            shutil.rmtree(old)
+        ending = f"-process-{self.processes.rank}" if self.processes.count > 1 else ""
+        folder = keep_batch(self.folder.path / "bad_steps", number, ending, tensors, {"reason": reason} | about)
         self.event(f"iteration {number}: {reason}; the step was not taken, its batch is in {folder}")
         if self.bad_in_a_row >= self.args.max_bad_steps:
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
 
-    def end(self, stopped_by: str, save: Callable[[Path, dict[str, Any]], None]) -> dict[str, Any]:
+    def end(self, stopped_by: str, save: Callable[[Path, Summary], None]) -> Summary:
         """Save the policy with `save(folder, summary)`, write and show the summary, and return it."""
         seconds = time.perf_counter() - self.started
-        name = self.headline.split("/")[-1]
-        summary = {
-            f"{name}_first": next((m[self.headline] for m in self.history if math.isfinite(m[self.headline])), None),
-            f"{name}_last": self._last(self.headline),
-            "kl_last": self._last("kl"),
-            "iterations": len(self.history),
-            "seconds": seconds,
-            f"{self.unit}_per_second": sum(m[self.unit] for m in self.history) / seconds,
-            "stopped_by": stopped_by,
-        }
+        summary = summarise(self.history, self.world, self.folder.path, seconds, stopped_by)
         if self.main:
             with replacing(self.folder.path / "policy") as folder:
                 save(folder, summary)
-            self.folder.write("summary.json", json.dumps(summary, indent=2) + "\n")
-            self.screen.finish(
-                summary, str(self.folder.path), self.first_samples, self.last_samples, headline=name, unit=self.unit
-            )
+            self.folder.write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
+            self.screen.finish(summary, self.first_samples, self.last_samples)
             self.screen.findings(diagnose(self.history, self.config))
         self.trackers.end()
         return summary
 
-    def _last(self, name: str) -> float | None:
-        """Mean of a metric over the last iterations, if they have it."""
-        values = [metrics[name] for metrics in self.history[-LAST:] if math.isfinite(metrics.get(name, math.nan))]
-        return sum(values) / len(values) if values else None
+
+def keep_batch(steps: Path, number: int, ending: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
+    """Write the batch of an iteration's bad step into a folder of its own, and return the folder.
+
+    Args:
+        steps: the folder of all bad steps, of which the newest stay.
+        number: of the iteration.
+        ending: of the folder's name.
+        tensors: the batch.
+        about: the reason, and more for people.
+    """
+    steps.mkdir(exist_ok=True)
+    folder = steps / f"{number:06d}-{len(list(steps.glob(f'{number:06d}-*'))) + 1}{ending}"
+    with replacing(folder) as part:
+        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, part / "batch.safetensors")
+        text = json.dumps({"iteration": number} | dict(about), indent=2)
+        (part / "about.json").write_text(text + "\n", encoding="utf-8")
+    for old in sorted(steps.glob("[0-9]*"))[:-BAD_STEPS_KEPT]:
+        shutil.rmtree(old)
+    return folder

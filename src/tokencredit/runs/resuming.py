@@ -1,4 +1,4 @@
-"""Where a run that was cut short goes on: at its newest good checkpoint, with settings that may have changed."""
+"""Find the newest valid checkpoint and the settings that changed since."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
-from tokencredit.settings.yaml import load_yaml
+from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint
+from tokencredit.settings.yaml import flat, read_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
 """Files of a run that grow with each iteration; a checkpoint knows how long they were."""
-
-
-FIXED = ("seed", "model", "optim.name", "agent", "env", "algorithm")
+FIXED = ("seed", "model", "critic", "optim.name", "agent", "env", "algorithm")
 """Settings, or groups of them, that decide what a checkpoint holds."""
-FREE = ("model.compile", "model.gradient_checkpointing", "model.trust_remote_code", "env.processes")
+FREE = (
+    "model.compile",
+    "model.gradient_checkpointing",
+    "model.trust_remote_code",
+    "critic.lr",
+    "critic.coef",
+    "critic.clip",
+    "critic.warmup",
+    "env.processes",
+)
 """Those of them that do not."""
 
 
@@ -34,12 +41,12 @@ def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, A
         run: the run's folder; its metrics and samples must reach as far as they did.
 
     Returns:
-        Its iteration, what stands in it, and a line on each newer one that is damaged; 0 and None without checkpoints.
+        Its iteration, its state, and a line on each newer one that is damaged; 0 and None without checkpoints.
 
     Raises:
-        ConfigError: there are checkpoints, and all of them are damaged.
+        ConfigError: there are checkpoints, and all of them are damaged or of an older version.
     """
-    damaged = []
+    damaged: list[str] = []
     for number in reversed(saved(checkpoints)):
         folder = checkpoints / f"{number:06d}"
         try:
@@ -51,6 +58,16 @@ def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, A
                 if not isinstance(state[name], kind):
                     raise DamagedCheckpoint(f"{name} is {state[name]!r}")
             return number, state, damaged
+        except OldCheckpoint as error:  # those before it are as old
+            raise ConfigError(
+                "; ".join(
+                    [
+                        *damaged,
+                        f"the checkpoints of {str(run)!r} were written by an older version of Tokencredit; begin a new "
+                        "run with another --run.dir, or go on with the version that wrote them",
+                    ]
+                )
+            ) from error
         except (DamagedCheckpoint, KeyError, TypeError) as error:
             damaged.append(f"the checkpoint {folder} cannot be used, so the one before it is: {error}")
     if damaged:
@@ -66,24 +83,27 @@ def size(file: Path) -> int:
 def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The settings that differ from those in a run's config.yaml: before and now, by their keys.
 
-    What the file does not have, such as a setting that is newer than it, has not changed; nor has a run that moved.
+    A setting that the file lacks, because it is newer, has not changed; nor has a run that moved. Entries of a list
+    may come and go.
     """
-    then = flat(load_yaml(file.read_text(encoding="utf-8")))
-    now = flat(config)
-    return {key: (then[key], now[key]) for key in now if key in then and then[key] != now[key] and key != "run.dir"}
+    then, now = flat(read_yaml(file)), flat(config)
+    both = {key: (then.get(key), now.get(key)) for key in now | then if (key in then and key in now) or "[" in key}
+    return {key: values for key, values in both.items() if values[0] != values[1] and key != "run.dir"}
+
+
+def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """As `changes`.
+
+    Raises:
+        ConfigError: a setting has changed that a run cannot change.
+    """
+    changed = changes(file, config)
+    for key, (then, now) in changed.items():
+        if fixed(key):
+            raise ConfigError(f"{key} is {now!r}, but this run was begun with {then!r}; it cannot change any more")
+    return changed
 
 
 def fixed(key: str) -> bool:
-    """Whether a setting must stay what it was when the run began."""
+    """True for a setting that must stay what it was when the run began."""
     return key not in FREE and any(key == group or key.startswith(f"{group}.") for group in FIXED)
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their whole keys, such as `model.name`; lists are values."""
-    settings: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            settings |= flat(value, f"{prefix}{key}.")
-        else:
-            settings[prefix + key] = value
-    return settings

@@ -1,17 +1,20 @@
-"""TensorBoard, W&B and their kin, through Accelerate; one that fails is left out: no picture is worth the run."""
+"""TensorBoard, W&B and their kin, by Accelerate's classes; one that fails is left out: no picture is worth the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from tokencredit.errors import ConfigError
 
+PROJECT = "tokencredit"
 
-def require_installed(names: list[str]) -> None:
-    """Raise `ConfigError` for a tracker that is not installed, which Accelerate would leave out in silence."""
+
+def require_installed(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a tracker that is not installed."""
     installed = [str(tracker) for tracker in get_available_trackers()]
     for tracker in names:
         if tracker not in installed:
@@ -19,35 +22,46 @@ def require_installed(names: list[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run. What they raise is of any kind, and all of it is caught."""
+    """The trackers of one run. Their exceptions are of any type, and all are caught."""
 
-    def __init__(self, accelerator: Accelerator, names: list[str], say: Callable[[str], None]):
-        """`say` is told what failed."""
-        self.accelerator, self.names, self.say = accelerator, names, say
+    def __init__(self, names: Sequence[str], folder: Path, report: Callable[[str], None]):
+        """Choose trackers by name.
+
+        Args:
+            names: of the trackers.
+            folder: for those that write files.
+            report: is called with a line on each failure.
+        """
+        self.names, self.folder, self.report = names, folder, report
+        self.active: list[Any] = []
 
     def start(self, first: int) -> None:
-        """Begin with this iteration; TensorBoard then hides what it was told of it and later ones before."""
-        if not self.names:
-            return
-        options = {"tensorboard": {"purge_step": first}} if first > 1 else {}
-        try:
-            self.accelerator.init_trackers("tokencredit", init_kwargs=options)
-        except Exception as error:
-            self.accelerator.trackers = []
-            self.say(f"the trackers {', '.join(self.names)} are left out: {type(error).__name__}: {error}")
+        """Begin with this iteration; TensorBoard then hides earlier records of it and of later ones."""
+        for name in self.names:
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            options: dict[str, Any] = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
+            if name == "tensorboard" and first > 1:
+                options["purge_step"] = first
+            try:
+                tracker = kind(PROJECT, **options)
+                tracker.start()
+                self.active.append(tracker)
+            except Exception as error:
+                self.report(f"the tracker {name} is left out: {type(error).__name__}: {error}")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Tell them an iteration's metrics."""
-        for tracker in list(self.accelerator.trackers):
+        """Record an iteration's metrics."""
+        for tracker in list(self.active):
             try:
                 tracker.log(values, step=step)
             except Exception as error:
-                self.accelerator.trackers.remove(tracker)
-                self.say(f"the tracker {tracker.name} is left out from here: {type(error).__name__}: {error}")
+                self.active.remove(tracker)
+                self.report(f"the tracker {tracker.name} is left out from here: {type(error).__name__}: {error}")
 
     def end(self) -> None:
         """Let them finish."""
-        try:
-            self.accelerator.end_training()
-        except Exception as error:
-            self.say(f"a tracker could not end: {type(error).__name__}: {error}")
+        for tracker in self.active:
+            try:
+                tracker.finish()
+            except Exception as error:
+                self.report(f"the tracker {tracker.name} could not end: {type(error).__name__}: {error}")

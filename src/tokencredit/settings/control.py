@@ -1,12 +1,16 @@
-"""What a run in the Gymnasium world is told; as `runs.config`, it is read before anything heavy is imported."""
+"""Configuration of agents in Gymnasium environments; read before anything heavy is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import check, setting
+from tokencredit.settings.model import CriticTraining
 from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, StopConfig, UpdateConfig
 
 
@@ -32,7 +36,7 @@ class EnvConfig:
 
 @dataclass
 class AgentConfig:
-    """The actor and its critic."""
+    """The actor's form, which its critic shares."""
 
     policy: Literal["mlp", "transformer"] = "mlp"
     """Linear layers on the last observation, or a causal transformer on the last `context` ones of the episode."""
@@ -44,8 +48,6 @@ class AgentConfig:
     """Observations that a transformer reads; before there are as many, the episode's first one is repeated."""
     heads: int = setting(4, at_least=1)
     """A transformer's attention heads; they divide its width."""
-    critic: Literal["separate", "shared", "none"] = "separate"
-    """Whether the critic has layers of its own, shares the actor's hidden ones, or does not exist."""
     log_std: float = 0.0
     """First log-deviation of continuous actions; it does not depend on the state."""
     actions: Literal["clip", "scale"] = "clip"
@@ -64,6 +66,18 @@ class AgentConfig:
     def observations(self) -> int:
         """How many of the last observations the agent reads at once."""
         return self.context if self.policy == "transformer" else 1
+
+
+@dataclass
+class AgentCriticConfig(CriticTraining):
+    """The critic: layers of its own or the actor's, and how it learns."""
+
+    kind: Literal["shared", "separate", "none"] = "separate"
+    """Critic with the actor's hidden layers, with layers of its own, or none."""
+    lr: float = setting(2.5e-4, above=0)
+    """Learning rate of the critic's own parameters."""
+    coef: float = setting(1.0, at_least=0)
+    """Weight of the value loss."""
 
 
 @dataclass
@@ -92,21 +106,21 @@ class ControlConfig:
     env: EnvConfig = field(default_factory=EnvConfig)
     """The environment, several copies of it."""
     agent: AgentConfig = field(default_factory=AgentConfig)
-    """The actor and its critic."""
+    """The actor."""
+    critic: AgentCriticConfig = field(default_factory=AgentCriticConfig)
+    """The critic: layers of its own or the actor's, and how it learns."""
     steps: int = setting(128, at_least=2)
     """Steps of each copy an iteration."""
     advantage: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(gamma=0.99, lam=0.95, whiten_over="minibatch")
     )
     """How rewards become credit."""
-    ppo: UpdateConfig = field(default_factory=lambda: UpdateConfig(value_coef=1.0, entropy_coef=0.01))
+    ppo: UpdateConfig = field(default_factory=lambda: UpdateConfig(entropy_coef=0.01))
     """The clipped update."""
     optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(
-            lr=2.5e-4, value_lr=2.5e-4, eps=1e-5, warmup=0, final_scale=0.0, max_grad_norm=0.5
-        )
+        default_factory=lambda: OptimConfig(lr=2.5e-4, eps=1e-5, warmup=0, final_scale=0.0, max_grad_norm=0.5)
     )
-    """The optimiser, with a learning rate for the actor and one for the critic."""
+    """The optimizer and its schedule; the critic's own learning rate is `critic.lr`."""
     threads: int | None = setting(1, at_least=1)
     """PyTorch's threads; null leaves their number to PyTorch. Small networks are fastest on one."""
     stop: StopConfig = field(default_factory=StopConfig)
@@ -125,14 +139,35 @@ class ControlConfig:
                 f"ppo.minibatches is {self.ppo.minibatches}; it must divide the batch, "
                 f"env.number {self.env.number} × steps {self.steps} = {batch}"
             )
-        needs_critic = ("gae", "td", "one_step", "monte_carlo", "n_step", "decoupled_gae", "length_adaptive_gae")
-        if self.agent.critic == "none" and self.advantage.estimator in needs_critic:
+        needs = ESTIMATORS[self.advantage.estimator]
+        if needs.group or needs.baseline:
             raise ConfigError(
-                f"advantage.estimator is {self.advantage.estimator}, which needs a critic; set agent.critic, or take "
-                "total_return or reward_to_go"
+                f"advantage.estimator is {self.advantage.estimator}, which is for texts: one score per row"
             )
+        self.critic.check_unused()
+        self.advantage.check_unused(self.critic.kind)
         for key, value in (("stop.kl", self.stop.kl), ("run.push_to_hub", self.run.push_to_hub)):
             if value is not None:
                 raise ConfigError(f"{key} is {value!r}; it is for language models, leave it out")
-        if self.advantage.estimator in ("uniform", "group_relative", "leave_one_out"):
-            raise ConfigError(f"advantage.estimator is {self.advantage.estimator}, which is for texts: one score a row")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ControlConfig:
+        """The configuration in a YAML file, as `--config` reads it.
+
+        Raises:
+            ConfigError: there is no such file, or it has a key or value that is refused.
+        """
+        from tokencredit.settings.parsing import from_yaml
+
+        return from_yaml(cls, path)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> ControlConfig:
+        """The configuration of some settings, with dotted or nested keys, and defaults for the rest.
+
+        Raises:
+            ConfigError: a key or value is refused, or a key is given twice.
+        """
+        from tokencredit.settings.parsing import from_dict
+
+        return from_dict(cls, settings)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
 
 
@@ -25,27 +26,13 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
-    """The policy, its critic and its reference."""
+    """The policy and its reference."""
 
     name: str = "builtin:reviews"
     """A Hugging Face hub id, a folder, or `builtin:reviews`."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Number format of the model passes; auto is bfloat16 where the machine is faster in it. All else, the weights
     included, stays in float32."""
-    critic: Literal["shared", "separate"] = "shared"
-    """Whether the critic is a head on the policy's own trunk, or a model of its own."""
-    critic_name: str | None = None
-    """The model that a separate critic starts from, such as a reward model; null for a copy of the policy."""
-    value_head: Literal["linear", "mlp"] = "mlp"
-    """The critic on the trunk's last hidden state: one layer, or two with a hidden width four times the trunk's."""
-    value_head_init: Literal["zeros", "orthogonal"] = "zeros"
-    """How the head starts: with a last layer that says 0, or with orthogonal weights."""
-    value_head_gain: float = setting(1.0, above=0)
-    """Gain of its last layer when it starts orthogonal."""
-    value_head_hidden_gain: float = setting(math.sqrt(2), above=0)
-    """Gain of the layer before that, in a head of two."""
-    detach_critic: bool = False
-    """Whether the value loss stops at the head and leaves the trunk alone."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """A low-rank adapter, trained instead of the model's own weights; needs PEFT."""
     dropout: bool = False
@@ -57,3 +44,58 @@ class ModelConfig:
     C++ compiler. Sampling stays as it is."""
     trust_remote_code: bool = False
     """Whether code from the model's repository may run."""
+
+
+@dataclass
+class CriticTraining:
+    """The settings of a critic that language models and agents share."""
+
+    kind: Literal["shared", "separate", "none"] = "shared"
+    """Critic as a head on the policy's own trunk, as a model of its own, or none."""
+    lr: float = setting(1e-3, above=0)
+    """Learning rate of the critic's own parameters."""
+    coef: float = setting(0.5, at_least=0)
+    """Weight of the value loss."""
+    clip: float | None = setting(0.2, above=0)
+    """Largest change of a value that the value loss rewards in one update; null for no clipping."""
+    warmup: int = setting(0, at_least=0)
+    """First iterations in which only the critic learns."""
+
+    def check_unused(self) -> None:
+        """Raise `ConfigError` for a setting of a critic that does not exist."""
+        default = type(self)(kind="none")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if self.kind == "none" and value != getattr(default, item.name):
+                raise ConfigError(f"critic.{item.name} is {value!r}, and critic.kind is none; leave it out")
+
+
+@dataclass
+class CriticConfig(CriticTraining):
+    """The critic: where its values come from, and how it learns."""
+
+    name: str | None = None
+    """Model that a separate critic starts from: a reward model, or the `policy/` of a run, whose critic is taken if one
+    was saved there; null for the critic saved with `model.name`, or else a copy of the policy."""
+    head: Literal["linear", "mlp"] = "mlp"
+    """Value head on the last hidden state: one layer, or two with a hidden width four times the trunk's."""
+    init: Literal["saved", "zeros", "orthogonal"] = "saved"
+    """Start of the value head: the one saved beside the model if there is one, and zeros if not; a last layer that
+    predicts 0; or orthogonal weights."""
+    gain: float = setting(1.0, above=0)
+    """Gain of the last layer of an orthogonal head."""
+    hidden_gain: float = setting(math.sqrt(2), above=0)
+    """Gain of the layer before that, in an mlp head."""
+    detach: bool = False
+    """Stop the gradient of the value loss at the head, so that it leaves the trunk alone."""
+
+    def check_unused(self) -> None:
+        """Raise `ConfigError` for a setting that would change nothing."""
+        super().check_unused()
+        if self.name is not None and self.kind != "separate":
+            raise ConfigError(f"critic.name is {self.name!r}; it needs critic.kind: separate")
+        unused = [("gain", self.init != "orthogonal"), ("hidden_gain", self.init != "orthogonal" or self.head != "mlp")]
+        for key, is_unused in unused:
+            if is_unused and getattr(self, key) != getattr(CriticConfig(), key):
+                needs = "critic.init: orthogonal" + (" and critic.head: mlp" if key == "hidden_gain" else "")
+                raise ConfigError(f"critic.{key} is {getattr(self, key)}; it needs {needs}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.moved import MOVED, renamed
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import check_yaml
+from tokencredit.settings.world import World
+from tokencredit.settings.yaml import dump_yaml, flat, load_yaml, nested, read_yaml
 
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
@@ -28,18 +29,21 @@ set_parsing_settings(
     import_path_allowlist=["tokencredit.RewardTerm", "tokencredit.PromptsConfig", "tokencredit.settings.data"],
     instantiate_subclass_spec_in_any=False,
 )
-any_yaml = get_loader("yaml")
 
 
-def bounded_yaml(text: str) -> Any:
-    """What jsonargparse makes of YAML, once that is known to be within bounds."""
-    check_yaml(text)
-    return any_yaml(text)
+def value_of(text: str) -> Any:
+    """The value of an argument or file; `Review:` or `{answer}`, which YAML takes for keys, are texts."""
+    value = load_yaml(text)
+    if isinstance(value, dict) and value and all(inner is None for inner in value.values()):
+        bare = text.strip()
+        if bare == f"{next(iter(value))}:" or set(bare.strip("{} ").replace(" ", "").split(",")) == set(value):
+            return text
+    return value
 
 
-set_loader("yaml", bounded_yaml, exceptions=(yaml.YAMLError, ValueError))
+set_loader("yaml", value_of, exceptions=(yaml.YAMLError, ValueError))
 
-Config = TypeVar("Config", PPOConfig, ControlConfig)
+Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
 
 RESUME = "The folder of a run that was cut short, to go on with, with its configuration; flags change that."
 NOT_SETTINGS = ("config", "debug", "no_code", "resume")
@@ -79,7 +83,7 @@ class Parser(ArgumentParser):
 
     def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
         """Parse a file, and raise `ConfigError` for a group that is none."""
-        found = super().parse_path(*args, **kwargs)
+        found: Namespace = super().parse_path(*args, **kwargs)
         check_groups(found, self.get_defaults(skip_validation=True))
         return found
 
@@ -118,9 +122,18 @@ def new_command(description: str, runs_code: bool = True) -> ArgumentParser:
     return command
 
 
-@functools.cache  # a sweep reads many configurations
-def config_parser(kind: type[Config]) -> ArgumentParser:
+def config_parser(kind: type[Any]) -> ArgumentParser:
     """The parser of a configuration, which is that of the subcommand that trains with it."""
+    if kind not in PARSERS:
+        PARSERS[kind] = _new_config_parser(kind)
+    return PARSERS[kind]
+
+
+PARSERS: dict[type, ArgumentParser] = {}
+"""Parsers of configurations, kept because a sweep reads many files."""
+
+
+def _new_config_parser(kind: type[Any]) -> ArgumentParser:
     what = "a language model with PPO" if kind is PPOConfig else "an agent in a Gymnasium environment"
     parser = new_command(f"Train {what}.")
     parser.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
@@ -156,36 +169,95 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
     try:
         with plainly():
             return to_config(config_parser(kind).parse_path(file), kind, no_code)
-    except (ArgumentError, ConfigError) as error:
+    except ArgumentError as error:
+        raise ConfigError(explain(str(error), ["--config", str(file)], config_parser(kind))) from error
+    except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def configure(world: str, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
-    """The whole configuration that some settings of one of a sweep's worlds stand for, as `--config` reads them.
+def from_yaml(kind: type[Config], path: str | Path) -> Config:
+    """The configuration in a YAML file, as `--config` reads it.
 
     Raises:
-        ConfigError: a key or value that the world refuses, or as `to_config`.
+        ConfigError: there is no such file, or it has a key or value that is refused.
     """
-    kind = PPOConfig if world == "text" else ControlConfig
-    parser = config_parser(kind)
+    if not Path(path).is_file():
+        raise ConfigError(f"{str(path)!r} is not a file")
+    parser, arguments = config_parser(kind), ["--config", str(path)]
     try:
         with plainly():
-            return asdict(to_config(parser.parse_string(yaml.safe_dump(settings)), kind, no_code))
+            return to_config(parser.parse_args(arguments), kind)
+    except ArgumentError as error:
+        raise ConfigError(explain(str(error), arguments, parser)) from error
+
+
+def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = False) -> Config:
+    """The configuration of some settings, with dotted or nested keys, and defaults for the rest.
+
+    Raises:
+        ConfigError: a key or value is refused, a key is given twice, or as `to_config`.
+    """
+    parser, groups = config_parser(kind), nested(settings)
+    for option in NOT_SETTINGS:
+        if option in groups:
+            raise ConfigError(f"{option} is an option of the command, not a setting")
+    try:
+        text = dump_yaml(groups)
+    except yaml.representer.RepresenterError as error:
+        raise ConfigError(f"{error.args[1]!r} is no plain value: a dict, list, str, number, bool or None") from error
+    try:
+        with plainly():
+            check_groups(_namespace(groups), parser.get_defaults(skip_validation=True))
+            return to_config(parser.parse_string(text), kind, no_code)
     except ArgumentError as error:
         raise ConfigError(explain(str(error), [], parser)) from error
+
+
+def _namespace(groups: Mapping[str, Any]) -> Namespace:
+    inner = {key: _namespace(value) if isinstance(value, dict) else value for key, value in groups.items()}
+    return Namespace(**inner)  # type: ignore[no-untyped-call]
+
+
+def configure(world: World, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
+    """The whole configuration that some settings of a sweep stand for, in plain dicts; refused as by `from_dict`."""
+    return asdict(from_dict(world.config, settings, no_code))
 
 
 def explain(message: str, arguments: Sequence[str], command: ArgumentParser | None) -> str:
     """A parser's complaint in one line: the key, its file unless it was a flag, and the key that was probably meant."""
     message = named(message)
-    key = re.search(
-        r"does not accept option '([^']+)'|unrecognized arguments: --([^\s=]+)|Parser key \"([^\"]+)\"", message
-    )
-    name = next(filter(None, key.groups())) if key else ""
+    name, unknown = key_of(message)
     file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
-    where = f"{file}: " if file and not any(a.startswith(f"--{name}") for a in arguments if name) else ""
-    if key is None or key[3]:
+    if name and any(a.startswith(f"--{name}") for a in arguments):
+        file = None
+    where = f"{file}: " if file else ""
+    if not unknown:
         return where + " ".join(message.replace('"<unicode string>"', str(file)).split())
+    if name in MOVED:
+        run = resumed_run(arguments)
+        if file is None:
+            return renamed([name])
+        if run is None or Path(file) != Path(run) / "config.yaml":
+            return where + renamed(flat(read_yaml(Path(file))))
+        return (
+            f"{run!r} was written by an older version of Tokencredit ({name} is now {MOVED[name]}); begin a new run, "
+            "or go on with the version that wrote it"
+        )
     known = command.get_defaults(skip_validation=True).keys() if command else []
     near = difflib.get_close_matches(name, [k for k in known if k != "debug"], n=1)
     return f"{where}unknown key {name}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
+
+
+def key_of(message: str) -> tuple[str, bool]:
+    """The key that a parser's complaint names, if any, and whether no such key exists."""
+    for pattern in (
+        r"(?P<known>)Parser key \"(?P<key>[^\"]+)\"",
+        r"(?:Group '(?P<group>[^']+)'|Subcommand '[^']+') does not accept option '(?P<key>[^']+)'",
+        r"unrecognized arguments: --(?P<key>[^\s=]+)",
+        r"^Option '(?P<key>[^']+)' is not accepted",
+    ):
+        if found := re.search(pattern, message):
+            parts = found.groupdict()
+            group = f"{parts['group']}." if parts.get("group") else ""
+            return group + parts["key"], "known" not in parts
+    return "", False

@@ -6,12 +6,16 @@ The text under a field is its help on the command line and its comment in `--pri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, setting
-from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
     EvalConfig,
@@ -31,7 +35,9 @@ class PPOConfig:
     seed: int = setting(1, at_least=0)
     """The one seed behind all randomness."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy, its critic and its reference."""
+    """The policy and its reference."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic: where its values come from, and how it learns."""
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     """What the policy continues."""
     reward: list[RewardTerm] = field(default_factory=lambda: [RewardTerm(classifier="builtin:reviews")])
@@ -47,7 +53,7 @@ class PPOConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     """What holds the policy near its starting point."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimiser, with a learning rate for the model and one for the value head."""
+    """The optimizer and its schedule; the critic's own learning rate is `critic.lr`."""
     stop: StopConfig = field(default_factory=StopConfig)
     """When a run ends before its last iteration."""
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -67,8 +73,8 @@ class PPOConfig:
                 term.source()
             except ConfigError as error:
                 raise ConfigError(f"reward[{number}] {error}") from error
-        if self.model.critic_name is not None and self.model.critic == "shared":
-            raise ConfigError(f"model.critic_name is {self.model.critic_name!r}; it needs model.critic: separate")
+        self.critic.check_unused()
+        self.advantage.check_unused(self.critic.kind)
         size, per_prompt = self.rollout.batch_size, self.rollout.per_prompt
         if self.ppo.minibatches > size:
             raise ConfigError(
@@ -81,7 +87,7 @@ class PPOConfig:
             )
         if size % per_prompt:
             raise ConfigError(f"rollout.per_prompt is {per_prompt}; it must divide rollout.batch_size, {size}")
-        if self.advantage.estimator in ("group_relative", "leave_one_out") and per_prompt < 2:
+        if ESTIMATORS[self.advantage.estimator].group and per_prompt < 2:
             raise ConfigError(
                 f"advantage.estimator is {self.advantage.estimator}, which compares the completions of one prompt; "
                 f"rollout.per_prompt is {per_prompt} and must be at least 2"
@@ -92,3 +98,25 @@ class PPOConfig:
             )
         if self.kl.target is not None and self.kl.coef == 0:
             raise ConfigError("kl.coef is 0, which no factor can adapt to kl.target; give it a first value above 0")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> PPOConfig:
+        """The configuration in a YAML file, as `--config` reads it.
+
+        Raises:
+            ConfigError: there is no such file, or it has a key or value that is refused.
+        """
+        from tokencredit.settings.parsing import from_yaml
+
+        return from_yaml(cls, path)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> PPOConfig:
+        """The configuration of some settings, with dotted or nested keys, and defaults for the rest.
+
+        Raises:
+            ConfigError: a key or value is refused, or a key is given twice.
+        """
+        from tokencredit.settings.parsing import from_dict
+
+        return from_dict(cls, settings)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import setting
 
-Estimator = Literal[
-    "gae",
-    "td",
-    "one_step",
-    "monte_carlo",
-    "n_step",
-    "decoupled_gae",
-    "length_adaptive_gae",
-    "total_return",
-    "reward_to_go",
-    "uniform",
-    "group_relative",
-    "leave_one_out",
-]
+if TYPE_CHECKING:
+    EstimatorName = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
+
+ESTIMATOR_SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
+"""Settings under `advantage` that one estimator or another reads."""
 
 
 @dataclass
@@ -66,7 +61,7 @@ class RolloutConfig(SamplingConfig):
 class AdvantageConfig:
     """How rewards become credit."""
 
-    estimator: Estimator = "gae"
+    estimator: EstimatorName = "gae"
     """How advantages are estimated; docs/algorithms.md says when to use which."""
     gamma: float = setting(1.0, at_least=0, at_most=1)
     """Discount a token."""
@@ -87,7 +82,34 @@ class AdvantageConfig:
 
     def options(self) -> dict[str, Any]:
         """The settings of the estimators themselves, for `core.advantages.estimate`."""
-        return {key: value for key, value in vars(self).items() if key not in ("estimator", "whiten", "whiten_over")}
+        return {key: getattr(self, key) for key in ESTIMATOR_SETTINGS}
+
+    def check_unused(self, critic: str) -> None:
+        """Raise `ConfigError` for a critic that the estimator lacks or cannot use, or a setting that it does not read.
+
+        Args:
+            critic: the kind of critic.
+        """
+        needs = ESTIMATORS[self.estimator]
+        if critic == "none" and needs.critic == "required":
+            others = ", ".join(name for name, other in ESTIMATORS.items() if other.critic != "required")
+            raise ConfigError(
+                f"critic.kind is none, and advantage.estimator is {self.estimator}, which needs a critic; set "
+                f"critic.kind, or take one of {others}"
+            )
+        if critic != "none" and needs.critic == "unused":
+            raise ConfigError(
+                f"critic.kind is {critic}, and advantage.estimator is {self.estimator}, which uses no critic; set "
+                "critic.kind: none"
+            )
+        default = AdvantageConfig()
+        for key in ESTIMATOR_SETTINGS:
+            value = getattr(self, key)
+            if key not in needs.settings and value != getattr(default, key):
+                raise ConfigError(
+                    f"advantage.{key} is {value!r}, which advantage.estimator {self.estimator} does not read; leave it "
+                    "out"
+                )
 
     def whitened_over(self, what: str) -> bool:
         """Whether advantages are whitened over batches, or over minibatches."""
@@ -113,22 +135,14 @@ class UpdateConfig:
     """Largest loss of a token with a negative advantage, in multiples of that advantage; null for no limit."""
     reduction: Literal["token", "sequence", "constant"] = "token"
     """What weighs the same in the loss: every token, every completion, or every token by a constant."""
-    value_clip: float | None = setting(0.2, above=0)
-    """Largest change of a value that the value loss rewards in one update; null for no clipping."""
-    value_coef: float = setting(0.5, at_least=0)
-    """Weight of the value loss."""
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
-    critic_warmup: int = setting(0, at_least=0)
-    """First iterations in which only the critic learns."""
     target_kl: float | None = setting(None, above=0)
     """End an update once its policy is this far, in nats a token, from the one that sampled; null for never."""
 
-    def objective(self) -> dict[str, Any]:
-        """What `learn.update.Objective` takes of these settings."""
-        both = (self.clip, self.clip if self.clip_high is None else self.clip_high)
-        names = ("dual_clip", "value_clip", "value_coef", "entropy_coef", "reduction")
-        return {"clip": both} | {name: getattr(self, name) for name in names}
+    def clip_range(self) -> tuple[float, float]:
+        """The clip below and above a ratio of 1."""
+        return self.clip, self.clip if self.clip_high is None else self.clip_high
 
 
 @dataclass
@@ -149,14 +163,12 @@ class KLConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimiser, with a learning rate for the model and one for the value head."""
+    """The optimizer and its schedule; the critic's own learning rate is `critic.lr`."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the matrices inside the model with adamw for the rest."""
     lr: float = setting(1e-4, above=0)
     """Learning rate of the model."""
-    value_lr: float = setting(1e-3, above=0)
-    """Learning rate of the value head."""
     weight_decay: float = setting(0.0, at_least=0)
     """AdamW's weight decay."""
     eps: float = setting(1e-8, above=0)

@@ -1,93 +1,215 @@
-"""YAML of configurations, within bounds: plain values, no more of them than a person could mean."""
+"""YAML of settings: plain values within bounds, read strictly, so that no mistake passes for something else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tokencredit.errors import ConfigError
+
 MOST_VALUES = 100_000
-"""In one text, each alias counted as all that it stands for, and a hundred characters as one more value."""
+"""Values in one text, each alias counted as all that it stands for, and a hundred characters as one more value."""
 DEEPEST = 50
 """Lists and mappings within one another."""
+FLOAT = re.compile(
+    r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[0-9][0-9_]*[eE][-+]?[0-9]+
+    |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+    |\.(?:inf|Inf|INF))$
+    |\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
 
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """PyYAML's safe loader, in which 1e-5 is a number and a date is text; the C one takes a tenth of the time."""
 
 
-class OutOfBounds(yaml.MarkedYAMLError):
-    """YAML that no configuration needs: a tag, or more than the bounds allow."""
+class Dumper(yaml.SafeDumper):
+    """Its counterpart: quotes texts that `Loader` would take for numbers."""
+
+
+for kind in (Loader, Dumper):
+    kind.yaml_implicit_resolvers = {
+        first: [(tag, fits) for tag, fits in resolvers if not tag.endswith((":timestamp", ":float"))]
+        for first, resolvers in kind.yaml_implicit_resolvers.items()
+    }
+    # YAML 1.1 wants 1.0e-5.
+    kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+class Refused(yaml.MarkedYAMLError):
+    """YAML that no configuration needs: a tag, a key twice, or more than the bounds allow."""
+
+
+@dataclass
+class Collection:
+    """A list or mapping that the scan is inside of."""
+
+    anchor: str | None
+    before: int
+    """Values before it."""
+    keys: set[str] | None
+    """Keys so far; None for a list."""
+    at_key: bool = True
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML document: dicts, lists, texts, numbers, dates and None.
+    """The value of a YAML document: dicts, lists, texts, numbers and None.
 
     Raises:
-        yaml.YAMLError: as `check_yaml`, or a number or date that Python cannot hold.
+        yaml.YAMLError: no YAML, a tag, a key twice, a `class_path`, a number too long, or outside the bounds.
     """
     try:
-        check_yaml(text)
+        for inner in scan(text):
+            check_inner(inner)
         return yaml.load(text, Loader=Loader)
-    except ValueError as error:  # such as a month 13, or half a character
+    except ValueError as error:  # a number too long, half a character
         raise yaml.YAMLError(str(error)) from error
 
 
-def check_yaml(text: str) -> None:
-    """Make sure that a text is YAML without tags and within the bounds, before anything is built from it.
-
-    The texts in it are held to the bounds too, because the command's parser reads those of numbers as YAML again.
+def read_yaml(file: Path) -> Any:
+    """The value of a YAML file.
 
     Raises:
-        yaml.YAMLError: it is not; where it stands in the text is said.
+        ConfigError: the file cannot be read, or as `load_yaml`; the message names file and line.
     """
-    for inner in scan(text, tags=False):
-        try:
-            list(scan(inner, tags=True))
-        except OutOfBounds:
-            raise
-        except (yaml.YAMLError, UnicodeError):
-            continue  # a text like any other
+    try:
+        return load_yaml(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+        raise ConfigError(f"{file}: {reason}") from error
 
 
-def scan(text: str, *, tags: bool) -> Iterator[str]:
-    """Each scalar of a YAML document, for as long as it is within the bounds.
+def dump_yaml(settings: Mapping[str, Any]) -> str:
+    """Settings as YAML, in their order, that `load_yaml` reads back."""
+    return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def check_inner(text: str) -> None:
+    """Hold a text inside a document to the bounds too: the command's parser reads values as YAML again.
+
+    Raises:
+        yaml.YAMLError: it is YAML outside the bounds.
+    """
+    try:
+        list(scan(text, plain=False))
+    except Refused:
+        raise
+    except (yaml.YAMLError, UnicodeError):
+        return  # a text like any other
+
+
+def scan(text: str, *, plain: bool = True) -> Iterator[str]:
+    """Each scalar of a YAML document, for as long as it is within the bounds; nothing is built.
 
     Args:
         text: the document.
-        tags: whether values may name their types.
+        plain: refuse tags, keys that stand twice, and `class_path`.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or not within the bounds.
+        yaml.YAMLError: it is no YAML, or refused; the line is named.
     """
     sizes: dict[str, int] = {}  # values that each anchor stands for, once it is complete
-    inside: list[str | None] = []  # anchors of what the scan is inside of
-    begun: list[int] = []  # and the values before each of them
+    around: list[Collection] = []
     values = 0
     for event in yaml.parse(text, Loader=Loader):
-        mark = event.start_mark
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = inside.pop(), begun.pop()
-            if anchor is not None:
-                sizes[anchor] = values - before
+            done = around.pop()
+            if done.anchor is not None:
+                sizes[done.anchor] = values - done.before
         elif isinstance(event, yaml.NodeEvent):
-            if not tags and getattr(event, "tag", None) not in (None, "!"):
-                raise OutOfBounds(
-                    problem=f"{event.tag!r} is a tag; configurations hold plain values", problem_mark=mark
-                )
+            if plain:
+                check_plain(event, around[-1] if around else None)
+            before, own = values, 1 + len(getattr(event, "value", "")) // 100
             if isinstance(event, yaml.AliasEvent):
-                if event.anchor in inside:
-                    raise OutOfBounds(problem=f"the alias *{event.anchor} stands inside itself", problem_mark=mark)
-                values += sizes.get(event.anchor, 1)
-            else:
-                values += 1 + len(getattr(event, "value", "")) // 100
-                if isinstance(event, yaml.ScalarEvent) and event.anchor is not None:
-                    sizes[event.anchor] = 1 + len(event.value) // 100
+                if any(event.anchor == outer.anchor for outer in around):
+                    raise refused(event, f"the alias *{event.anchor} stands inside itself")
+                own = sizes.get(str(event.anchor), 1)
+            values += own
             if values > MOST_VALUES:
-                raise OutOfBounds(problem=f"more than {MOST_VALUES} values, aliases written out", problem_mark=mark)
+                raise refused(event, f"more than {MOST_VALUES} values, aliases written out")
             if isinstance(event, yaml.ScalarEvent):
+                if event.anchor is not None:
+                    sizes[event.anchor] = own
                 yield event.value
             elif isinstance(event, yaml.CollectionStartEvent):
-                inside.append(event.anchor)
-                begun.append(values - 1)
-                if len(inside) > DEEPEST:
-                    raise OutOfBounds(problem=f"more than {DEEPEST} lists in one another", problem_mark=mark)
+                keys = set[str]() if isinstance(event, yaml.MappingStartEvent) else None
+                around.append(Collection(event.anchor, before, keys))
+                if len(around) > DEEPEST:
+                    raise refused(event, f"more than {DEEPEST} lists in one another")
+
+
+def check_plain(event: yaml.NodeEvent, around: Collection | None) -> None:
+    """Refuse a tag, and a key that stands twice in the mapping around it or that names a class."""
+    tag = getattr(event, "tag", None)
+    if tag not in (None, "!"):
+        raise refused(event, f"{tag!r} is a tag; configurations hold plain values")
+    if around is None or around.keys is None:
+        return
+    if around.at_key and isinstance(event, yaml.ScalarEvent):
+        if event.value in around.keys:
+            raise refused(event, f"{event.value} is given twice")
+        if event.value == "class_path":  # jsonargparse would import the class
+            raise refused(event, "class_path is no setting")
+        around.keys.add(event.value)
+    around.at_key = not around.at_key
+
+
+def refused(event: yaml.Event, problem: str) -> Refused:
+    """The error for an event, with its line."""
+    mark: Any = event.start_mark
+    return Refused(problem=problem, problem_mark=mark)
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Settings by their whole keys; entries of a list of groups by `[number]`, other lists are values.
+
+    >>> flat({"kl": {"coef": 1}, "reward": [{"weight": 2}], "eval": {}})
+    {'kl.coef': 1, 'reward[0].weight': 2}
+    """
+    if isinstance(config, Mapping):
+        pairs = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in config.items()]
+    elif isinstance(config, list) and any(isinstance(item, Mapping) for item in config):
+        pairs = [(f"{prefix}[{number}]", item) for number, item in enumerate(config)]
+    else:
+        return {prefix: config}
+    return {name: found for key, value in pairs for name, found in flat(value, key).items()}
+
+
+def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
+    """Settings with dotted keys as groups; the inverse of `flat`.
+
+    >>> nested({"kl.coef": 1, "kl": {"place": "loss"}})
+    {'kl': {'coef': 1, 'place': 'loss'}}
+
+    Raises:
+        ConfigError: a key is given twice, or is not text.
+    """
+    groups: dict[str, Any] = {}
+    for key, value in settings.items():
+        _put(groups, key, value, prefix="")
+    return groups
+
+
+def _put(groups: dict[str, Any], key: Any, value: Any, prefix: str) -> None:
+    if not isinstance(key, str):
+        where = prefix.rstrip(".") or "a mapping of settings"
+        raise ConfigError(f"{where} has {key!r}, which YAML does not take for text; put it into quotes")
+    name, dot, rest = key.partition(".")
+    inner = {rest: value} if dot else value
+    if name in groups and not (isinstance(inner, Mapping) and isinstance(groups[name], dict)):
+        raise ConfigError(f"{prefix}{name} is given twice")
+    if not isinstance(inner, Mapping):
+        groups[name] = inner
+        return
+    group = groups.setdefault(name, {})
+    for inner_key, inner_value in inner.items():
+        _put(group, inner_key, inner_value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""What a sweep file asks for, as plain runs, each with its whole configuration; and how far each of them is."""
+"""The runs of a sweep file, each with its whole configuration, and their states."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, Literal
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
-from tokencredit.runs.resuming import changes, flat, saved
-from tokencredit.settings.plain import read_yaml
+from tokencredit.runs.resuming import changes, saved
+from tokencredit.settings.moved import renamed
+from tokencredit.settings.world import WORLDS, World
+from tokencredit.settings.yaml import nested, read_yaml
 
-COMMANDS = {"text": "train", "control": "control"}
-"""The command that does a run of each world."""
 KEYS = ("world", "base", "grid", "variants", "seeds", "dir")
-TAKEN = "comparison"
+COMPARISON = "comparison"
 """The folder beside those of the variants."""
-OWN = {"seed": "seeds", "run.dir": "dir"}
-"""Settings that a sweep gives itself, and the key of the file that they come from."""
+GIVEN = {"seed": "seeds", "run.dir": "dir"}
+"""Settings that a sweep gives itself, and the keys of its file that they come from."""
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
 """A name of a variant, which is a folder's."""
 
-Configure = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+Configure = Callable[[World, Mapping[str, Any]], dict[str, Any]]
 """From a world and some settings to the whole configuration, checked; raises `ConfigError`."""
 
 
@@ -34,7 +34,7 @@ Configure = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 class Run:
     """One run of a sweep."""
 
-    world: str
+    world: World
     variant: str
     seed: int
     folder: Path
@@ -43,16 +43,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """Its name, for people."""
         return f"{self.variant}/seed-{self.seed}"
 
     @property
     def log(self) -> Path:
-        """What its processes said."""
+        """The output of its processes."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def summary(self) -> dict[str, Any]:
-        """What came out; empty while it has not ended."""
+        """Its summary.json; empty while it has not ended."""
         file = self.folder / "summary.json"
         return read_object(file, file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -69,7 +69,7 @@ class Run:
 
 
 def reached(summary: Mapping[str, Any]) -> bool:
-    """Whether a run ended because one of the rules under `stop` said so."""
+    """True for a run that a rule under `stop` ended."""
     return str(summary.get("stopped_by")).startswith("stop.")
 
 
@@ -83,14 +83,22 @@ def read_sweep(file: Path, configure: Configure) -> list[Run]:
     Raises:
         ConfigError: a mistake in the file or in one of its variants; nothing has been run or written.
     """
-    asked = read_yaml(file)
+    asked = read_settings(file)
     base = asked.get("base", {})
     if isinstance(base, str):
-        asked["base"] = read_yaml(file.parent / base)
+        asked["base"] = read_settings(file.parent / base)
     try:
         return expand(asked, configure)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; raises `ConfigError` where there is none."""
+    settings = read_yaml(file)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} holds no settings")
+    return settings
 
 
 def first_seeds(runs: Sequence[Run], count: int | None) -> list[Run]:
@@ -104,12 +112,13 @@ def expand(asked: Mapping[str, Any], configure: Configure) -> list[Run]:
     for key in asked:
         if key not in KEYS:
             raise ConfigError(f"unknown key {key}; a sweep has {', '.join(KEYS)}")
-    world, folder, seeds = asked.get("world"), asked.get("dir"), asked.get("seeds")
-    if not isinstance(world, str) or world not in COMMANDS:
-        raise ConfigError(f"world is {world!r}; it must be text or control")
+    kind, folder = asked.get("world"), asked.get("dir")
+    if not isinstance(kind, str) or kind not in WORLDS:
+        raise ConfigError(f"world is {kind!r}; it must be {' or '.join(WORLDS)}")
+    world = WORLDS[kind]
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"dir is {folder!r}; give the folder that the runs go into")
-    check_seeds(seeds)
+    seeds = check_seeds(asked.get("seeds"))
     base, defaults = nested(mapping(asked.get("base", {}), "base")), configure(world, {})
     runs = []
     for name, overrides in variants(asked).items():
@@ -136,8 +145,8 @@ def mapping(value: Any, key: str) -> dict[str, Any]:
     return value
 
 
-def check_seeds(seeds: Any) -> None:
-    """Raise `ConfigError` unless these are different whole numbers, at least one."""
+def check_seeds(seeds: Any) -> list[int]:
+    """The seeds; raises `ConfigError` unless they are different whole numbers, at least one."""
     if not isinstance(seeds, list) or not seeds:
         raise ConfigError(f"seeds is {seeds!r}; it must be a list of at least one whole number")
     for seed in seeds:
@@ -145,6 +154,7 @@ def check_seeds(seeds: Any) -> None:
             raise ConfigError(f"seeds has {seed!r}; it must be a whole number, at least 0")
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds is {seeds}; each can be there only once")
+    return seeds
 
 
 def variants(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -157,10 +167,10 @@ def variants(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if not found:
         raise ConfigError("variants is empty; give at least one")
     for name in found:
-        if not SAFE.fullmatch(name) or name == TAKEN:
+        if not SAFE.fullmatch(name) or name == COMPARISON:
             raise ConfigError(
                 f"variants has {name!r}, which is to be a folder's name: letters, digits and _.,=+- only, at most 100, "
-                f"no sign but _ at the beginning, and not {TAKEN}"
+                f"no sign but _ at the beginning, and not {COMPARISON}"
             )
     return {name: mapping(overrides or {}, f"variants.{name}") for name, overrides in found.items()}
 
@@ -190,26 +200,6 @@ def combinations(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with each dotted key as groups in groups.
-
-    >>> nested({"kl.coef": 1, "kl": {"place": "loss"}})
-    {'kl': {'coef': 1, 'place': 'loss'}}
-
-    Raises:
-        ConfigError: a key is given twice, once dotted.
-    """
-    found: dict[str, Any] = {}
-    for dotted, value in settings.items():
-        inner = nested(mapping(value, dotted)) if isinstance(value, dict) else value
-        for part in reversed(str(dotted).split(".")):
-            inner = {part: inner}
-        if twice := flat(found).keys() & flat(inner).keys():
-            raise ConfigError(f"{min(twice)} is given twice")
-        found = merged(found, inner)
-    return found
-
-
 def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings with others laid over them; a list takes the place of a list."""
     found = dict(base)
@@ -222,9 +212,11 @@ def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> None:
     """Raise `ConfigError` for the first key that is not known, is no group, or is the sweep's own to give."""
     for key, value in settings.items():
-        if prefix + key in OWN:
-            raise ConfigError(f"{prefix}{key} is given; a sweep gives it itself, from its key {OWN[prefix + key]}")
+        if prefix + key in GIVEN:
+            raise ConfigError(f"{prefix}{key} is given; a sweep gives it itself, from its key {GIVEN[prefix + key]}")
         if key not in known:
+            if moved := renamed([prefix + key]):
+                raise ConfigError(moved)
             near = difflib.get_close_matches(key, known, n=1)
             advice = f"did you mean {prefix}{near[0]}?" if near else "see --print_config for all keys"
             raise ConfigError(f"unknown key {prefix}{key}; {advice}")

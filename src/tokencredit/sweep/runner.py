@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.runs.console import visible
 from tokencredit.runs.folder import RunFolder, recover
-from tokencredit.runs.signals import Signals
-from tokencredit.sweep.plan import COMMANDS, TAKEN, Run, refuse_changed
-from tokencredit.sweep.status import estimate, table, told, trouble
+from tokencredit.runs.untrusted import visible
+from tokencredit.settings.yaml import dump_yaml
+from tokencredit.signals import Signals
+from tokencredit.sweep.plan import COMPARISON, Run, refuse_changed
+from tokencredit.sweep.status import estimate, outcome, table, trouble
 
 PAUSE = 0.1
 """Seconds between two looks at the processes."""
@@ -55,14 +55,9 @@ def export(runs: Sequence[Run], folder: Path, file: str) -> None:
     files = RunFolder(str(folder))
     files.create(reserve=0)
     for run in runs:
-        files.write(f"{run.variant}-seed-{run.seed}.yaml", dump(run))
-    say(f"{len(runs)} files in {folder}; run each with: tokencredit {COMMANDS[runs[0].world]} --config FILE")
+        files.write(f"{run.variant}-seed-{run.seed}.yaml", dump_yaml(run.config))
+    say(f"{len(runs)} files in {folder}; run each with: tokencredit {runs[0].world.command} --config FILE")
     say(f"afterwards `tokencredit sweep {file}` does what is missing, and compares")
-
-
-def dump(run: Run) -> str:
-    """A run's configuration as a file."""
-    return yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
 
 
 def sweep(runs: Sequence[Run], jobs: int, file: str) -> None:
@@ -90,7 +85,7 @@ def sweep(runs: Sequence[Run], jobs: int, file: str) -> None:
             raise KeyboardInterrupt
         return
     done = [run for run in runs if run.state() == "finished"]
-    compare(done, home(runs) / TAKEN)
+    compare(done, home(runs) / COMPARISON)
     Console(highlight=False).print(table(runs, work.failures))
     for run, failure in work.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
@@ -163,19 +158,21 @@ class Work:
         if process is None and run.state() != "finished":
             self.begin(run)
         elif process is None or process.poll() is not None:
-            failed = process is not None and run.state() != "finished" and not stopping
-            self.end(run, trouble(run, process.returncode) if failed else None)
+            failure = None
+            if process is not None and run.state() != "finished" and not stopping:
+                failure = trouble(run, process.returncode)
+            self.end(run, failure)
 
     def end(self, run: Run, failure: str | None) -> None:
         """Write down and say what became of a run."""
         self.going.pop(run, None)
         if failure:
             self.failures[run] = failure
-        outcome = [{"run": run.name, "state": run.state(), "failure": self.failures.get(run)} for run in self.runs]
-        RunFolder(str(home(self.runs))).write("sweep.json", json.dumps(outcome, indent=2) + "\n")
-        done = sum(row["state"] == "finished" for row in outcome)
+        states = [{"run": run.name, "state": run.state(), "failure": self.failures.get(run)} for run in self.runs]
+        RunFolder(str(home(self.runs))).write("sweep.json", json.dumps(states, indent=2) + "\n")
+        done = sum(row["state"] == "finished" for row in states)
         left = len(self.runs) - done - len(self.failures)
-        say(f"{run.name}: {failure or told(run)}")
+        say(f"{run.name}: {failure or outcome(run)}")
         say(f"  {done} of {len(self.runs)} finished; {estimate(self.runs, left, self.jobs)}")
 
     def tell(self, number: int) -> None:
@@ -203,9 +200,9 @@ def start(run: Run, environment: Mapping[str, str]) -> Process | None:
         if state == "to begin":
             clear(run)
             settings = run.folder.with_name(f"{run.folder.name}.yaml")
-            RunFolder(str(settings.parent)).write(settings.name, dump(run))
+            RunFolder(str(settings.parent)).write(settings.name, dump_yaml(run.config))
             how = ["--config", str(settings), "--run.dir", str(run.folder)]
-        command = [sys.executable, "-m", "tokencredit.cli", COMMANDS[run.world], *how]
+        command = [sys.executable, "-m", "tokencredit.cli", run.world.command, *how]
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, **options, env=environment, start_new_session=True)
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
-from tokencredit.core.masked import Reduce, explained_variance, moments
-from tokencredit.text.engines.sampling import Rollout
+from tokencredit.core.masked import explained_variance, moments
+from tokencredit.processes import Processes
+from tokencredit.text.pipeline import Scored
 from tokencredit.text.rewards.terms import term_metrics
 
 DECIMALS = 6
@@ -21,63 +21,49 @@ DECIMALS = 6
 
 @dataclass(frozen=True)
 class Batch:
-    """A rollout, its texts, its rewards and its credit; `[batch]` or `[batch, time]`."""
+    """Scored completions with the credit of each token, `[batch, time]`."""
 
-    rollout: Rollout
-    prompts: list[str]
-    completions: list[str]
-    scores: Tensor
-    """`[batch]`: the weighted sum of the reward's terms, over all tokens where a term gives one number a token."""
-    terms: dict[str, list[float | None]]
-    """Each term by itself; None where it does not apply."""
-    ref_logprobs: Tensor | None
-    """Of the same tokens under the reference, nats."""
+    scored: Scored
     rewards: Tensor
     """For each token: the score at the last one, less the price of KL."""
     advantages: Tensor
     returns: Tensor
 
-    def metrics(self, reduce: Reduce, accelerator: Accelerator) -> dict[str, float]:
-        """Means over all completions; `reduce` sums a tensor over the accelerator's processes."""
-        rollout, mask = self.rollout, self.rollout.mask
-        everyone = torch.ones_like(self.scores, dtype=torch.bool)
-        _, reward, variance = moments(self.scores, everyone, reduce)
-        _, advantage, advantage_variance = moments(self.advantages, mask, reduce)
-
-        def total(*values: Tensor | float) -> list[float]:
-            return reduce(torch.tensor([float(x) for x in values], device=mask.device)).tolist()
-
-        texts = len(set(zip(self.prompts, self.completions, strict=True)))
-        all_pairs, pairs, distinct_in_rows = token_pairs(rollout.response_ids, mask)
-        rows, tokens, logprobs, cut, distinct, all_pairs, distinct_in_rows = total(
-            len(mask),
-            mask.sum(),
-            rollout.logprobs.sum(),
-            rollout.truncated.sum(),
-            texts,
-            all_pairs,
-            distinct_in_rows,
-        )
-        distinct_pairs = distinct_over_processes(pairs, accelerator)
+    def metrics(self, processes: Processes) -> dict[str, float]:
+        """Means over the completions of all processes."""
+        scored, rollout, mask = self.scored, self.scored.rollout, self.scored.rollout.mask
+        totals = scored.totals()
+        everyone = torch.ones_like(totals, dtype=torch.bool)
+        _, reward, variance = moments(totals, everyone, processes.sum)
+        _, advantage, advantage_variance = moments(self.advantages, mask, processes.sum)
+        (rows, tokens, logprobs, cut), texts = self._sums(processes), text_metrics(scored, processes)
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
-            **term_metrics(self.terms, reduce, mask.device),
+            **term_metrics(scored.terms, processes.sum, mask.device),
             "entropy": -logprobs / tokens,
             "tokens": tokens,
             "length": tokens / rows,
             "truncated": cut / rows,
-            "distinct": distinct / rows,
-            "distinct_2": distinct_pairs / max(all_pairs, 1),
-            "repetition": 1 - distinct_in_rows / max(all_pairs, 1),
+            **texts,
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
-            "explained_variance": float(explained_variance(rollout.values, self.returns, mask, reduce)),
         }
-        if self.ref_logprobs is not None:
-            kl, ref_logprobs = total(k1(rollout.logprobs, self.ref_logprobs, mask).sum(), self.ref_logprobs.sum())
-            metrics |= {"kl": kl / rows, "ref_logprob": ref_logprobs / tokens}
+        if rollout.values is not None:
+            explained = explained_variance(rollout.values, self.returns, mask, processes.sum)
+            metrics["explained_variance"] = float(explained)
+        if (reference := scored.reference.logprobs) is not None:
+            kl = k1(rollout.logprobs, reference, mask).sum()
+            kl_sum, ref_logprobs = processes.sum(torch.stack([kl, reference.sum()])).tolist()
+            metrics |= {"kl": kl_sum / rows, "ref_logprob": ref_logprobs / tokens}
         return metrics
+
+    def _sums(self, processes: Processes) -> list[float]:
+        """Rows, tokens, log-probabilities and truncated rows, summed."""
+        rollout = self.scored.rollout
+        values = (len(rollout.mask), rollout.mask.sum(), rollout.logprobs.sum(), rollout.truncated.sum())
+        sums: list[float] = processes.sum(torch.tensor([float(x) for x in values], device=rollout.mask.device)).tolist()
+        return sums
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor) -> list[dict[str, Any]]:
         """The first completions, token by token, as records for samples.jsonl.
@@ -89,30 +75,53 @@ class Batch:
         return [self._sample(row, tokenizer, new_logprobs) for row in range(len(new_logprobs))]
 
     def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor) -> dict[str, Any]:
-        acted = self.rollout.mask[row]
+        scored, rollout = self.scored, self.scored.rollout
+        acted = rollout.mask[row]
 
         def numbers(tensor: Tensor) -> list[float]:
             return [round(x, DECIMALS) for x in tensor[row][acted].tolist()]
 
-        ids = self.rollout.response_ids[row][acted].tolist()
+        ids = rollout.response_ids[row][acted].tolist()
         sample = {
-            "prompt": self.prompts[row],
-            "completion": self.completions[row],
-            "reward": round(float(self.scores[row]), DECIMALS),
-            "terms": {name: _rounded(values[row]) for name, values in self.terms.items()},
-            "truncated": bool(self.rollout.truncated[row]),
+            "prompt": scored.prompts.texts[row],
+            "completion": scored.completions[row],
+            "reward": round(float(scored.totals()[row]), DECIMALS),
+            "terms": {name: _rounded(values[row]) for name, values in scored.terms.items()},
+            "truncated": bool(rollout.truncated[row]),
             "token_ids": ids,
             "tokens": [tokenizer.decode([i]) for i in ids],
-            "logprobs": numbers(self.rollout.logprobs),
+            "logprobs": numbers(rollout.logprobs),
             "new_logprobs": numbers(new_logprobs),
-            "values": numbers(self.rollout.values),
             "rewards": numbers(self.rewards),
             "advantages": numbers(self.advantages),
             "returns": numbers(self.returns),
         }
-        if self.ref_logprobs is not None:
-            sample["ref_logprobs"] = numbers(self.ref_logprobs)
+        if rollout.values is not None:
+            sample["values"] = numbers(rollout.values)
+        if scored.reference.logprobs is not None:
+            sample["ref_logprobs"] = numbers(scored.reference.logprobs)
         return sample
+
+
+def text_metrics(scored: Scored, processes: Processes) -> dict[str, float]:
+    """How different the completions of all processes are: whole texts, and pairs of neighbouring tokens.
+
+    Returns:
+        `distinct`, the share of different texts (counted per process); `distinct_2`, that of different pairs; and
+        `repetition`, the share of pairs that stood in the same completion before.
+    """
+    rollout = scored.rollout
+    texts = len(set(zip(scored.prompts.texts, scored.completions, strict=True)))
+    all_pairs, pairs, distinct_in_rows = token_pairs(rollout.response_ids, rollout.mask)
+    counts = torch.tensor(
+        [float(x) for x in (len(rollout.mask), texts, all_pairs, distinct_in_rows)], device=rollout.mask.device
+    )
+    rows, distinct, all_pairs_sum, distinct_in_rows_sum = processes.sum(counts).tolist()
+    return {
+        "distinct": distinct / rows,
+        "distinct_2": distinct_over_processes(pairs, processes) / max(all_pairs_sum, 1),
+        "repetition": 1 - distinct_in_rows_sum / max(all_pairs_sum, 1),
+    }
 
 
 def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
@@ -131,10 +140,9 @@ def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
     return len(pairs), pairs.unique(), len(in_rows)
 
 
-def distinct_over_processes(pairs: Tensor, accelerator: Accelerator) -> int:
-    """How many different pairs the processes have together; what each has, `[n]`, may differ in length."""
-    padded = accelerator.pad_across_processes(pairs, pad_index=-1)
-    everyone: Tensor = accelerator.gather(padded)
+def distinct_over_processes(pairs: Tensor, processes: Processes) -> int:
+    """How many different pairs the processes have together, from those of this one, `[n]`."""
+    everyone = processes.gather(pairs)
     return len(everyone[everyone >= 0].unique())
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from tokencredit.runs.console import visible
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 
 
-def model_card(args: PPOConfig, terms: Sequence[str], summary: dict[str, Any]) -> str:
+def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any]) -> str:
     """What was trained, on what, with which reward and what came out, as the README of a model repository."""
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["tokencredit", "ppo", "reinforcement-learning"]}
     if not args.model.name.startswith("builtin:"):

@@ -9,9 +9,11 @@ from tokencredit.core.advantages import estimate
 from tokencredit.core.masked import Reduce, whiten
 from tokencredit.core.rewards import token_rewards
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
+from tokencredit.learn.experience import Experience
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig
-from tokencredit.text.engines.sampling import Rollout
+from tokencredit.text.batch import Batch
+from tokencredit.text.pipeline import Scored
 
 
 class Credit:
@@ -24,38 +26,46 @@ class Credit:
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
 
-    def give(
-        self, rollout: Rollout, scores: Tensor, dense: list[list[float]] | None, kl: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rewards, advantages and returns of a rollout's tokens, `[batch, time]`.
+    def give(self, scored: Scored) -> tuple[Batch, Experience]:
+        """Completions with the reward, advantage and return of each token, and the experience to learn from.
 
         A completion that was cut off at the length limit is treated as ended there: its score is paid in full, once, so
         the value of the state after it is 0. To bootstrap from the critic as well would count the score twice, and
         since the critic learns from that sum, its values would climb without end.
-
-        Args:
-            rollout: what was sampled.
-            scores: `[batch]`, paid at the last token.
-            dense: for each completion one number a token, paid where it stands; None without.
-            kl: `[batch, time]`, what each token pays for in nats; None where the loss pays, or nobody.
         """
-        args, mask = self.args, rollout.mask
+        args, rollout, mask = self.args, scored.rollout, scored.rollout.mask
         rewards = token_rewards(
-            self.normalize(scores),
+            self.normalize(scored.scores),
             mask,
-            kl=kl,
+            kl=scored.reference.kl,
             kl_coef=self.kl.coef,
             eos=~rollout.truncated,
             missing_eos_penalty=args.score.missing_eos_penalty,
             clip=args.score.clip,
         )
-        if dense is not None:
-            rewards[mask] += torch.tensor([x for row in dense for x in row], device=mask.device)
+        if scored.dense is not None:
+            rewards[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
         options = args.advantage.options()
         options |= {"baseline": self.baseline.mean, "group_size": args.rollout.per_prompt}
         advantages, returns = estimate(args.advantage.estimator, rewards, rollout.values, options=options, mask=mask)
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
-        return rewards, advantages, returns
+        batch = Batch(scored, rewards, advantages, returns)
+        if args.advantage.whitened_over("batch"):
+            advantages = whiten(advantages, mask, reduce=self.reduce)
+        return batch, self._experience(scored, advantages, returns)
+
+    def _experience(self, scored: Scored, advantages: Tensor, returns: Tensor) -> Experience:
+        rollout, reference = scored.rollout, scored.reference
+        return Experience(
+            inputs=rollout.inputs() | ({} if reference.hidden is None else {"ref_hidden": reference.hidden}),
+            mask=rollout.mask,
+            lengths=rollout.lengths(),
+            logprobs=rollout.logprobs,
+            values=rollout.values,
+            advantages=advantages,
+            returns=returns,
+            ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
+        )
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What it remembers."""

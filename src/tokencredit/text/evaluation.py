@@ -2,100 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
-from tokencredit.errors import ConfigError
-from tokencredit.runs.console import visible
+from tokencredit.errors import RunStopped
+from tokencredit.processes import Processes
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig
-from tokencredit.text.batch import distinct_over_processes, token_pairs
-from tokencredit.text.data.prompts import Prompts, load_prompts
-from tokencredit.text.engines.sampling import Rollout, sample
-from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import end_ids, load_language_model, room_for_prompts
-from tokencredit.text.rewards.terms import Term, build_terms, score, term_metrics
+from tokencredit.text.batch import text_metrics
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+from tokencredit.text.rewards.terms import build_terms, term_metrics
+from tokencredit.text.setup import build_pipeline, load_run_models, prepare_prompts
 
 SEED_OFFSET = 1_000_003
 """Keeps evaluation's random numbers apart from training's; they are the same in every evaluation of a run."""
 
 
-def evaluate(
-    policy: ActorCritic,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    terms: Sequence[Term],
-    prompts: Prompts,
-    settings: EvalConfig,
-    *,
-    seed: int,
-    ref_logprobs: Callable[[Rollout], Tensor | None],
-    accelerator: Accelerator,
-) -> dict[str, float]:
+def evaluate(pipeline: Pipeline, prompts: Prompts, settings: EvalConfig, *, seed: int) -> dict[str, float]:
     """Sample `best_of` completions of each of the first `samples` prompts and measure them.
 
     Returns:
         `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
-        (nats a sequence, if there is a reference), `eval/length`, `eval/distinct` (share of different completions) and
-        `eval/distinct_2` (share of different pairs of neighbouring tokens).
+        (nats per sequence, if there is a reference), `eval/length`, `eval/distinct` (share of different completions)
+        and `eval/distinct_2` (share of different pairs of neighbouring tokens).
+
+    Raises:
+        UnusableBatch: a log-probability or reward is not finite, in any process.
     """
-    share = -(-settings.samples // accelerator.num_processes) * settings.best_of
-    first = share * accelerator.process_index
+    processes = pipeline.processes
+    share = -(-settings.samples // processes.count) * settings.best_of
+    first = share * processes.rank
     generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
-    uniforms = torch.rand(share * accelerator.num_processes, settings.max_new_tokens, generator=generator)
+    uniforms = torch.rand(share * processes.count, settings.max_new_tokens, generator=generator)
     batch = prompts.batch(first, share, settings.best_of)
-    device = accelerator.device
-    rollout = sample(
-        policy,
-        batch.ids.to(device),
-        batch.mask.to(device),
-        uniforms[first : first + share].to(device),
-        settings,
-        tokenizer,
-        end_ids,
-        settings.best_of,
-    )
-    reference = ref_logprobs(rollout)
-    completions = rollout.texts(tokenizer)
-    columns = batch.columns | rollout.columns(reference)
-    rated = score(terms, batch.prompts, batch.answers(completions), columns, rollout.mask.sum(1).tolist())
-    totals = torch.tensor(rated.totals)
-    if rated.dense is not None:
-        totals += torch.tensor([sum(row) for row in rated.dense])
+    scored = pipeline.collect(batch, settings, uniforms[first : first + share], settings.best_of)
+    return {f"eval/{name}": value for name, value in measure(scored, settings.best_of, processes).items()}
 
-    def reduce(tensor: Tensor) -> Tensor:
-        return accelerator.reduce(tensor, "sum")
 
-    all_pairs, pairs, _ = token_pairs(rollout.response_ids, rollout.mask)
-    sums = [len(totals), totals.sum(), totals.view(-1, settings.best_of).amax(1).sum(), rollout.mask.sum()]
-    sums += [len(set(zip(batch.texts, completions, strict=True))), all_pairs]
+def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, float]:
+    """The metrics of scored completions, over all processes."""
+    rollout, reference = scored.rollout, scored.reference.logprobs
+    totals = scored.totals().cpu()
+    sums: list[Tensor | float] = [len(totals), totals.sum(), totals.view(-1, best_of).amax(1).sum(), rollout.mask.sum()]
     sums += [0 if reference is None else k1(rollout.logprobs, reference, rollout.mask).sum()]
-    rows, reward, best, tokens, distinct, all_pairs, kl = reduce(
-        torch.tensor([float(x) for x in sums], device=device)
-    ).tolist()
+    device = rollout.mask.device
+    rows, reward, best, tokens, kl = processes.sum(torch.tensor([float(x) for x in sums], device=device)).tolist()
+    texts = text_metrics(scored, processes)
     metrics = {
         "reward": reward / rows,
-        "best": best / (rows / settings.best_of),
-        **term_metrics(rated.terms, reduce, device),
+        "best": best / (rows / best_of),
+        **term_metrics(scored.terms, processes.sum, device),
         "length": tokens / rows,
-        "distinct": distinct / rows,
-        "distinct_2": distinct_over_processes(pairs, accelerator) / max(all_pairs, 1),
+        "distinct": texts["distinct"],
+        "distinct_2": texts["distinct_2"],
     }
     if reference is not None:
         metrics["kl"] = kl / rows
-    return {f"eval/{name}": value for name, value in metrics.items()}
+    return metrics
 
 
-@torch.no_grad()
 def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
-    """Measure a run's policy as the run's own evaluations did, print a line a metric, and return them.
+    """Measure a run's policy as the run's own evaluations did, print a line per metric, and return them.
 
     Args:
         run: the run's folder.
@@ -104,36 +76,18 @@ def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
 
     Raises:
         ConfigError: the run has no such policy.
+        RunStopped: a reward is not finite.
     """
-    if which != "base" and not (run / which).is_dir():
-        raise ConfigError(f"{str(run)!r} has no {which}/; a run writes policy/ at its end, and best/ with eval.every")
-    name = config.model.name if which == "base" else str(run / which)
-    lm, tokenizer = load_language_model(replace(config.model, name=name))
-    base = ActorCritic(load_language_model(config.model)[0]) if config.kl.coef > 0 else None
-
-    def ref_logprobs(rollout: Rollout) -> Tensor | None:
-        return None if base is None else base(**rollout.inputs(), temperature=config.eval.temperature).logprobs
-
-    prompts = load_prompts(
-        config.eval.prompts or config.prompts,
-        tokenizer,
-        seed=config.seed,
-        room=room_for_prompts(lm, config.eval.max_new_tokens),
-        group="prompts" if config.eval.prompts is None else "eval.prompts",
-    )
+    processes = Processes()
+    models = load_run_models(run, config, which, processes, reference=True)
+    terms = build_terms(config.reward, processes.device)
+    _, prompts = prepare_prompts(config, models.policy.lm, models.tokenizer)
     if left_out := prompts.left_out():
         print(visible(left_out))
-    metrics = evaluate(
-        ActorCritic(lm),
-        tokenizer,
-        end_ids(lm, tokenizer),
-        build_terms(config.reward, "cpu"),
-        prompts,
-        config.eval,
-        seed=config.seed,
-        ref_logprobs=ref_logprobs,
-        accelerator=Accelerator(cpu=True),
-    )
+    try:
+        metrics = evaluate(build_pipeline(config, models, terms, processes), prompts, config.eval, seed=config.seed)
+    except UnusableBatch as error:
+        raise RunStopped(str(error)) from error
     for metric, value in metrics.items():
         print(f"{visible(metric.removeprefix('eval/')):<24} {value:.4g}")
     return metrics

@@ -1,4 +1,4 @@
-"""Passes over whole texts that train nothing: what the policy, its critic and the reference say of a rollout."""
+"""Passes over whole texts without gradients: policy, critic and reference model on a rollout."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from torch import Tensor
 
 from tokencredit.core.kl import kl_estimate
 from tokencredit.learn.experience import like_lengths
-from tokencredit.learn.update import Evaluation
+from tokencredit.learn.objective import PolicyOutputs
 from tokencredit.settings.training import KLConfig
-from tokencredit.text.engines.sampling import Rollout
-from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 
 
-class Reference(NamedTuple):
-    """What the reference says of a rollout; None and nothing without one."""
+class ReferenceOutputs(NamedTuple):
+    """Log-probs and KL of a rollout under the reference model; empty where there is none."""
 
-    logprobs: Tensor | None
-    kl: Tensor | None
-    """What each token's reward pays for, nats; None where the loss pays."""
-    inputs: dict[str, Tensor]
-    """What the update needs to price the KL in the loss."""
+    logprobs: Tensor | None = None
+    """`[batch, time]`, nats."""
+    kl: Tensor | None = None
+    """`[batch, time]`, the nats that each token's reward pays for; None where the loss pays."""
+    hidden: Tensor | None = None
+    """`[batch, time, width]`, for an exact KL in the loss."""
 
 
-def by_length(
-    rollout: Rollout, budget: int | None, read: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-) -> dict[str, Tensor]:
+def by_length(rollout: Rollout, budget: int | None, read: Callable[[Inputs], dict[str, Tensor]]) -> dict[str, Tensor]:
     """What `read` gives for all rows, each `[batch, …]`, when it is handed rows of like length.
 
     Args:
@@ -47,47 +46,49 @@ def by_length(
     return results
 
 
-def evaluate_rollout(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> Evaluation:
+def evaluate_rollout(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> PolicyOutputs:
     """Log-probabilities and values of a rollout under a policy and its critic, without gradients."""
 
-    def read(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        now = policy(**inputs, temperature=temperature)
-        return {"logprobs": now.logprobs, "values": now.values}
+    def read(inputs: Inputs) -> dict[str, Tensor]:
+        now = policy(inputs, temperature=temperature)
+        return {"logprobs": now.logprobs} | ({} if now.values is None else {"values": now.values})
 
-    return Evaluation(torch.zeros(()), **by_length(rollout, budget, read))
+    return PolicyOutputs(torch.zeros(()), **by_length(rollout, budget, read))
 
 
 def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> Tensor:
-    """Log-probabilities `[batch, time]` of a rollout under a policy, whose critic is not asked."""
+    """Log-probabilities `[batch, time]` of a rollout under a policy, without its critic's values."""
 
-    def read(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        hidden = policy.response_hidden(**inputs)
-        return {"logprobs": policy.logprobs(hidden, inputs["response_ids"], inputs["mask"], temperature)}
+    def read(inputs: Inputs) -> dict[str, Tensor]:
+        return {"logprobs": policy.logprobs(policy.response_hidden(inputs), inputs, temperature)}
 
     return by_length(rollout, budget, read)["logprobs"]
 
 
-def critic_values(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
-    """Values `[batch, time]` from a critic with a trunk of its own, whose states no sampling pass has computed."""
+def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
+    """Values `[batch, time]` of a rollout, by a pass of the critic alone."""
 
-    def read(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"values": policy.values(policy.critic_hidden(**inputs))}
+    def read(inputs: Inputs) -> dict[str, Tensor]:
+        critic = policy.critic
+        assert critic is not None
+        hidden = policy.response_hidden(inputs) if critic.trunk is None else policy.critic_hidden(inputs)
+        return {"values": critic(hidden)}
 
     return by_length(rollout, budget, read)["values"].masked_fill(~rollout.mask, 0.0)
 
 
-def refer(
+def reference_outputs(
     policy: ActorCritic,
     reference: ActorCritic | None,
     rollout: Rollout,
     args: KLConfig,
     temperature: float,
     budget: int | None,
-) -> Reference:
-    """What the reference says of a rollout, as far as the configuration needs it.
+) -> ReferenceOutputs:
+    """Log-probs and KL of a rollout under the reference model, as far as the configuration needs them.
 
     Args:
-        policy: for the exact KL in the reward; its adapter, if it has one, is off while the reference speaks.
+        policy: for the exact KL in the reward; its adapter, if it has one, is off during the reference's passes.
         reference: a model of its own, or `policy` itself where that has an adapter; None for none.
         rollout: what was sampled.
         args: where the KL is paid, and how it is estimated.
@@ -95,23 +96,24 @@ def refer(
         budget: the most tokens at once, padding included; None for no limit.
     """
     if reference is None:
-        return Reference(None, None, {})
+        return ReferenceOutputs()
     full, in_loss = args.estimator == "full", args.place == "loss"
 
-    def read(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def read(inputs: Inputs) -> dict[str, Tensor]:
         with nullcontext() if policy.adapter is None else policy.adapter.disable_adapter():
-            hidden = reference.response_hidden(**inputs)
-            results = {"logprobs": reference.logprobs(hidden, inputs["response_ids"], inputs["mask"], temperature)}
+            hidden = reference.response_hidden(inputs)
+            results = {"logprobs": reference.logprobs(hidden, inputs, temperature)}
         if full and in_loss:
             results["ref_hidden"] = hidden
         elif full:
-            now = policy(**inputs, temperature=temperature, reference=reference, ref_hidden=hidden)
-            results["kl"] = now.kl
+            kl = policy(inputs | {"ref_hidden": hidden}, temperature=temperature, reference=reference).kl
+            assert kl is not None
+            results["kl"] = kl
         return results
 
-    found = by_length(rollout, budget, read)
-    logprobs = found["logprobs"]
+    outputs = by_length(rollout, budget, read)
+    logprobs = outputs["logprobs"]
     if in_loss:
-        return Reference(logprobs, None, {"ref_hidden": found["ref_hidden"]} if full else {"ref_logprobs": logprobs})
-    kl = found["kl"] if full else kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
-    return Reference(logprobs, kl, {})
+        return ReferenceOutputs(logprobs, hidden=outputs.get("ref_hidden"))
+    kl = outputs["kl"] if full else kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
+    return ReferenceOutputs(logprobs, kl)

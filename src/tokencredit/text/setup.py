@@ -1,23 +1,39 @@
-"""What a run needs before its first iteration: its prompts, and the models that it trains and compares with."""
+"""From a configuration to the objects of a run: prompts, models, pipeline and learner."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.learn.optim import build_optimizer, hidden_matrices
+from tokencredit.learn.learner import Learner, UpdateSettings
+from tokencredit.learn.objective import Objective, PolicyLoss, PolicyOutputs
+from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.state import trainable
+from tokencredit.processes import Processes
+from tokencredit.settings.model import LoraConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import build_actor_critic, room_for_prompts
+from tokencredit.text.models.building import build_policy, check_projection, skip_draws
+from tokencredit.text.models.loading import (
+    check_language_model,
+    end_ids,
+    load_language_model,
+    load_tokenizer,
+    room_for_prompts,
+    width,
+)
+from tokencredit.text.models.precision import Precision, choose
+from tokencredit.text.pipeline import Pipeline
+from tokencredit.text.rewards.calls import Term
+from tokencredit.text.rewards.terms import as_terms, build_terms
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -25,14 +41,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Models:
-    """What is trained and what it is compared with."""
+    """A policy, the model it is compared with, and how both are run."""
 
     policy: ActorCritic
     reference: ActorCritic | None
     """The policy itself, whose adapter is then switched off, where only an adapter is trained."""
-    model: nn.Module
-    """The policy as Accelerate wraps it, for passes with gradients."""
-    optimizer: torch.optim.Optimizer
+    tokenizer: PreTrainedTokenizerBase
+    precision: Precision
+    notes: list[str]
+    """Where the critic comes from, if that is worth saying."""
+
+    def engine(self, budget: int | None) -> LocalEngine:
+        """The local engine for the policy."""
+        ends = end_ids(self.policy.lm, self.tokenizer)
+        return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget)
 
 
 def check_batch_size(args: PPOConfig, processes: int) -> None:
@@ -48,8 +70,8 @@ def prepare_prompts(
     args: PPOConfig,
     lm: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    train_dataset: Rows | None,
-    eval_dataset: Rows | None,
+    train_dataset: Rows | None = None,
+    eval_dataset: Rows | None = None,
 ) -> tuple[Prompts, Prompts]:
     """Prompts for training and, which may be the same, for evaluation."""
     held_out = args.eval.prompts is not None or eval_dataset is not None
@@ -73,24 +95,162 @@ def prepare_prompts(
     return prompts, eval_prompts
 
 
-def prepare_models(
-    args: PPOConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, peft_config: Any, accelerator: Accelerator
+def left_out(*prompts: Prompts) -> list[str]:
+    """A line on each set of prompts of which some are too long to take part."""
+    return [line for line in (each.left_out() for each in dict.fromkeys(prompts)) if line]
+
+
+def load_terms(args: PPOConfig, reward_funcs: Any, device: torch.device) -> list[Term]:
+    """The reward's terms: those of Python callers if there are any, or else the configuration's."""
+    return build_terms(args.reward, device) if reward_funcs is None else as_terms(reward_funcs, device)
+
+
+def load_start(
+    args: PPOConfig, model: str | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The language model that training starts from, and its tokenizer; a loaded model is taken as it is."""
+    if isinstance(model, PreTrainedModel):
+        tokenizer = tokenizer or load_tokenizer(args.model)
+        lm = check_language_model(args.model, model.float(), tokenizer)
+    else:
+        lm, tokenizer = load_language_model(args.model, tokenizer)
+    check_projection(args.model.name, lm)
+    return lm, tokenizer
+
+
+def build_models(
+    args: PPOConfig,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: Precision,
+    peft_config: Any = None,
 ) -> Models:
-    """Policy with critic, reference and optimizer, where the accelerator wants them."""
+    """The policy with its critic, and the reference model, on the device of the passes.
+
+    A new critic draws its weights from PyTorch's global generator.
+    """
     adapted = bool(args.model.lora.rank) or peft_config is not None
-    base = ActorCritic(deepcopy(lm), compiled=args.model.compile) if args.kl.coef > 0 and not adapted else None
-    policy = build_actor_critic(lm, tokenizer, args.model, peft_config).to(accelerator.device)
-    reference = None
-    if base is not None:
-        reference = base.requires_grad_(False).to(accelerator.device)
+    reference = ActorCritic(deepcopy(lm), compiled=args.model.compile) if args.kl.coef > 0 and not adapted else None
+    skip_draws(lm, models=1 if reference is None else 2)
+    policy, notes = build_policy(lm, tokenizer, args.model, args.critic, peft_config)
+    policy.to(precision.device)
+    if reference is not None:
+        reference.requires_grad_(False).to(precision.device)
     elif args.kl.coef > 0:
         reference = policy
-    parts = ((policy.lm, args.optim.lr), (policy.critic_parts(), args.optim.value_lr))
-    optimizer = build_optimizer(
-        [{"params": trainable(p), "lr": lr, "weight_decay": args.optim.weight_decay} for p, lr in parts],
-        args.optim.name,
-        hidden=hidden_matrices(lm, exclude=lm.get_output_embeddings().parameters()),
-        eps=args.optim.eps,
+    return Models(policy, reference, tokenizer, precision, notes)
+
+
+def load_run_models(run: Path, args: PPOConfig, which: str, processes: Processes, *, reference: bool) -> Models:
+    """The models of a run that has ended, with its device, dtype and critic.
+
+    Args:
+        run: its folder.
+        args: its configuration.
+        which: `policy`, `best`, or `base` for the model that it started from.
+        processes: the job.
+        reference: also load the reference model, if the run has one.
+
+    Raises:
+        ConfigError: the run has no such policy.
+    """
+    if which != "base" and not (run / which).is_dir():
+        raise ConfigError(
+            f"{str(run)!r} has no {which}/; a run writes policy/ at its end, and best/ with eval.every; "
+            "--base takes the model that it started from"
+        )
+    name = args.model.name if which == "base" else str(run / which)
+    # Once trained, an adapter belongs to its folder, and nothing is trained here.
+    plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
+    critic = args.critic if which == "base" else replace(args.critic, name=None, init="saved")
+    lm, tokenizer = load_start(replace(args, model=replace(plain, name=name)), None, None)
+    precision = choose(args.model.dtype, width(lm), processes)
+    base = None
+    if reference and args.kl.coef > 0:
+        base = ActorCritic(load_language_model(plain)[0]).requires_grad_(False).to(precision.device)
+    policy, notes = build_policy(lm, tokenizer, replace(plain, name=name), critic)
+    return Models(policy.requires_grad_(False).to(precision.device), base, tokenizer, precision, notes)
+
+
+def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes: Processes) -> Pipeline:
+    """The pipeline of a run, around its models and reward terms."""
+    budget = args.ppo.micro_batch_tokens
+    return Pipeline(
+        models.policy,
+        models.reference,
+        models.tokenizer,
+        models.precision,
+        models.engine(budget),
+        terms,
+        args.kl,
+        processes,
+        budget,
     )
-    model, prepared = accelerator.prepare(policy, optimizer)
-    return Models(policy, reference, model, prepared)
+
+
+def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
+    """The learner of a run: optimizer, schedule, objective and the generator that shuffles."""
+    policy, precision, optim, ppo = models.policy, models.precision, args.optim, args.ppo
+    groups = [{"params": trainable(policy.lm), "lr": optim.lr, "weight_decay": optim.weight_decay}]
+    if policy.critic is not None:
+        critic = {"params": trainable(policy.critic), "lr": args.critic.lr, "weight_decay": optim.weight_decay}
+        groups.append(critic | {"critic": True})
+    hidden = hidden_matrices(policy.lm, exclude=policy.lm.get_output_embeddings().parameters())
+    optimizer = build_optimizer(groups, optim.name, hidden=hidden, eps=optim.eps)
+    exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
+    options = {
+        "temperature": args.rollout.temperature,
+        "entropy": ppo.entropy_coef > 0,
+        "reference": models.reference if exact_kl else None,
+    }
+
+    def evaluate(model: torch.nn.Module, inputs: dict[str, torch.Tensor], loss: PolicyLoss) -> PolicyOutputs:
+        with precision.autocast():
+            outputs: PolicyOutputs = model(inputs, policy_loss=loss, **options)
+        return outputs
+
+    return Learner(
+        policy,
+        optimizer,
+        evaluate,
+        build_objective(args),
+        build_update(args),
+        schedule(
+            optim.schedule,
+            warmup=optim.warmup,
+            total=max(args.run.iterations, optim.warmup + 1),
+            final_scale=optim.final_scale,
+        ),
+        torch.Generator().manual_seed(2 * args.seed + 1),
+        processes,
+    )
+
+
+def build_objective(args: PPOConfig) -> Objective:
+    """What the updates of a run minimise; the price of KL is set for each."""
+    ppo, kl = args.ppo, args.kl
+    return Objective(
+        clip=ppo.clip_range(),
+        dual_clip=ppo.dual_clip,
+        value_clip=args.critic.clip,
+        value_coef=args.critic.coef,
+        entropy_coef=ppo.entropy_coef,
+        kl_estimator=kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
+        reduction=ppo.reduction,
+        horizon=args.rollout.max_new_tokens,
+    )
+
+
+def build_update(args: PPOConfig) -> UpdateSettings:
+    """How the updates of a run go through an experience."""
+    ppo, optim, model = args.ppo, args.optim, args.model
+    return UpdateSettings(
+        epochs=ppo.epochs,
+        minibatches=ppo.minibatches,
+        micro_batch_tokens=ppo.micro_batch_tokens,
+        whiten_minibatches=args.advantage.whitened_over("minibatch"),
+        target_kl=ppo.target_kl,
+        max_grad_norm=optim.max_grad_norm,
+        grad_norm_type=optim.norm_order(),
+        train_mode=model.dropout or model.gradient_checkpointing or model.lora.dropout > 0,
+    )

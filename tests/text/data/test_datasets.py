@@ -211,6 +211,7 @@ for options in json.loads(sys.argv[1]):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_the_hub(ask_hub):
     data = {"name": "org/data"}
     train, test, split, subset, missing = ask_hub(
@@ -224,6 +225,7 @@ def test_the_hub(ask_hub):
     assert "'org/other', which is no file or folder here, and the hub does not give it" in missing
 
 
+@pytest.mark.slow
 def test_without_a_hub_there_is_its_cache_and_what_is_local(ask_hub):
     ask_hub({"name": "org/data"})
     nowhere = "http://127.0.0.1:9"

@@ -11,6 +11,8 @@ from threading import Thread
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
+
 TRAIN = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "4", "--run.iterations", "1", "--run.trackers", "[]"]
 
 

@@ -1,4 +1,5 @@
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_padding_is_on_the_left_and_masked(tokenizer):
 
 def test_the_beginning_of_sequence_token_is_an_option(tokenizer):
     def ids(text, **options):
-        return Prompts(text, tokenizer, **options).batch(0, 1).ids[0].tolist()
+        return Prompts(text, tokenizer, PromptsConfig(**options)).batch(0, 1).ids[0].tolist()
 
     plain = ids("This movie")
     assert ids("This movie", add_bos=True) == [tokenizer.bos_token_id, *plain]
@@ -86,7 +87,7 @@ def test_conversations_go_through_the_chat_template(chatty):
     assert batch.texts[0] == f"{chatty.bos_token}[user] How was the film?\n[assistant]"
     assert batch.texts[1].endswith("[assistant] It was"), "an answer that was begun is continued"
     assert ((batch.ids == chatty.bos_token_id) & batch.mask).sum(1).tolist() == [1, 1]
-    polite = Prompts(rows[:1], chatty, chat_template_kwargs={"polite": True}, add_bos=True).batch(0, 1)
+    polite = Prompts(rows[:1], chatty, PromptsConfig(chat_template_kwargs={"polite": True}, add_bos=True)).batch(0, 1)
     assert polite.texts[0].endswith("[assistant] Well,")
     assert (polite.ids == chatty.bos_token_id).sum() == 1
 
@@ -102,38 +103,41 @@ def test_a_prompt_that_is_too_long_is_refused_dropped_or_truncated(tokenizer):
     with pytest.raises(
         ConfigError, match=r"row 2 of 'x' has \d+ tokens, but .* room for 4; shorten it, or set prompts"
     ):
-        Prompts(rows, tokenizer, name="'x'", max_length=4)
-    dropped = Prompts(rows, tokenizer, max_length=4, overlong="drop")
+        Prompts(rows, tokenizer, PromptsConfig(max_length=4), name="'x'")
+    drop = PromptsConfig(max_length=4, overlong="drop")
+    dropped = Prompts(rows, tokenizer, drop)
     assert dropped.batch(0, 3).prompts == ["A film", "The end", "A film"]
     with pytest.raises(ConfigError, match=r"all 1 prompts of 'x' have more than the 4 tokens that fit"):
-        Prompts(rows[1:2], tokenizer, name="'x'", max_length=4, overlong="drop")
+        Prompts(rows[1:2], tokenizer, drop, name="'x'")
 
-    cut = Prompts(rows, tokenizer, max_length=4, overlong="truncate").batch(1, 1)
+    cut = Prompts(rows, tokenizer, PromptsConfig(max_length=4, overlong="truncate")).batch(1, 1)
     assert cut.ids[0].tolist() == tokenizer(rows[1]["prompt"])["input_ids"][-4:]
     assert cut.texts[0] == tokenizer.decode(cut.ids[0])
     assert cut.prompts == [rows[1]["prompt"]]
-    cut = Prompts(rows, tokenizer, max_length=4, overlong="truncate", add_bos=True).batch(1, 1)
+    cut = Prompts(rows, tokenizer, PromptsConfig(max_length=4, overlong="truncate", add_bos=True)).batch(1, 1)
     assert cut.ids[0].tolist() == [tokenizer.bos_token_id, *tokenizer(rows[1]["prompt"])["input_ids"][-3:]]
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_the_limit_is_exact(tokenizer, add_bos):
     text = "This movie was really not what I had expected 🎬"
-    length = Prompts(text, tokenizer, add_bos=add_bos).batch(0, 1).ids.shape[1]
-    assert Prompts(text, tokenizer, add_bos=add_bos, max_length=length).batch(0, 1).mask.all()
+    config = PromptsConfig(add_bos=add_bos)
+    length = Prompts(text, tokenizer, config).batch(0, 1).ids.shape[1]
+    assert Prompts(text, tokenizer, replace(config, max_length=length)).batch(0, 1).mask.all()
+    assert Prompts(text, tokenizer, config, room=length).batch(0, 1).mask.all()
     with pytest.raises(ConfigError, match=rf"prompts\.text\[0\] has {length} tokens, .* room for {length - 1};"):
-        Prompts(text, tokenizer, add_bos=add_bos, max_length=length - 1)
+        Prompts(text, tokenizer, replace(config, max_length=length - 1))
 
 
 def test_no_room_at_all_is_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"max_new_tokens leaves no room for a prompt"):
-        Prompts("A", tokenizer, max_length=0, overlong="truncate")
+        Prompts("A", tokenizer, PromptsConfig(overlong="truncate"), room=0)
 
 
 def test_an_empty_prompt_is_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"prompts\.text\[1\] is '', which has no token"):
         Prompts(["A", ""], tokenizer)
-    assert Prompts("", tokenizer, add_bos=True).batch(0, 1).ids.tolist() == [[tokenizer.bos_token_id]]
+    assert Prompts("", tokenizer, PromptsConfig(add_bos=True)).batch(0, 1).ids.tolist() == [[tokenizer.bos_token_id]]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
 def test_a_column_that_is_not_there_is_refused_with_those_that_are(tokenizer):
     for rows in (numbered(2), Dataset.from_list(numbered(2))):
         with pytest.raises(ConfigError, match=r"prompts\.column is 'text'; the columns of 'x' are prompt, number"):
-            Prompts(rows, tokenizer, column="text", name="'x'")
+            Prompts(rows, tokenizer, PromptsConfig(column="text"), name="'x'")
 
 
 def test_an_empty_data_set_is_refused(tokenizer):
@@ -186,7 +190,7 @@ def test_a_tokenizer_without_the_token_to_add_is_refused(tokenizer):
     bare = deepcopy(tokenizer)
     bare.bos_token = None
     with pytest.raises(ConfigError, match=r"prompts\.add_bos is true, but the tokenizer has no beginning-of-sequence"):
-        Prompts("This", bare, add_bos=True)
+        Prompts("This", bare, PromptsConfig(add_bos=True))
 
 
 def test_the_configuration_is_followed(tokenizer, tmp_path):

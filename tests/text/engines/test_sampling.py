@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -6,27 +8,27 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import draw, sample
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.loading import load_language_model, width
 
 
 @pytest.fixture
 def model(architecture, model_folders):
     lm, _ = load_language_model(ModelConfig(name=str(model_folders[architecture])))
-    model = ActorCritic(lm)
-    torch.nn.init.normal_(model.value_head.weight)
+    model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
+    torch.nn.init.normal_(model.critic.head.weight)
     return model
 
 
 def prompts(tokenizer, size=12):
     texts = ["This movie was really", "A film", "I did not think that the second act"]
-    batch = Prompts(texts, tokenizer).batch(0, size)
-    return batch.ids, batch.mask
+    return Prompts(texts, tokenizer).batch(0, size)
 
 
 def roll(model, tokenizer, uniforms, ends=None, **settings):
-    ids, mask = prompts(tokenizer, len(uniforms))
     ends = range(0, 120) if ends is None else ends  # a random model would hardly ever say the one real end
-    return sample(model, ids, mask, uniforms, SamplingConfig(**{"temperature": 0.8} | settings), tokenizer, ends)
+    settings = SamplingConfig(**{"temperature": 0.8} | settings)
+    return sample(model, prompts(tokenizer, len(uniforms)), uniforms, settings, tokenizer, ends)
 
 
 def uniforms(rows=12, time=10, seed=0):
@@ -37,18 +39,17 @@ def test_a_cached_rollout_equals_a_full_pass(model, tokenizer):
     rollout = roll(model, tokenizer, uniforms())
     assert 0 < rollout.truncated.sum() < len(rollout.truncated), "some rows end early and some do not"
     with torch.no_grad():
-        _, values, logprobs, *_ = model(**rollout.inputs(), temperature=0.8)
+        now = model(rollout.inputs(), temperature=0.8)
     mask = rollout.mask
-    torch.testing.assert_close(rollout.logprobs[mask], logprobs[mask], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(rollout.values[mask], values[mask], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.logprobs[mask], now.logprobs[mask], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.values[mask], now.values[mask], atol=1e-4, rtol=1e-4)
 
 
 def test_a_prompt_that_is_read_once_for_several_rows_gives_the_same(model, tokenizer):
-    ids, mask = (x[:3].repeat_interleave(4, dim=0) for x in prompts(tokenizer))
+    batch = prompts(tokenizer)
+    batch = replace(batch, **{name: getattr(batch, name)[:3].repeat_interleave(4, dim=0) for name in ("ids", "mask")})
     settings, ends = SamplingConfig(temperature=0.8, max_new_tokens=10), range(0, 60)
-    apart, together = (
-        sample(model, ids, mask, uniforms(), settings, tokenizer, ends, per_prompt) for per_prompt in (1, 4)
-    )
+    apart, together = (sample(model, batch, uniforms(), settings, tokenizer, ends, per_prompt) for per_prompt in (1, 4))
     assert torch.equal(apart.response_ids, together.response_ids)
     torch.testing.assert_close(apart.logprobs, together.logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(apart.values, together.values, atol=1e-5, rtol=1e-5)
@@ -66,13 +67,14 @@ def test_the_mask_ends_with_the_end(model, tokenizer):
 
 def test_a_row_depends_on_its_own_numbers_alone(model, tokenizer):
     whole = roll(model, tokenizer, uniforms())
-    ids, mask = prompts(tokenizer)
+    batch = prompts(tokenizer)
     for part in (slice(0, 5), slice(5, 12)):
         settings = SamplingConfig(temperature=0.8)
-        alone = sample(model, ids[part], mask[part], uniforms()[part], settings, tokenizer, range(120))
-        width = alone.mask.shape[1]
-        assert torch.equal(alone.mask, whole.mask[part, :width])
-        assert torch.equal(alone.response_ids[alone.mask], whole.response_ids[part, :width][alone.mask])
+        rows = replace(batch, ids=batch.ids[part], mask=batch.mask[part])
+        alone = sample(model, rows, uniforms()[part], settings, tokenizer, range(120))
+        time = alone.mask.shape[1]
+        assert torch.equal(alone.mask, whole.mask[part, :time])
+        assert torch.equal(alone.response_ids[alone.mask], whole.response_ids[part, :time][alone.mask])
 
 
 def test_time_is_no_longer_than_the_longest_completion(model, tokenizer):
@@ -112,7 +114,7 @@ def test_filters_leave_only_what_they_allow(model, tokenizer):
     for name, value in filters.items():
         rollout = roll(model, tokenizer, uniforms(rows=6, time=6), ends=[1], **{name: value})
         with torch.no_grad():
-            hidden = model.response_hidden(**rollout.inputs())
+            hidden = model.response_hidden(rollout.inputs())
             p = (model.logits(hidden) / 0.8).softmax(-1)[rollout.mask]
         said = p.gather(-1, rollout.response_ids[rollout.mask].unsqueeze(-1))
         better = (p > said + 1e-6).sum(-1)

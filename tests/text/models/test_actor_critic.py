@@ -2,14 +2,21 @@ import pytest
 import torch
 from torch import nn
 
-from tokencredit.settings.model import ModelConfig
-from tokencredit.text.models.actor_critic import ActorCritic, build_value_head
-from tokencredit.text.models.loading import build_actor_critic, load_language_model
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.building import build_policy
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.loading import load_language_model, width
 
 
 @pytest.fixture
 def loaded(architecture, model_folders):
     return load_language_model(ModelConfig(name=str(model_folders[architecture])))
+
+
+def with_critic(lm, kind="linear", **options):
+    """The model with a new critic on its trunk."""
+    return ActorCritic(lm, Critic(build_value_head(kind, width(lm)), **options))
 
 
 def padded_batch():
@@ -24,7 +31,8 @@ def padded_batch():
 def test_log_probabilities_are_those_of_the_plain_model_without_padding(loaded):
     lm, _ = loaded
     batch = padded_batch()
-    _, values, logprobs, entropy, _ = ActorCritic(lm)(**batch, temperature=0.7, entropy=True)
+    now = with_critic(lm)(batch, temperature=0.7, entropy=True)
+    logprobs, entropy = now.logprobs, now.entropy
     for row in range(2):
         prompt = batch["prompt_ids"][row][batch["prompt_mask"][row]]
         response = batch["response_ids"][row][batch["mask"][row]]
@@ -33,27 +41,26 @@ def test_log_probabilities_are_those_of_the_plain_model_without_padding(loaded):
         torch.testing.assert_close(logprobs[row, : len(response)], expected.log_prob(response), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(entropy[row, : len(response)], expected.entropy(), atol=1e-4, rtol=1e-4)
     assert logprobs[1, 2] == 0
-    assert (values == 0).all(), "an untrained critic says 0"
+    assert (now.values == 0).all(), "an untrained critic says 0"
 
 
 def test_what_stands_in_the_padding_changes_nothing(loaded):
-    model = ActorCritic(loaded[0], build_value_head("mlp", 32))
-    torch.nn.init.normal_(model.value_head[-1].weight)
+    model = with_critic(loaded[0], "mlp")
+    torch.nn.init.normal_(model.critic.head[-1].weight)
     batch = padded_batch()
-    before = model(**batch, temperature=1.0)
+    before = model(batch, temperature=1.0)
     batch["prompt_ids"][0, :2] = 99
     batch["response_ids"][1, 2] = 98
-    after = model(**batch, temperature=1.0)
+    after = model(batch, temperature=1.0)
     torch.testing.assert_close(before.logprobs, after.logprobs)
     torch.testing.assert_close(before.values, after.values)
 
 
 def test_gradients_reach_the_trunk_from_both_heads(loaded):
-    model = ActorCritic(loaded[0])
-    torch.nn.init.normal_(model.value_head.weight)
-    loss, values, *_ = model(**padded_batch(), temperature=1.0, policy_loss=unlikelihood)
+    model = noisy(with_critic(loaded[0]))
+    now = model(padded_batch(), temperature=1.0, policy_loss=Unlikelihood())
     trunk = model.lm.get_input_embeddings().weight
-    for output in (loss, values):
+    for output in (now.policy_loss, now.values):
         assert torch.autograd.grad(output.sum(), trunk, retain_graph=True)[0].abs().sum() > 0
 
 
@@ -63,48 +70,52 @@ def test_a_value_head_of_two_layers_is_four_times_as_wide():
     assert (head(torch.randn(3, 8)) == 0).all()
 
 
-def unlikelihood(now, at):
+class Unlikelihood:
     """A loss to minimise."""
-    return now.logprobs.sum()
+
+    additive = True
+
+    def __call__(self, now, at):
+        return now.logprobs.sum()
 
 
 def noisy(model):
     """The model with a critic that says something."""
-    for parameter in model.value_head.parameters():
+    for parameter in model.critic.head.parameters():
         nn.init.normal_(parameter)
     return model
 
 
 def test_a_detached_critic_moves_only_its_head(loaded):
-    model = noisy(ActorCritic(loaded[0], detach=True))
-    values = model(**padded_batch(), temperature=1.0).values
+    model = noisy(with_critic(loaded[0], detach=True))
+    values = model(padded_batch(), temperature=1.0).values
     values.sum().backward()
     assert all(p.grad is None for p in model.lm.parameters())
-    assert model.value_head.weight.grad.abs().sum() > 0
+    assert model.critic.head.weight.grad.abs().sum() > 0
 
 
 def test_a_separate_critic_has_a_trunk_of_its_own(loaded):
     lm, tokenizer = loaded
-    model = noisy(build_actor_critic(lm, tokenizer, ModelConfig(critic="separate", value_head="linear")))
-    shared = ActorCritic(lm, model.value_head)
+    model = noisy(build_policy(lm, tokenizer, ModelConfig(), CriticConfig(kind="separate", head="linear"))[0])
+    shared = ActorCritic(lm, Critic(model.critic.head))
     batch = padded_batch()
-    values = model(**batch, temperature=1.0).values
-    torch.testing.assert_close(values, shared(**batch, temperature=1.0).values)  # a copy says the same at first
+    values = model(batch, temperature=1.0).values
+    torch.testing.assert_close(values, shared(batch, temperature=1.0).values)  # a copy says the same at first
     values.sum().backward()
     assert all(p.grad is None for p in lm.parameters())
-    assert {id(p) for p in model.critic_parts().parameters()}.isdisjoint({id(p) for p in lm.parameters()})
+    assert {id(p) for p in model.critic.parameters()}.isdisjoint({id(p) for p in lm.parameters()})
     model.zero_grad()
-    model(**batch, temperature=1.0, policy_loss=unlikelihood).policy_loss.backward()
-    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.critic_parts().parameters())
+    model(batch, temperature=1.0, policy_loss=Unlikelihood()).policy_loss.backward()
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.critic.parameters())
 
 
 def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders):
     gradients = []
     for checkpointing in (False, True):
         args = ModelConfig(name=str(model_folders[architecture]), gradient_checkpointing=checkpointing)
-        model = build_actor_critic(*load_language_model(args), args)
+        model, _ = build_policy(*load_language_model(args), args, CriticConfig())
         model.train(checkpointing)
-        model(**padded_batch(), temperature=1.0, policy_loss=unlikelihood).policy_loss.backward()
+        model(padded_batch(), temperature=1.0, policy_loss=Unlikelihood()).policy_loss.backward()
         gradients.append([p.grad for p in model.lm.parameters()])
         assert model.lm.is_activation_checkpointing == checkpointing
     for without, with_checkpoints in zip(*gradients, strict=True):
@@ -112,15 +123,15 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders)
 
 
 def test_dropout_is_off_even_in_training_mode(loaded):
-    model = ActorCritic(loaded[0]).train()
-    first, second = (model(**padded_batch(), temperature=1.0).logprobs for _ in range(2))
+    model = with_critic(loaded[0]).train()
+    first, second = (model(padded_batch(), temperature=1.0).logprobs for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_dropout_is_on_when_asked_for(model_folders):
     args = ModelConfig(name=str(model_folders["gpt2"]), dropout=True)
-    model = build_actor_critic(*load_language_model(args), args).train()
-    first, second = (model(**padded_batch(), temperature=1.0).logprobs for _ in range(2))
+    model = build_policy(*load_language_model(args), args, CriticConfig())[0].train()
+    first, second = (model(padded_batch(), temperature=1.0).logprobs for _ in range(2))
     assert not torch.equal(first, second)
 
 

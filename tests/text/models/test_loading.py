@@ -8,18 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.model import LoraConfig, ModelConfig
-from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import (
-    build_actor_critic,
-    end_ids,
-    fuse_gelu,
-    load_language_model,
-    load_value_head,
-    resolve,
-    room_for_prompts,
-    save_policy,
-)
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.models.building import build_policy, save_policy
+from tokencredit.text.models.loading import end_ids, fuse_gelu, load_language_model, resolve, room_for_prompts
+from tokencredit.text.setup import load_start
 
 
 @pytest.fixture
@@ -29,16 +22,17 @@ def loaded(model_folders):
 
 def test_a_saved_policy_is_an_ordinary_folder_with_its_value_head(loaded, tmp_path):
     lm, tokenizer = loaded
-    model = ActorCritic(lm)
-    torch.nn.init.normal_(model.value_head.weight)
+    model, _ = build_policy(lm, tokenizer, ModelConfig(), CriticConfig(head="linear"))
+    torch.nn.init.normal_(model.critic.head.weight)
     save_policy(tmp_path, model, tokenizer)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)("This movie")["input_ids"] == tokenizer("This movie")["input_ids"]
     for name, parameter in lm.state_dict().items():
         assert torch.equal(plain.state_dict()[name], parameter), name
-    again = ActorCritic(load_language_model(ModelConfig(name=str(tmp_path)))[0])
-    load_value_head(tmp_path, again)
-    assert torch.equal(again.value_head.weight, model.value_head.weight)
+    args = ModelConfig(name=str(tmp_path))
+    again, notes = build_policy(*load_language_model(args), args, CriticConfig(head="linear"))
+    assert torch.equal(again.critic.head.weight, model.critic.head.weight)
+    assert notes == [f"the critic goes on from the one saved in {tmp_path}"]
 
 
 def test_every_token_that_ends_a_text_is_known(loaded):
@@ -127,7 +121,7 @@ def test_a_model_that_shapes_its_logits_in_an_unknown_way(tmp_path, tokenizer):
     CohereForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="shapes its logits in a way that is not supported: CohereForCausalLM"):
-        load_language_model(ModelConfig(name=str(tmp_path)))
+        load_start(PPOConfig(model=ModelConfig(name=str(tmp_path))), None, None)
 
 
 def test_a_tokenizer_of_another_model(tmp_path, model_folders):
@@ -140,16 +134,15 @@ def test_a_tokenizer_of_another_model(tmp_path, model_folders):
 
 
 def test_a_separate_critic_from_another_folder_is_saved_beside_the_policy(model_folders, tmp_path):
-    args = ModelConfig(
-        name=str(model_folders["llama"]), critic="separate", critic_name=str(model_folders["gpt2"]), value_head="linear"
-    )
+    args = ModelConfig(name=str(model_folders["llama"]))
     lm, tokenizer = load_language_model(args)
-    model = build_actor_critic(lm, tokenizer, args)
-    assert type(model.critic).__name__ == "GPT2Model"
+    critic = CriticConfig(kind="separate", name=str(model_folders["gpt2"]), head="linear")
+    model, _ = build_policy(lm, tokenizer, args, critic)
+    assert type(model.critic.trunk).__name__ == "GPT2Model"
     save_policy(tmp_path, model, tokenizer)
-    again = build_actor_critic(lm, tokenizer, ModelConfig(critic="separate", critic_name=str(tmp_path / "critic")))
-    for name, weights in model.critic.state_dict().items():
-        assert torch.equal(again.critic.state_dict()[name], weights), name
+    again, _ = build_policy(lm, tokenizer, args, CriticConfig(kind="separate", name=str(tmp_path / "critic")))
+    for name, weights in model.critic.trunk.state_dict().items():
+        assert torch.equal(again.critic.trunk.state_dict()[name], weights), name
 
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -159,7 +152,7 @@ def test_an_adapter_alone_is_trained_and_loads_with_plain_peft(model_folders, tm
     peft = pytest.importorskip("peft")
     args = ModelConfig(name=str(model_folders["llama"]), lora=LORA)
     lm, tokenizer = load_language_model(args)
-    model = build_actor_critic(lm, tokenizer, args)
+    model, _ = build_policy(lm, tokenizer, args, CriticConfig())
     trained = [name for name, p in model.lm.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
@@ -190,7 +183,7 @@ def test_an_adapter_that_fits_no_layer(model_folders, targets, message):
     pytest.importorskip("peft")
     args = ModelConfig(name=str(model_folders["llama"]), lora=LoraConfig(rank=4, target_modules=targets))
     with pytest.raises(ConfigError, match=message):
-        build_actor_critic(*load_language_model(args), args)
+        build_policy(*load_language_model(args), args, CriticConfig())
 
 
 def test_fused_gelu_gives_what_the_model_gives():

@@ -69,7 +69,7 @@ def service():
 
 def judge(service, **options):
     """The term of the docs, which asks this service."""
-    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "urlopen" in block)
     names = {}
     exec(code.replace("localhost:8000", f"127.0.0.1:{service.server_port}"), names)
@@ -286,6 +286,7 @@ def test_the_settings_reach_the_term():
     assert (plain.retries, plain.timeout) == (2, None)
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
     """In a process of its own, which the function that still hangs must not keep from ending."""
     (tmp_path / "mine.py").write_text("import threading\n\n\ndef hangs(completions):\n    threading.Event().wait()\n")

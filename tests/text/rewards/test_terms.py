@@ -637,7 +637,7 @@ def test_a_ready_made_function_mistakes_no_column_for_a_setting():
 
 
 def test_the_example_of_the_docs(tmp_path):
-    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "as_terms" in block)
     (tmp_path / "example.py").write_text(code)
     names = runpy.run_path(str(tmp_path / "example.py"))

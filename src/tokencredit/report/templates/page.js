@@ -103,7 +103,7 @@ function creditView() {
           make("div", { className: "about" }, make("span", { textContent: `reward ${format(sample.reward)}` }),
             make("span", { textContent: sample.truncated ? "cut off at the length limit" : `${sample.tokens.length} tokens` })),
           tokens(sample, values, own ? reach([sample], quantity) : everywhere, centre, (i) => describe(sample, i)),
-          valueLine(sample.numbers.value));
+          ...(sample.numbers.value ? [valueLine(sample.numbers.value)] : [])); // none without a critic
       }));
     }
   }
@@ -124,8 +124,10 @@ function whatIf() {
   }
   function draw() {
     const sample = samples[Number(by("if-sample").value)];
-    by("alternatives").replaceChildren(...alternatives.map((label, k) => {
-      const values = sample.what_if[k], scale = Math.max(...values.map(Math.abs)) || 1, mean = values.reduce((a, b) => a + b, 0) / values.length;
+    by("alternatives").replaceChildren(...alternatives.flatMap((label, k) => {
+      const values = sample.what_if[k];
+      if (!values) return []; // it needs a critic's values
+      const scale = Math.max(...values.map(Math.abs)) || 1, mean = values.reduce((a, b) => a + b, 0) / values.length;
       const deviation = Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / values.length);
       const say = (i) => { by("numbers").textContent = `token ${i + 1}, “${sample.tokens[i]}”: advantage ${format(values[i])} with ${label}`; };
       return make("div", { className: "sample" },

@@ -12,14 +12,14 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokencredit.errors import ConfigError
 
 if TYPE_CHECKING:  # imported where it is used: a run on texts alone need not wait for it
     from datasets import Dataset
 
-    Rows = list[dict[str, Any]] | Dataset
+    Rows: TypeAlias = list[dict[str, Any]] | Dataset
 
 HUB_TIMEOUT = 10
 """Seconds for the hub's first answer. Without that question a download would be tried six times over."""
@@ -116,7 +116,7 @@ def read_json(path: Path) -> list[dict[str, Any]]:
     if not text.lstrip().startswith("["):
         return _parse_lines(path, text)
     try:
-        rows = json.loads(text)
+        rows: list[dict[str, Any]] = json.loads(text)  # if they are: seen to below
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists without end

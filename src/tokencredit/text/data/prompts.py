@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,10 @@ class PromptBatch:
     columns: dict[str, list[Any]]
     """The data set's other columns."""
 
+    def to(self, device: torch.device) -> PromptBatch:
+        """The same with its tensors on a device."""
+        return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
+
     def answers(self, completions: Sequence[str]) -> list[Prompt]:
         """Completions in the format of their prompts: texts, or a message of the assistant's."""
         return [
@@ -54,48 +58,42 @@ class Prompts:
         self,
         rows: Rows | Sequence[str] | str,
         tokenizer: PreTrainedTokenizerBase,
+        config: PromptsConfig | None = None,
         *,
-        column: str = "prompt",
         name: str | None = None,
         group: str = "prompts",
-        add_bos: bool | None = None,
-        max_length: int | None = None,
-        overlong: str = "error",
+        room: int | None = None,
         seed: int | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
     ):
         """Look through all rows once; what tokenizing a batch could still bring to light is found now.
 
         Args:
             rows: a list of dicts, a `datasets.Dataset`, or texts, or one.
             tokenizer: the policy's.
-            column: where the prompts stand.
+            config: the column, the longest prompt, and how prompts become tokens; its sources of rows are not read.
             name: of the data, in messages; None for the texts of the configuration.
             group: the configuration's group that asks for them, in messages.
-            add_bos: whether a beginning-of-sequence token comes first, once; None leaves that to the tokenizer or the
-                chat template.
-            max_length: the most tokens of a prompt; None for no limit.
-            overlong: of a prompt with more, `error` refuses it, `drop` leaves it out, and `truncate` keeps its end
-                and, if it begins with a beginning-of-sequence token, that.
+            room: limit in tokens beside `config.max_length`; None for no other limit.
             seed: of the order, which is new in each pass through the data; None keeps the data's own.
-            chat_template_kwargs: handed to the chat template.
 
         Raises:
             ConfigError: no rows or no such column; a prompt that is no text and no conversation, has no token, or is
                 too long; both kinds in one column; no chat template, or no beginning-of-sequence token to add.
         """
-        if add_bos and tokenizer.bos_token_id is None:
+        config = config or PromptsConfig()
+        if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError(f"{group}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
-        if max_length is not None and max_length < 1:
+        if room is not None and room < 1:
             raise ConfigError(
                 "max_new_tokens leaves no room for a prompt in the model's context or in ppo.micro_batch_tokens"
             )
-        self.rows = as_rows(rows, column)
-        self.tokenizer, self.column, self.group, self.seed = tokenizer, column, group, seed
+        self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
+        self.chat_template_kwargs = config.chat_template_kwargs
+        self.max_length = min((limit for limit in (config.max_length, room) if limit is not None), default=None)
+        self.rows = as_rows(rows, self.column)
+        self.tokenizer, self.group, self.seed = tokenizer, group, seed
         self.texts = f"{group}.text"
         self.name = name or self.texts
-        self.add_bos, self.max_length, self.overlong = add_bos, max_length, overlong
-        self.chat_template_kwargs = chat_template_kwargs or {}
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         self.other_columns, self.conversational = self._columns()
         self.kept = self._survey()
@@ -159,7 +157,7 @@ class Prompts:
             return prompt, text, ids
         lead = ids[:1] if ids[0] == self.tokenizer.bos_token_id and self.max_length > 1 else []
         end = ids[len(ids) - self.max_length + len(lead) :]
-        return prompt, self.tokenizer.decode(end), lead + end
+        return prompt, str(self.tokenizer.decode(end)), lead + end
 
     def _survey(self) -> np.ndarray:
         """Check every row, and tokenize those whose text does not already show that they fit.
@@ -219,7 +217,7 @@ class Prompts:
             return self._encodable(index, prompt)
         unfinished = prompt[-1]["role"] == "assistant"  # the answer has been begun
         try:
-            text = self.tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 prompt,
                 tokenize=False,
                 add_generation_prompt=not unfinished,
@@ -228,7 +226,7 @@ class Prompts:
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{self._place(index)}: the tokenizer's chat template refuses it: {error}") from error
-        return self._encodable(index, text)
+        return self._encodable(index, str(rendered))
 
     def _encodable(self, index: int, text: str) -> str:
         """The text, unless it holds what JSON can write but no tokenizer can read."""
@@ -276,7 +274,6 @@ def load_prompts(
     Raises:
         ConfigError: as `Prompts` and `read_dataset` do.
     """
-    limits = [limit for limit in (config.max_length, room) if limit is not None]
     if dataset is not None:
         rows, name = from_python(dataset), dataset_name
     elif config.dataset is not None:
@@ -285,18 +282,7 @@ def load_prompts(
     else:
         rows, name = config.text, None
     shuffle = name is not None if config.shuffle is None else config.shuffle
-    return Prompts(
-        rows,
-        tokenizer,
-        column=config.column,
-        name=name,
-        group=group,
-        add_bos=config.add_bos,
-        max_length=min(limits, default=None),
-        overlong=config.overlong,
-        seed=seed if shuffle else None,
-        chat_template_kwargs=config.chat_template_kwargs,
-    )
+    return Prompts(rows, tokenizer, config, name=name, group=group, room=room, seed=seed if shuffle else None)
 
 
 def as_rows(rows: Rows | Sequence[str] | str, column: str) -> Rows:

@@ -24,7 +24,7 @@ class RoomyLayer(DynamicLayer):
     """Transformers' growing layer, with room for tokens to come: its keys and values are views of larger tensors."""
 
     def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.rooms: list[Tensor | None] = [None, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -35,9 +35,9 @@ class RoomyLayer(DynamicLayer):
         for index, (old, new) in enumerate(((self.keys, key_states), (self.values, value_states))):
             room, length = self.rooms[index], seen + new.shape[-2]
             # Rows that left, or were repeated, made keys a tensor of its own.
-            if room is None or room.data_ptr() != old.data_ptr() or room.shape[-2] < length:
+            if room is None or old is None or room.data_ptr() != old.data_ptr() or room.shape[-2] < length:
                 room = new.new_empty(*new.shape[:-2], length + max(LEAST_ROOM, length // 2), new.shape[-1])
-                if seen:
+                if seen and old is not None:
                     room[..., :seen, :] = old
                 self.rooms[index] = room
             room[..., seen:length, :] = new

@@ -1,8 +1,7 @@
-"""The actor-critic: a causal language model, and a critic on its trunk or on one of its own."""
+"""The actor-critic: a causal language model with its critic, evaluated on whole responses or a token at a time."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,12 +9,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
-from tokencredit.core.projection import TokenLoss, TokenStats, in_columns
-from tokencredit.learn.update import Evaluation
+from tokencredit.core.projection import TokenStats, in_columns
+from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
+from tokencredit.text.models.critic import Critic
+
+Inputs = dict[str, Tensor]
+"""Prompts and their responses, by name:
+
+- `prompt_ids`: `[batch, prompt]`, padded on the left;
+- `prompt_mask`: `[batch, prompt]`, true at the prompt's own tokens;
+- `response_ids`: `[batch, time]`, padded on the right; the padding may hold anything;
+- `mask`: `[batch, time]`, true at sampled tokens, which come first; nothing is computed of the others;
+- `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`.
+"""
 
 
 class ActorCritic(nn.Module):
-    """A causal language model and a value head on a last normalised hidden state: its own, or that of another trunk.
+    """A causal language model, and a critic unless there is none.
 
     The model is used in two halves, so that no `[batch, time, vocabulary]` tensor is ever needed: `hidden` runs the
     trunk, and the vocabulary projection happens where its result is wanted, at response positions only.
@@ -23,39 +33,26 @@ class ActorCritic(nn.Module):
     starts from.
     """
 
+    adapter: Any
+
     def __init__(
-        self,
-        lm: PreTrainedModel,
-        value_head: nn.Module | None = None,
-        critic: PreTrainedModel | None = None,
-        *,
-        detach: bool = False,
-        adapter: Any = None,
-        compiled: bool = False,
+        self, lm: PreTrainedModel, critic: Critic | None = None, *, adapter: Any = None, compiled: bool = False
     ):
         """Put the parts together.
 
         Args:
             lm: a causal language model.
-            value_head: from hidden states `[..., width]` to `[..., 1]`; None for one linear layer that says 0.
-            critic: the trunk of a separate critic; None shares the language model's.
-            detach: keep the value loss out of the trunk.
+            critic: on the model's last hidden states, or on a trunk of its own.
             adapter: the PEFT model around `lm`, if it has one.
             compiled: run whole texts through `torch.compile`; sampling, a token at a time, stays as it is.
         """
         super().__init__()
         self.lm = lm
         self.critic = critic
-        self.value_head = value_head or build_value_head("linear", width(critic or lm))
-        self.detach = detach
         self.trunk_hidden = torch.compile(trunk_hidden, dynamic=True) if compiled else trunk_hidden
         self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
         object.__setattr__(self, "adapter", adapter)  # it holds the same weights, which must not be registered twice
         self.eval()
-
-    def critic_parts(self) -> nn.ModuleList:
-        """What belongs to the critic alone."""
-        return nn.ModuleList(filter(None, (self.critic, self.value_head)))
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
         """Last normalised hidden states `[batch, time, width]`; `cache`, if given, is read and extended."""
@@ -70,95 +67,86 @@ class ActorCritic(nn.Module):
             logits = columns.T.unflatten(0, hidden.shape[:-1])
         else:
             logits = projection(hidden).float()
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-    def values(self, hidden: Tensor) -> Tensor:
-        """Values, in float32, of the states that the critic's hidden states `[..., width]` stand for: `[...]`."""
-        if self.detach:
-            hidden = hidden.detach()
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.value_head(hidden.float()).squeeze(-1)
+        capped: Tensor = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return capped
 
     def forward(
         self,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        response_ids: Tensor,
-        mask: Tensor,
+        inputs: Inputs,
         temperature: float,
-        policy_loss: TokenLoss | None = None,
+        policy_loss: PolicyLoss | None = None,
         entropy: bool = False,
         reference: ActorCritic | None = None,
-        ref_hidden: Tensor | None = None,
-    ) -> Evaluation:
+    ) -> PolicyOutputs:
         """Evaluate given responses: what training needs of each token.
 
         Args:
-            prompt_ids: `[batch, prompt]`, padded on the left.
-            prompt_mask: `[batch, prompt]`, true at the prompt's own tokens.
-            response_ids: `[batch, time]`, padded on the right; what stands in the padding matters to nothing before it.
-            mask: `[batch, time]`, true at sampled tokens, which come first; nothing is computed of the others.
+            inputs: the responses.
             temperature: divides the logits, as it did in sampling.
             policy_loss: what to minimise of the tokens' log-probabilities, entropies and KL; None minimises nothing.
             entropy: also compute the entropy of each position's distribution.
-            reference: also compute the exact KL to this model, from its hidden states.
-            ref_hidden: `[batch, time, width]`, what `reference.response_hidden` gave for the same responses.
+            reference: also compute the exact KL to this model, from the `ref_hidden` of the inputs.
 
         Returns:
-            The loss; values of the states before each token; log-probabilities, and entropies and exact KL or None, in
-            nats; each but the loss `[batch, time]` in float32. Loss and values carry gradients.
+            The loss; log-probabilities; values of the states before each token, or None without a critic; entropies
+            and exact KL, or None; in nats, each but the loss `[batch, time]` in float32. Loss and values carry
+            gradients.
         """
-        hidden = self.response_hidden(prompt_ids, prompt_mask, response_ids, mask)
+        mask, loss = inputs["mask"], policy_loss or NoLoss()
+        hidden = self.response_hidden(inputs)
         ref = None
-        if reference is not None and ref_hidden is not None:
+        if reference is not None:
             ref_projection = reference.lm.get_output_embeddings()
-            ref = (ref_hidden, ref_projection.weight, ref_projection.bias)
+            ref = (inputs["ref_hidden"], ref_projection.weight, ref_projection.bias)
         projection = self.lm.get_output_embeddings()
-        loss, stats = token_loss(
+        total, stats = token_loss(
             hidden,
             projection.weight,
-            response_ids,
-            policy_loss or nothing,
+            inputs["response_ids"],
+            loss,
             bias=projection.bias,
             ref=ref,
             mask=mask,
             temperature=temperature,
             softcap=self.softcap,
             entropy=entropy,
+            additive=loss.additive,
         )
         assert stats.logprobs is not None
+        values = None
         if self.critic is not None:
-            hidden = self.critic_hidden(prompt_ids, prompt_mask, response_ids, mask)
-        values = torch.zeros_like(stats.logprobs).masked_scatter(mask, self.values(hidden[mask]))
-        return Evaluation(loss, values, stats.logprobs, stats.entropy, stats.kl)
+            states = hidden if self.critic.trunk is None else self.critic_hidden(inputs)
+            values = torch.zeros_like(stats.logprobs).masked_scatter(mask, self.critic(states[mask]))
+        return PolicyOutputs(total, stats.logprobs, values, stats.entropy, stats.kl)
 
-    def logprobs(self, hidden: Tensor, response_ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-        """Log-probabilities `[batch, time]` of tokens, nats, from the hidden states before them."""
+    def logprobs(self, hidden: Tensor, inputs: Inputs, temperature: float) -> Tensor:
+        """Log-probabilities `[batch, time]` of responses, nats, from their `response_hidden`."""
         projection = self.lm.get_output_embeddings()
         logprobs, _ = token_logprobs(
             hidden,
             projection.weight,
-            response_ids,
+            inputs["response_ids"],
             bias=projection.bias,
-            mask=mask,
+            mask=inputs["mask"],
             temperature=temperature,
             softcap=self.softcap,
         )
         return logprobs
 
-    def response_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states `[batch, time, width]` of the states before each response token; arguments as in `forward`."""
-        return self._read(self.lm.get_decoder(), prompt_ids, prompt_mask, response_ids, mask)
+    def response_hidden(self, inputs: Inputs) -> Tensor:
+        """Hidden states `[batch, time, width]` of the states before each response token."""
+        return self._read(self.lm.get_decoder(), inputs)
 
-    def critic_hidden(self, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor) -> Tensor:
+    def critic_hidden(self, inputs: Inputs) -> Tensor:
         """The same from the trunk of a separate critic."""
-        return self._read(self.critic, prompt_ids, prompt_mask, response_ids, mask)
+        assert self.critic is not None
+        assert self.critic.trunk is not None
+        return self._read(self.critic.trunk, inputs)
 
-    def _read(
-        self, trunk: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, mask: Tensor
-    ) -> Tensor:
+    def _read(self, trunk: nn.Module, inputs: Inputs) -> Tensor:
         """A trunk's states before each response token, 0 past the longest; columns of mere padding are not read."""
-        length = max(int(mask.sum(1).max()), 1)
+        prompt_ids, prompt_mask, response_ids = (inputs[x] for x in ("prompt_ids", "prompt_mask", "response_ids"))
+        length = max(int(inputs["mask"].sum(1).max()), 1)
         padding = int((~prompt_mask).all(0).sum())
         prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
         input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
@@ -167,10 +155,15 @@ class ActorCritic(nn.Module):
         return nn.functional.pad(hidden, (0, 0, 0, response_ids.shape[1] - length))
 
 
-def nothing(now: TokenStats, at: slice) -> Tensor:
-    """The loss of those who want none."""
-    assert now.logprobs is not None
-    return 0 * now.logprobs.sum()
+class NoLoss:
+    """Zero loss, for passes without training."""
+
+    additive = True
+
+    def __call__(self, now: TokenStats, at: slice) -> Tensor:
+        """0, with a gradient of 0."""
+        assert now.logprobs is not None
+        return 0 * now.logprobs.sum()
 
 
 def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor]:
@@ -187,37 +180,11 @@ def trunk_hidden(
     trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None
 ) -> Tensor:
     """Last normalised hidden states `[batch, time, width]` of a transformer without its head."""
-    outputs = trunk(
+    hidden: Tensor = trunk(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
         past_key_values=cache,
         use_cache=cache is not None,
-    )
-    return outputs.last_hidden_state
-
-
-def width(model: PreTrainedModel) -> int:
-    """The size of a model's hidden states."""
-    return int(model.config.get_text_config().hidden_size)
-
-
-def build_value_head(
-    kind: str, size: int, init: str = "zeros", gain: float = 1.0, hidden_gain: float = math.sqrt(2)
-) -> nn.Module:
-    """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
-
-    With `zeros` an untrained critic says 0 rather than noise. With `orthogonal` the last layer starts with a row of
-    norm `gain`, and a layer before it with orthogonal columns of norm `hidden_gain`; √2 and 1 are the usual choice
-    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
-    """
-    last = nn.Linear(size if kind == "linear" else 4 * size, 1)
-    layers = [last] if kind == "linear" else [nn.Linear(size, 4 * size), nn.GELU(), last]
-    if init == "zeros":
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-    else:
-        for layer in layers[::2]:
-            nn.init.orthogonal_(layer.weight, gain if layer is last else hidden_gain)
-            nn.init.zeros_(layer.bias)
-    return last if kind == "linear" else nn.Sequential(*layers)
+    ).last_hidden_state
+    return hidden

@@ -1,36 +1,29 @@
-"""From names to models and back: loading, adapters, saving."""
+"""From names to models: loading, checks, adapters, upload."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from shutil import which
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import LoraConfig, ModelConfig
-from tokencredit.text.models.actor_critic import ActorCritic, build_value_head, positions, width
 
 HUB_TIMEOUT = 10
 """Seconds for the hub's first answer."""
-VALUE_HEAD_FILE = "value_head.safetensors"
-CRITIC_FOLDER = "critic"
 
 
 def resolve(name: str, part: str) -> str:
@@ -85,7 +78,7 @@ def load_language_model(
     Raises:
         ConfigError: the name leads to no causal language model, to no tokenizer, or to one that cannot end a text.
     """
-    lm = _load(AutoModelForCausalLM, args.name, resolve(args.name, "policy"), args)
+    lm = load_model(AutoModelForCausalLM, args.name, resolve(args.name, "policy"), args)
     tokenizer = tokenizer or load_tokenizer(args)
     return check_language_model(args, lm, tokenizer), tokenizer
 
@@ -100,7 +93,7 @@ def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreT
     """Switch a model's dropout off unless asked not to, make sure that it can be trained here, and return it.
 
     Raises:
-        ConfigError: it cannot end a text, its tokenizer is another model's, or its logits take an unknown form.
+        ConfigError: it cannot end a text, or its tokenizer is another model's.
     """
     fuse_gelu(lm)
     if not args.dropout:
@@ -110,46 +103,8 @@ def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreT
             f"the tokenizer of {args.name!r} has no end-of-sequence token, so no completion could ever end; "
             "set eos_token in its tokenizer_config.json"
         )
-    _check_vocabulary(args.name, lm, tokenizer)
-    check_projection(args.name, lm)
+    check_vocabulary(args.name, lm, tokenizer)
     return lm
-
-
-def build_actor_critic(
-    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: ModelConfig, peft_config: Any = None
-) -> ActorCritic:
-    """The model that is trained: `lm` with its adapter and its critic, as the configuration wants them.
-
-    `peft_config`, if given, takes the place of `args.lora`.
-
-    Raises:
-        ConfigError: a critic that cannot be loaded or has another vocabulary, an adapter that fits no layer, or no
-            compiler where one is needed.
-    """
-    critic = None
-    if args.critic == "separate":
-        if args.critic_name is None:
-            critic = deepcopy(lm.get_decoder())
-        else:
-            critic = _load(AutoModel, args.critic_name, resolve(args.critic_name, "policy"), args)
-            _check_vocabulary(args.critic_name, critic, tokenizer)
-    adapter = None
-    if args.lora.rank or peft_config is not None:
-        adapter = add_adapter(lm, peft_config or lora_config(args.lora))
-    head = build_value_head(
-        args.value_head, width(critic or lm), args.value_head_init, args.value_head_gain, args.value_head_hidden_gain
-    )
-    compiler = os.environ.get("CXX", "g++")
-    if args.compile and not (torch.cuda.is_available() or which(compiler)):
-        raise ConfigError(
-            f"model.compile needs a C++ compiler, and there is no {compiler!r}; install g++, or leave it out"
-        )
-    if args.gradient_checkpointing:
-        for model in filter(None, (lm, critic)):
-            # Newer versions of Transformers warn about the older name.
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})
-    return ActorCritic(lm, head, critic, detach=args.detach_critic, adapter=adapter, compiled=args.compile)
 
 
 def lora_config(args: LoraConfig) -> Any:
@@ -164,7 +119,7 @@ def lora_config(args: LoraConfig) -> Any:
         raise ConfigError("model.lora needs PEFT, which is not installed: pip install tokencredit[peft]") from error
     return peft.LoraConfig(
         r=args.rank,
-        lora_alpha=args.alpha,
+        lora_alpha=args.alpha,  # type: ignore[arg-type]  # PEFT takes any number
         lora_dropout=args.dropout,
         target_modules=args.target_modules or "all-linear",
         task_type="CAUSAL_LM",
@@ -210,22 +165,6 @@ def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int, budget: int | Non
     return min(limits) - max_new_tokens if limits else None
 
 
-@torch.no_grad()
-def check_projection(name: str, lm: PreTrainedModel) -> None:
-    """Make sure that hidden states and output projection give the very logits that the model itself gives.
-
-    Raises:
-        ConfigError: they do not, because the model scales or shapes its logits in a way of its own.
-    """
-    ids = torch.arange(min(4, lm.config.get_text_config().vocab_size)).unsqueeze(0)
-    model = ActorCritic(lm)
-    mask, position_ids = positions(torch.ones_like(ids, dtype=torch.bool), 0)
-    ours = model.logits(model.hidden(ids, mask, position_ids))
-    theirs = lm(input_ids=ids, attention_mask=mask).logits.float()
-    if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
-        raise ConfigError(f"{name!r} shapes its logits in a way that is not supported: {type(lm).__name__}")
-
-
 def fuse_gelu(model: nn.Module) -> None:
     """Let each tanh-approximated GELU, written as eight operations in GPT-2 and its kin, be PyTorch's one.
 
@@ -260,21 +199,6 @@ def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
     }
 
 
-def save_policy(folder: Path, model: ActorCritic, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write an ordinary Hugging Face folder (of an adapter, if there is one), with the critic beside it."""
-    (model.adapter or model.lm).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if model.critic is not None:
-        model.critic.save_pretrained(folder / CRITIC_FOLDER)
-    head = {key: value.contiguous() for key, value in model.value_head.state_dict().items()}
-    save_file(head, folder / VALUE_HEAD_FILE)
-
-
-def load_value_head(folder: Path, model: ActorCritic) -> None:
-    """Read back the value head that `save_policy` wrote."""
-    model.value_head.load_state_dict(load_file(folder / VALUE_HEAD_FILE))
-
-
 def upload(folder: Path, repository: str) -> None:
     """Put a policy's folder on the Hugging Face hub.
 
@@ -291,9 +215,14 @@ def upload(folder: Path, repository: str) -> None:
         ) from error
 
 
-def _load(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedModel:
+def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedModel:
+    """A model of an Auto class, with float32 weights from safetensors alone.
+
+    Raises:
+        ConfigError: the folder holds none.
+    """
     with _naming(f"a language model from {name!r}"):
-        model = kind.from_pretrained(
+        model: PreTrainedModel = kind.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=args.trust_remote_code
         )
     fuse_gelu(model)
@@ -311,9 +240,15 @@ def _naming(what: str) -> Iterator[None]:
         raise ConfigError(f"cannot load {what}: {error}") from error
 
 
-def _check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
+def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` if the tokenizer has more tokens than the model."""
+    rows = len(cast(Tensor, model.get_input_embeddings().weight))
     if len(tokenizer) > rows:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, but {name!r} knows {rows}; they do not belong together"
         )
+
+
+def width(model: PreTrainedModel) -> int:
+    """The size of a model's hidden states."""
+    return int(model.config.get_text_config().hidden_size)

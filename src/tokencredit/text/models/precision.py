@@ -1,52 +1,71 @@
-"""The number format of the model's passes."""
+"""The compute dtype of forward and backward passes, and the choice that `model.dtype: auto` makes."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from torch import nn
+
+from tokencredit.processes import Processes
 
 ROWS = 256
 REPEATS = 20
 WORTH = 0.75
-"""Share of float32's time that bfloat16 may take at most: near 1, its lost digits buy nothing."""
+"""Largest share of float32's time at which bfloat16 is chosen: near 1, its lost digits buy nothing."""
 
 
-def this_process() -> PartialState:
-    """Accelerate's knowledge of processes and devices, before an Accelerator can be made of the number format."""
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+@dataclass(frozen=True)
+class Precision:
+    """The compute dtype of a model's passes on a device; weights stay float32."""
+
+    dtype: Literal["float32", "bfloat16"]
+    device: torch.device
+
+    @property
+    def half(self) -> bool:
+        """True in bfloat16, where a pass with a KV cache and a pass over the whole text differ."""
+        return self.dtype == "bfloat16"
+
+    def autocast(self) -> torch.autocast:
+        """A context for passes in this dtype."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
+
+    @contextmanager
+    def no_grad(self) -> Iterator[None]:
+        """A context for passes that train nothing."""
+        with torch.no_grad(), self.autocast():
+            yield
 
 
-def choose(dtype: str, width: int) -> str:
-    """`float32` or `bfloat16`, the same on every process; `auto` is bfloat16 where this machine computes faster in it.
+def choose(dtype: Literal["float32", "bfloat16", "auto"], width: int, processes: Processes) -> Precision:
+    """The dtype asked for, the same on every process; `auto` is bfloat16 where this machine computes faster in it.
 
     Args:
         dtype: `float32`, `bfloat16` or `auto`.
         width: of the model's hidden states, on which it depends whether bfloat16 pays.
+        processes: the job.
     """
-    if dtype != "auto":
-        return dtype
-    state = this_process()
-    answer = ["bfloat16" if bfloat16_helps(width, state.device) else "float32"]
-    if state.num_processes > 1:
-        broadcast_object_list(answer)
-    return answer[0]
+    if dtype == "auto":
+        dtype = "bfloat16" if processes.first(bfloat16_helps(width, processes.device)) else "float32"
+    return Precision(dtype, processes.device)
 
 
 def bfloat16_helps(width: int, device: torch.device) -> bool:
-    """Whether training goes faster in bfloat16: known of GPUs, tried out on processors, where many only emulate it."""
+    """True if training is faster in bfloat16: known of GPUs, timed on CPUs, many of which only emulate it."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     with torch.random.fork_rng():
         layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device)
         inputs = torch.randn(ROWS, width, device=device)
     # In turns, so that both meet the same machine; the least time is the one that nothing else disturbed.
     turns = [[_seconds(layers, inputs, enabled) for enabled in (True, False)] for _ in range(REPEATS)]
     half, full = (min(times) for times in zip(*turns, strict=True))
-    return half < WORTH * full
+    return bool(half < WORTH * full)
 
 
 def _seconds(layers: nn.Module, inputs: torch.Tensor, half: bool) -> float:

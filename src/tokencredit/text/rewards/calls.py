@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.runs.console import visible
-from tokencredit.text.memory import out_of_memory
+from tokencredit.processes import out_of_memory
+from tokencredit.runs.untrusted import visible
 from tokencredit.text.rewards.functions import RewardFunction
 
 T = TypeVar("T")

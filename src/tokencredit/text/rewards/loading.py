@@ -38,7 +38,7 @@ def load_function(spec: str, kwargs: Mapping[str, Any]) -> RewardFunction:
         _check_kwargs(spec, READY_MADE[spec], kwargs)
         return READY_MADE[spec](**kwargs)
     module = _from_file(place) if place.endswith(".py") else _from_module(place)
-    function = getattr(module, name, None)
+    function: RewardFunction | None = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"{place!r} has no {name!r}{_meant(name, vars(module))}")
     if not callable(function):

@@ -50,7 +50,7 @@ class Reader:
         Raises:
             ConfigError: the tokenizer has more tokens than the model, or none to pad with.
         """
-        rows = model.get_input_embeddings().weight.shape[0]
+        rows = model.get_input_embeddings().get_parameter("weight").shape[0]
         if len(tokenizer) > rows:
             raise ConfigError(
                 f"the tokenizer of {name!r} has {len(tokenizer)} tokens, but its model knows {rows}; "
@@ -88,7 +88,7 @@ class Reader:
             text, template = plain(completion), False
         elif template := bool(self.tokenizer.chat_template) and not isinstance(prompt, str):
             conversation = [*messages(prompt, "user"), *messages(completion, "assistant")]
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False)
+            text = str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
         else:
             text = joined(prompt, completion)
         if not template and not text.endswith(self.eos):

@@ -21,6 +21,7 @@ from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import RewardTerm
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, begin
+from tokencredit.text.rewards.functions import RewardFunction
 from tokencredit.text.rewards.loading import load_function
 from tokencredit.text.rewards.models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Text, joined
@@ -62,17 +63,21 @@ def build_terms(config: Sequence[RewardTerm], device: torch.device | str) -> lis
 
 
 def _build(settings: RewardTerm, device: torch.device | str) -> Term:
-    options = {"text": settings.text, "batch_size": settings.batch_size}
     kind, source = settings.source()
     kwargs: Mapping[str, Any] = {}
+    function: RewardFunction
     if kind == "function":
         function = load_function(source, settings.kwargs)
         name, kwargs = source.rpartition(":")[2], settings.kwargs if ":" in source else {}
     elif kind == "classifier":
-        function = Classifier(source, settings.label, settings.output, device, **options)
+        function = Classifier(
+            source, settings.label, settings.output, device, text=settings.text, batch_size=settings.batch_size
+        )
         name = str(settings.label)
     else:
-        function, name = RewardModel(source, *load(source, device), **options), Path(source).name
+        model, tokenizer = load(source, device)
+        function = RewardModel(source, model, tokenizer, text=settings.text, batch_size=settings.batch_size)
+        name = Path(source).name
     return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout)
 
 
@@ -116,7 +121,8 @@ def _as_term(given: Any, device: torch.device | str) -> Term:
             raise ConfigError(
                 f"no tokenizer for the reward model {name!r}; save both to one folder and give that: {error}"
             ) from error
-        return Term(Path(name).name, 1.0, RewardModel(name, given.to(device), tokenizer))
+        given.to(device)  # type: ignore[arg-type]  # Transformers' annotation takes a second self
+        return Term(Path(name).name, 1.0, RewardModel(name, given, tokenizer))
     if not callable(given):
         raise ConfigError(f"{given!r} is neither a function, nor the name of a reward model, nor a model")
     function = given.func if isinstance(given, functools.partial) else given
@@ -148,7 +154,7 @@ def score(
             list of `lengths[i]` numbers for each completion, and did so or the like at each try; or no term said
             anything of any completion.
         NonFiniteReward: a number is NaN or infinite.
-        MemoryError, RuntimeError: a function ran out of memory; see `memory.out_of_memory`.
+        MemoryError, RuntimeError: a function ran out of memory; see `processes.out_of_memory`.
         ConfigError: a function asks for a column that is not there.
     """
     offered = {**columns, "prompts": prompts, "completions": completions}

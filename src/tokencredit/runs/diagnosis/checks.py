@@ -1,111 +1,16 @@
-"""What went wrong in a run, or may: each check looks at the metrics of the first and of the last iterations."""
+"""The checks of a run: each compares metrics of the first and of the last iterations, and names what to change."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-WINDOW = 5
-"""Iterations that count as the beginning, and as where a run stands."""
-SETTLED = 10
-"""Iterations before which a run is too young to judge."""
+from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
+from tokencredit.runs.history import WINDOW
+
+Check = Callable[[Evidence], Finding | None]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong with a run."""
-
-    name: str
-    weight: int
-    """The larger, the more it matters: above 80, the other numbers of the run cannot be trusted."""
-    title: str
-    evidence: str
-    """Which metrics, of which iterations."""
-    meaning: str
-    advice: str
-
-    def line(self) -> str:
-        """All in one line, for a run that goes on."""
-        return f"{self.title} ({self.evidence}); {self.advice}"
-
-
-class History:
-    """Metrics of the iterations so far, a column at a time."""
-
-    def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
-        """`config` is the run's configuration in plain dicts."""
-        self.metrics, self.config = metrics, config
-        self.reward = headline(config)
-
-    def __len__(self) -> int:
-        """Iterations."""
-        return len(self.metrics)
-
-    def setting(self, key: str) -> Any:
-        """A setting by its key, such as `optim.warmup`; None if the run has none."""
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
-
-    def values(self, name: str, part: slice) -> list[float]:
-        """A metric in some iterations, as far as it is a finite number there."""
-        found = (row.get(name) for row in self.metrics[part])
-        return [float(x) for x in found if isinstance(x, int | float) and math.isfinite(x)]
-
-    def mean(self, name: str, part: slice) -> float:
-        """Its mean there; NaN if it is nowhere."""
-        values = self.values(name, part)
-        return sum(values) / len(values) if values else math.nan
-
-    def first(self, name: str) -> float:
-        """Its mean over the first iterations."""
-        return self.mean(name, slice(0, WINDOW))
-
-    def last(self, name: str) -> float:
-        """Its mean over the last iterations."""
-        return self.mean(name, slice(-WINDOW, None))
-
-    def where(self, name: str) -> str:
-        """The evidence of a metric: where it stood, where it stands."""
-        first, last = int(self.metrics[0]["iteration"]), int(self.metrics[-1]["iteration"])
-        then = min(first + WINDOW - 1, last)
-        now = max(last - WINDOW + 1, first)
-        return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"
-
-    def gain(self) -> float:
-        """How far the reward has risen, in deviations of a single completion at the beginning; NaN if unknown."""
-        deviation = self.first("train/std_return" if self.reward != "reward" else "reward_std")
-        rise = self.last(self.reward) - self.first(self.reward)
-        return rise / deviation if deviation > 0 else math.nan
-
-
-def headline(config: Mapping[str, Any]) -> str:
-    """The metric that says how well a run goes, by its configuration: an agent's return, or the reward of texts."""
-    return "train/average_return" if "env" in config else "reward"
-
-
-Check = Callable[[History], Finding | None]
-
-
-def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
-    """What is wrong with a run, the weightiest first; nothing if all is well.
-
-    Args:
-        metrics: one mapping an iteration, as in metrics.jsonl.
-        config: the run's configuration in plain dicts.
-        ended: whether this is the whole run; some things can only be told at the end.
-    """
-    history = History(metrics, config)
-    if not len(history):
-        return []
-    checks = CHECKS + FINAL_CHECKS if ended else CHECKS
-    return sorted(filter(None, (check(history) for check in checks)), key=lambda finding: -finding.weight)
-
-
-def mismatch(run: History) -> Finding | None:
+def mismatch(run: Evidence) -> Finding | None:
     """Sampling and training disagree about the probability of the same tokens."""
     if not run.last("first_ratio_error") > 0.01:
         return None
@@ -121,7 +26,7 @@ def mismatch(run: History) -> Finding | None:
     )
 
 
-def negative_kl(run: History) -> Finding | None:
+def negative_kl(run: Evidence) -> Finding | None:
     """The estimate of the KL to the reference is below 0 by more than chance."""
     if not run.last("kl") < -0.5:
         return None
@@ -136,7 +41,7 @@ def negative_kl(run: History) -> Finding | None:
     )
 
 
-def degenerate(run: History) -> Finding | None:
+def degenerate(run: Evidence) -> Finding | None:
     """The reward rises while the texts fall apart."""
     if len(run) < SETTLED or not run.gain() > 0.2:
         return None
@@ -162,7 +67,7 @@ def degenerate(run: History) -> Finding | None:
     )
 
 
-def kl_runaway(run: History) -> Finding | None:
+def kl_runaway(run: Evidence) -> Finding | None:
     """The policy is far from the reference, and goes on leaving."""
     if len(run) < SETTLED or not run.last("length") > 0:
         return None
@@ -173,14 +78,14 @@ def kl_runaway(run: History) -> Finding | None:
         "kl_runaway",
         75,
         "the KL to the reference runs away",
-        f"{run.where('kl')}, {per_token:.2f} nats a token",
+        f"{run.where('kl')}, {per_token:.2f} nats per token",
         "The policy no longer writes like the model it came from, and what the reward model says of such texts is a "
         "guess.",
         "raise kl.coef, set kl.target, lower optim.lr, or stop earlier (stop.kl)",
     )
 
 
-def entropy_collapse(run: History) -> Finding | None:
+def entropy_collapse(run: Evidence) -> Finding | None:
     """Hardly anything is left to chance."""
     first, last = run.first("entropy"), run.last("entropy")
     if len(run) < SETTLED or not (first > 0.05 and last < 0.1 * first):
@@ -195,7 +100,7 @@ def entropy_collapse(run: History) -> Finding | None:
     )
 
 
-def clip_high(run: History) -> Finding | None:
+def clip_high(run: Evidence) -> Finding | None:
     """Most tokens leave the trust region."""
     if len(run) < WINDOW or not run.last("clip_fraction") > 0.4:
         return None
@@ -209,7 +114,7 @@ def clip_high(run: History) -> Finding | None:
     )
 
 
-def clip_low(run: History) -> Finding | None:
+def clip_low(run: Evidence) -> Finding | None:
     """Nothing ever reaches the clip range."""
     if len(run) < SETTLED or run.setting("algorithm") == "policy_gradient":
         return None
@@ -226,7 +131,7 @@ def clip_low(run: History) -> Finding | None:
     )
 
 
-def explained_variance(run: History) -> Finding | None:
+def explained_variance(run: Evidence) -> Finding | None:
     """The critic is worse than a constant."""
     if len(run) < SETTLED or not run.mean("explained_variance", slice(-SETTLED, None)) < 0:
         return None
@@ -237,12 +142,12 @@ def explained_variance(run: History) -> Finding | None:
         run.where("explained_variance"),
         "Its values are further from the returns than their own mean would be, so advantages carry more noise than "
         "without it.",
-        "raise optim.value_lr or ppo.value_coef, give the critic a head start (ppo.critic_warmup), or normalise the "
+        "raise critic.lr or critic.coef, give the critic a head start (critic.warmup), or normalise the "
         "score (score.normalize)",
     )
 
 
-def value_loss(run: History) -> Finding | None:
+def value_loss(run: Evidence) -> Finding | None:
     """The value loss grows without end."""
     if len(run) < SETTLED:
         return None
@@ -256,11 +161,11 @@ def value_loss(run: History) -> Finding | None:
         run.where("value_loss"),
         "Returns grow faster than the critic can follow; a reward on every step that adds up, or a critic that "
         "learns from its own values, does this.",
-        "pay the reward at the end, normalise it (score.normalize), lower optim.value_lr, or set ppo.value_clip",
+        "pay the reward at the end, normalise it (score.normalize), lower critic.lr, or set critic.clip",
     )
 
 
-def truncated(run: History) -> Finding | None:
+def truncated(run: Evidence) -> Finding | None:
     """Most completions run into the length limit."""
     if run.setting("rollout.stop_at_eos") is False or not run.last("truncated") > 0.8:
         return None
@@ -274,7 +179,7 @@ def truncated(run: History) -> Finding | None:
     )
 
 
-def constant_term(run: History) -> Finding | None:
+def constant_term(run: Evidence) -> Finding | None:
     """A term of the reward says the same of everything."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
     flat = [name for name in names if len(run) >= WINDOW and run.last(name) < 1e-8]
@@ -290,7 +195,7 @@ def constant_term(run: History) -> Finding | None:
     )
 
 
-def dominant_term(run: History) -> Finding | None:
+def dominant_term(run: Evidence) -> Finding | None:
     """One of several terms decides everything."""
     terms = run.setting("reward") or []
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
@@ -311,7 +216,7 @@ def dominant_term(run: History) -> Finding | None:
     )
 
 
-def always_clipped(run: History) -> Finding | None:
+def always_clipped(run: Evidence) -> Finding | None:
     """The gradient is longer than allowed in every step."""
     limit = run.setting("optim.max_grad_norm")
     norms = run.values("grad_norm", slice(-2 * SETTLED, None))
@@ -323,11 +228,11 @@ def always_clipped(run: History) -> Finding | None:
         "the gradient is always clipped",
         f"{run.where('grad_norm')}; optim.max_grad_norm {limit:g}",
         "Each step has the same length, whatever the gradient says, so the learning rate alone decides.",
-        "raise optim.max_grad_norm, or lower ppo.value_coef if it is the critic's",
+        "raise optim.max_grad_norm, or lower critic.coef if it is the critic's",
     )
 
 
-def flat_reward(run: History) -> Finding | None:
+def flat_reward(run: Evidence) -> Finding | None:
     """Nothing was learnt."""
     if len(run) < 2 * SETTLED or not run.gain() < 0.2:
         return None
@@ -341,7 +246,7 @@ def flat_reward(run: History) -> Finding | None:
     )
 
 
-def still_warming(run: History) -> Finding | None:
+def still_warming(run: Evidence) -> Finding | None:
     """The learning rate never got where it should."""
     warmup = run.setting("optim.warmup") or 0
     if not warmup >= len(run):

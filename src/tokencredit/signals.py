@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import Accelerator
+if TYPE_CHECKING:
+    from tokencredit.processes import Processes
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 
@@ -34,12 +34,13 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def wish(self, accelerator: Accelerator) -> str | None:
+    def request(self, processes: Processes) -> str | None:
         """The name of the signal that asked to stop, in any process; None to go on."""
         received = int(self.received or 0)
-        if accelerator.num_processes > 1:
-            mine = torch.tensor([received], device=accelerator.device)
-            received = int(accelerator.gather(mine).max())
+        if processes.count > 1:
+            import torch  # a sweep, which has signals too, does without
+
+            received = int(processes.max(torch.tensor(received, device=processes.device)))
         return signal.Signals(received).name if received else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

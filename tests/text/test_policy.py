@@ -1,11 +1,12 @@
 import pytest
 from transformers import AutoTokenizer
 
+from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.generate import generate
 from tokencredit.text.models.loading import resolve
+from tokencredit.text.policy import Policy
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -13,9 +14,12 @@ TEMPLATE = (
 )
 
 
-def write(run, config, **options):
-    defaults = {"prompt": None, "chat": False, "samples": 2, "base": True}
-    return generate(run, config, **(defaults | options), max_new_tokens=4, temperature=1.0, seed=1)
+def write(run, config, prompt, chat=False, samples=2, which="base"):
+    """Prompts with their completions."""
+    policy = Policy(run, config, which)
+    prompts = policy.prompts(prompt, samples, 4, chat)
+    completions = policy.complete(prompts, 4, temperature=1.0)
+    return [text + completion for text, completion in zip(prompts.texts, completions, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,10 @@ def test_a_prompt_is_continued_as_it_stands(tmp_path, capsys):
     written = write(tmp_path, PPOConfig(), prompt="The film was")
     assert len(written) == 2
     assert all(text.startswith("The film was") for text in written)
-    assert capsys.readouterr().out.count("\n") == 2
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    options = ["--prompt", "The film was", "-n", "2", "--base", "--max_new_tokens", "4", "--temperature", "1.0"]
+    assert main(["generate", str(tmp_path), *options]) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in written)
 
 
 def test_a_message_goes_through_the_chat_template(tmp_path, chat_model):
@@ -48,5 +55,5 @@ def test_a_message_without_a_chat_template(tmp_path):
 
 
 def test_a_run_that_has_not_ended_has_no_policy(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no policy: the run has not ended; --base writes"):
-        write(tmp_path, PPOConfig(), base=False)
+    with pytest.raises(ConfigError, match=r"has no policy/; a run writes policy/ at its end"):
+        write(tmp_path, PPOConfig(), "The film was", which="policy")

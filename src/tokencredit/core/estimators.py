@@ -1,0 +1,37 @@
+"""Every advantage estimator by name, and what each needs. Imports nothing, so that settings can be checked at once."""
+
+from typing import Literal, NamedTuple
+
+
+class Estimator(NamedTuple):
+    """What an advantage estimator needs beside rewards."""
+
+    critic: Literal["required", "baseline", "unused"]
+    """Values are needed, are subtracted where there are any, or take no part."""
+    settings: tuple[str, ...] = ()
+    """The settings that it reads."""
+    group: bool = False
+    """Compares the completions of one prompt: needs `group_size`, and one score per row."""
+    baseline: bool = False
+    """Subtracts the running mean of earlier scores: needs `baseline`, and one score per row."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The keyword arguments of its function, beside those that say where the policy acted."""
+        return self.settings + ("group_size",) * self.group + ("baseline",) * self.baseline
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator("required", ("gamma", "lam")),
+    "td": Estimator("required", ("gamma",)),
+    "monte_carlo": Estimator("required", ("gamma",)),
+    "n_step": Estimator("required", ("gamma", "n")),
+    "decoupled_gae": Estimator("required", ("gamma", "lam", "lam_returns")),
+    "length_adaptive_gae": Estimator("required", ("gamma", "alpha", "lam_returns")),
+    "total_return": Estimator("baseline", ("gamma",)),
+    "reward_to_go": Estimator("baseline", ("gamma",)),
+    "uniform": Estimator("unused", baseline=True),
+    "group_relative": Estimator("unused", ("scale",), group=True),
+    "leave_one_out": Estimator("unused", group=True),
+}
+"""The functions of these names are in `core.advantages` and `core.critic_free`."""

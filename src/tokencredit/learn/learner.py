@@ -1,0 +1,275 @@
+"""The learner: a model with all that changes it. `Learner.update` is PPO's update, for texts and environments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tokencredit.core.losses import RatioStats, ratio_stats
+from tokencredit.core.masked import whiten
+from tokencredit.learn.experience import Experience, like_lengths
+from tokencredit.learn.objective import Evaluate, MicroBatchLoss, Objective
+from tokencredit.learn.optim import clip_gradients, set_rates
+from tokencredit.learn.rng import from_text, to_text
+from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
+from tokencredit.learn.stopping import past_target_kl
+from tokencredit.processes import Processes
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How an update goes through an experience."""
+
+    epochs: int = 4
+    """Passes over the experience."""
+    minibatches: int = 4
+    """Optimizer steps per pass."""
+    micro_batch_tokens: int | None = None
+    """The most tokens in memory at once, padding included; None for no limit. It changes no gradient."""
+    whiten_minibatches: bool = False
+    """Whiten the advantages of each minibatch (Huang et al. 2022, "The 37 implementation details of PPO", detail 7)."""
+    target_kl: float | None = None
+    """End the update before a step whose minibatch is further than this from the sampling policy, in nats per token by
+    k3; None never does."""
+    max_grad_norm: float | None = None
+    """Largest norm of the gradient; None for no limit."""
+    grad_norm_type: float = 2.0
+    """2 for the L2 norm, inf for the largest element."""
+    train_mode: bool = False
+    """Put the model into training mode during updates, for dropout and gradient checkpointing."""
+
+
+class NonFiniteUpdate(ArithmeticError):
+    """A loss or gradient that is NaN or infinite; the optimizer step was not taken.
+
+    `row` is the first row of the experience at which `term` is not finite, or None when only the gradient is not.
+    """
+
+    def __init__(self, term: str, row: int | None):
+        super().__init__(f"{term} is not finite")
+        self.term, self.row = term, row
+
+
+OnStep = Callable[[Experience, NonFiniteUpdate | None], None]
+"""Called after each minibatch with None, or with the error that made the step be skipped."""
+
+
+def raise_non_finite(minibatch: Experience, error: NonFiniteUpdate | None) -> None:
+    """End the update if a step was skipped."""
+    if error is not None:
+        raise error
+
+
+class StepRecord(NamedTuple):
+    """What a micro-batch's pass gave, without gradients: what the metrics are made of."""
+
+    loss: Tensor
+    parts: dict[str, Tensor]
+    logprobs: Tensor
+    old_logprobs: Tensor
+    mask: Tensor
+
+
+class Learner:
+    """A model, its optimizer and learning-rate schedule, the objective, and the generator that shuffles rows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        evaluate: Evaluate,
+        objective: Objective,
+        settings: UpdateSettings,
+        schedule: Callable[[int], float],
+        generator: torch.Generator,
+        processes: Processes,
+    ):
+        """Put the parts together.
+
+        Args:
+            model: what is trained.
+            optimizer: of its parameters; groups with `critic: True` hold the critic's own.
+            evaluate: the outputs of the model, as it is wrapped for several processes, on an experience's inputs.
+            objective: what is minimised.
+            settings: how an update goes through an experience.
+            schedule: the factor of the learning rates at an iteration, counted from 0.
+            generator: shuffles the rows.
+            processes: the job.
+        """
+        self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
+        self.schedule, self.generator, self.processes = schedule, generator, processes
+        self.wrapped = processes.wrap(model)
+        self._evaluate = evaluate
+        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def set_rates(self, iteration: int) -> dict[str, float]:
+        """Set the learning rates of an iteration, counted from 1; returns them as metrics."""
+        set_rates(self.optimizer, self.schedule(iteration - 1))
+        groups = self.optimizer.param_groups
+        return {"value_lr" if group.get("critic") else "lr": group["lr"] for group in groups}
+
+    def update(
+        self, experience: Experience, *, frozen: Iterable[Tensor] = (), on_step: OnStep = raise_non_finite
+    ) -> dict[str, float]:
+        """Take `epochs` × `minibatches` optimizer steps on one rollout.
+
+        Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
+
+        Args:
+            experience: this process's share of one rollout with its credit.
+            frozen: parameters that this update leaves alone.
+            on_step: called after each minibatch, and may raise. A step with a loss or gradient that is not finite is
+                not taken, and counts in no metric but `bad_steps`.
+
+        Returns:
+            `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen,
+            `first_ratio_error`, and the numbers of `steps` taken and of `bad_steps` skipped.
+
+        Raises:
+            NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
+        """
+        settings, frozen = self.settings, list(frozen)
+        records: list[list[StepRecord]] = []
+        grad_norms: list[float] = []
+        bad_steps = 0
+        with self._train_mode():
+            for rows in self._minibatches(experience):
+                minibatch = self._whitened(experience.select(rows))
+                record, grad_norm = self._gradient(minibatch, frozen)
+                if not self.processes.all(math.isfinite(sum(float(micro.loss) for micro in record) + grad_norm)):
+                    bad_steps += 1
+                    on_step(minibatch, self._locate(experience, rows))
+                    continue
+                records.append(record)
+                if settings.target_kl is not None:
+                    kl = self._ratios(record).metrics()["approx_kl_k3"]
+                    if past_target_kl(kl, settings.target_kl):
+                        break
+                self.optimizer.step()
+                grad_norms.append(grad_norm)
+                on_step(minibatch, None)
+        drop_gradients(self.parameters)  # they are as large as the weights, and sampling needs the memory
+        steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps}
+        if not records:
+            return steps
+        return self._metrics(records) | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What training has made: weights and moments, which all processes share, and this process's own generator."""
+        shared = {"weights": trained_weights(self.model), "optimizer": optimizer_state(self.optimizer)}
+        return shared, {"shuffling": to_text(self.generator.get_state())}
+
+    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises:
+            ValueError: the weights or moments are not those of this model.
+        """
+        load_trained_weights(self.model, shared["weights"])
+        load_optimizer_state(self.optimizer, shared["optimizer"])
+        self.generator.set_state(from_text(own["shuffling"]))
+
+    @contextmanager
+    def _train_mode(self) -> Iterator[None]:
+        self.model.train(self.settings.train_mode)
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    def _minibatches(self, experience: Experience) -> Iterator[Tensor]:
+        for _ in range(self.settings.epochs):
+            yield from experience.minibatches(self.settings.minibatches, self.generator)
+
+    def _whitened(self, minibatch: Experience) -> Experience:
+        if not self.settings.whiten_minibatches:
+            return minibatch
+        reduce = None if self.processes.count == 1 else self.processes.sum
+        return replace(minibatch, advantages=whiten(minibatch.advantages, minibatch.mask, reduce=reduce))
+
+    def _gradient(self, minibatch: Experience, frozen: Iterable[Tensor]) -> tuple[list[StepRecord], float]:
+        """Put a minibatch's gradient, clipped, into the parameters; returns its record, and its norm before that."""
+        drop_gradients(self.parameters)
+        record = self.backward(minibatch)
+        drop_gradients(frozen)
+        limit, kind = self.settings.max_grad_norm, self.settings.grad_norm_type
+        return record, float(clip_gradients(self.parameters, limit, kind))
+
+    def backward(self, minibatch: Experience) -> list[StepRecord]:
+        """Add a minibatch's gradient to the parameters, a micro-batch of similar lengths at a time.
+
+        Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
+        and processes add up to the same gradient however they are cut. Processes exchange gradients once, with the last
+        micro-batch, so that each may have a number of its own.
+        """
+        count = self.processes.sum(self.objective.count(minibatch.mask))
+        records = []
+        batches = like_lengths(minibatch.lengths, self.settings.micro_batch_tokens)
+        for number, rows in enumerate(batches, start=1):
+            part = minibatch if len(batches) == 1 else minibatch.select(rows)
+            loss = MicroBatchLoss(self.objective, part, count)
+            if number < len(batches):
+                with self.processes.no_sync(self.wrapped):
+                    records.append(self._pass(part, loss))
+            else:
+                records.append(self._pass(part, loss))
+        return records
+
+    def _pass(self, part: Experience, loss: MicroBatchLoss) -> StepRecord:
+        """A forward and a backward pass."""
+        now = self._evaluate(self.wrapped, part.inputs, loss)
+        total, parts = loss.complete(now)
+        self.processes.backward(total)
+        return StepRecord(total.detach(), parts, now.logprobs, part.logprobs, part.mask)
+
+    @torch.no_grad()
+    def _locate(self, experience: Experience, rows: Tensor) -> NonFiniteUpdate:
+        """Find the row and the part of its loss that is not finite, by looking at a failed minibatch's rows singly."""
+        for row in rows:
+            part = experience.select(row.unsqueeze(0))
+            loss = MicroBatchLoss(self.objective, part)
+            _, parts = loss.complete(self._evaluate(self.model, part.inputs, loss))
+            for name, value in parts.items():
+                if not value.isfinite():
+                    return NonFiniteUpdate(name.removesuffix("_in_update").replace("_", " "), int(row))
+        return NonFiniteUpdate("gradient", None)
+
+    def _metrics(self, records: list[list[StepRecord]]) -> dict[str, float]:
+        """Means over minibatches of the loss and its parts, over all processes, and the ratios of all tokens."""
+        micro_batches = [micro for record in records for micro in record]
+        names = ["loss", *micro_batches[0].parts]
+        sums = torch.stack([torch.stack([micro.loss, *micro.parts.values()]) for micro in micro_batches]).sum(0)
+        means = (self.processes.sum(sums) / len(records)).tolist()
+        return {
+            **dict(zip(names, means, strict=True)),
+            **self._ratios(micro_batches).metrics(),
+            "first_ratio_error": self._ratio_error(records[0]),
+        }
+
+    def _ratios(self, record: list[StepRecord]) -> RatioStats:
+        """Ratio statistics of micro-batches, over all processes."""
+        logprobs, old_logprobs, mask = (
+            torch.cat([getattr(micro, name) for micro in record]) for name in ("logprobs", "old_logprobs", "mask")
+        )
+        ratios = ratio_stats(logprobs, old_logprobs, mask, clip=self.objective.clip)
+        return RatioStats(self.processes.sum(ratios.sums), self.processes.max(ratios.extremes))
+
+    def _ratio_error(self, record: list[StepRecord]) -> float:
+        """How far the ratio is from 1 at the worst token of a minibatch, e^|log r| − 1.
+
+        In an update's first minibatch the policy is still the one that sampled, so anything but 0 is a bug somewhere.
+        """
+        apart = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in record]
+        return float(self.processes.max(torch.stack(apart).amax()).expm1())
+
+
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Free the memory of gradients."""
+    for parameter in parameters:
+        parameter.grad = None

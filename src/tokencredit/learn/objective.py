@@ -1,0 +1,155 @@
+"""The loss of an update: from what policy and critic output for a micro-batch to one number.
+
+This is the one place where the parts of the loss meet. The policy's part is handed into the model's pass, as a function
+of the statistics of its tokens, so that a projection to a large vocabulary can form its gradient a chunk at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from tokencredit.core.kl import kl_estimate
+from tokencredit.core.losses import (
+    Clip,
+    clipped_surrogate,
+    reduction_count,
+    token_weights,
+    value_loss,
+    weighted_sum,
+)
+from tokencredit.core.projection import TokenStats
+from tokencredit.learn.experience import Experience
+
+
+class PolicyOutputs(NamedTuple):
+    """What policy and critic output for an experience; None for what is not computed."""
+
+    policy_loss: Tensor
+    """A scalar, with the policy's gradient."""
+    logprobs: Tensor
+    """`[batch, time]`, without a gradient, like entropies and KL."""
+    values: Tensor | None = None
+    """`[batch, time]`, with the critic's gradient."""
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+
+
+class PolicyLoss(Protocol):
+    """The policy's part of a loss on some rows."""
+
+    additive: bool
+    """True for a sum over tokens. If false, the statistics of all tokens arrive at once, and the loss may join those of
+    a row in any way; a vocabulary that takes several chunks is then projected twice."""
+
+    def __call__(self, now: TokenStats, at: slice) -> Tensor:
+        """The loss, a scalar, of the acted tokens at these places among all of them, one after another."""
+
+
+Evaluate = Callable[[nn.Module, dict[str, Tensor], PolicyLoss], PolicyOutputs]
+"""From a model, an experience's inputs and the policy's loss to the outputs.
+
+Where nothing is projected, `loss(TokenStats(logprobs[mask], …), slice(None))` is all there is to do.
+"""
+
+
+class Loss(NamedTuple):
+    """The loss of a micro-batch and its parts before their coefficients, by their names in the metrics."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL); see `core.losses` for each part.
+
+    A loss of another form overrides `token_losses`; with `additive` false it is given all tokens of the rows at once.
+    """
+
+    clip: Clip = 0.2
+    dual_clip: float | None = None
+    value_clip: float | None = None
+    value_coef: float = 0.5
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    """β of the KL in the loss."""
+    kl_estimator: str | None = None
+    """Estimator of that KL from `Experience.ref_logprobs`; None where the model computes it exactly, or nobody does."""
+    reduction: str = "token"
+    horizon: int | None = None
+    """Tokens that the reduction `constant` counts per row; None for the longest row of the batch."""
+
+    additive = True
+
+    def count(self, mask: Tensor) -> Tensor:
+        """What the weights of this process's rows are divided by, once it is summed over processes."""
+        return reduction_count(mask, self.reduction, self.horizon)
+
+    def token_losses(self, now: TokenStats, rows: Experience, at: Tensor) -> dict[str, Tensor]:
+        """Each part of the policy's loss at acted tokens, before its coefficient.
+
+        Args:
+            now: statistics of the tokens, `[tokens]` each.
+            rows: the micro-batch.
+            at: places of the tokens in its flattened `[batch, time]` tensors.
+        """
+        assert now.logprobs is not None
+        old_logprobs, advantages = rows.logprobs.flatten()[at], rows.advantages.flatten()[at]
+        kl = now.kl
+        if self.kl_estimator is not None and rows.ref_logprobs is not None:
+            kl = kl_estimate(self.kl_estimator, now.logprobs, rows.ref_logprobs.flatten()[at])
+        surrogate = clipped_surrogate(now.logprobs, old_logprobs, advantages, clip=self.clip, dual_clip=self.dual_clip)
+        parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
+        return {name: losses for name, losses in parts.items() if losses is not None}
+
+    def total(self, parts: dict[str, Tensor]) -> Tensor:
+        """The policy's part of the loss: `token_losses`, each summed with the tokens' weights, with its coefficient."""
+        loss = parts["policy_loss"]
+        if "entropy_in_update" in parts and self.entropy_coef != 0:
+            loss = loss - self.entropy_coef * parts["entropy_in_update"]
+        return loss + self.kl_coef * parts["kl_in_update"] if "kl_in_update" in parts else loss
+
+
+class MicroBatchLoss:
+    """The loss of one micro-batch: called by the model for the policy's part, then completed with the critic's."""
+
+    def __init__(self, objective: Objective, rows: Experience, count: Tensor | None = None):
+        """Weigh the tokens.
+
+        Args:
+            objective: what is minimised.
+            rows: the micro-batch.
+            count: what weights are divided by; None for a count of 1, to look at rows alone.
+        """
+        self.objective, self.rows = objective, rows
+        self.additive = objective.additive
+        self.weights = (
+            rows.mask.float() if count is None else token_weights(rows.mask, by=objective.reduction, count=count)
+        )
+        self.acted = rows.mask.flatten().nonzero().squeeze(1)
+        self.parts: dict[str, Tensor] = {}
+
+    def __call__(self, now: TokenStats, at: slice) -> Tensor:
+        """The policy's part, of the acted tokens at these places."""
+        places = self.acted[at]
+        weights = self.weights.flatten()[places]
+        losses = self.objective.token_losses(now, self.rows, places)
+        sums = {name: weighted_sum(x, weights) for name, x in losses.items()}
+        for name, part in sums.items():
+            self.parts[name] = self.parts[name] + part.detach() if name in self.parts else part.detach()
+        return self.objective.total(sums)
+
+    def complete(self, now: PolicyOutputs) -> Loss:
+        """The whole loss, with its gradient; parts carry none."""
+        loss, parts = now.policy_loss, dict(self.parts)
+        rows = self.rows
+        if now.values is not None and rows.values is not None:
+            losses = value_loss(now.values, rows.values, rows.returns, rows.mask, clip=self.objective.value_clip)
+            value = weighted_sum(losses, self.weights)
+            loss = loss + self.objective.value_coef * value
+            parts["value_loss"] = value.detach()
+        return Loss(loss, parts)

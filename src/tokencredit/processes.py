@@ -1,0 +1,97 @@
+"""The processes that train together: this one's device and rank, sums over all, and recognising a lack of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather, pad_across_processes, parse_flag_from_env, reduce
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Processes:
+    """The job that this process is a part of, as any launcher of PyTorch starts it; alone, it is a job of one.
+
+    Built on Accelerate's `PartialState`, which knows ranks and devices and nothing of number formats: those of other
+    runs in the same Python process are neither read nor changed.
+
+    Attributes:
+        device: of this process.
+        count: processes in the job.
+        rank: of this process, from 0.
+        main: true in the one process that writes files and the screen.
+    """
+
+    def __init__(self) -> None:
+        """Join the job; `ACCELERATE_USE_CPU=true` keeps it off GPUs."""
+        self._state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+        self.device: torch.device = self._state.device
+        self.count: int = self._state.num_processes
+        self.rank: int = self._state.process_index
+        self.main: bool = self._state.is_main_process
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The elementwise sum of a tensor over all processes, on each of them."""
+        return tensor if self.count == 1 else cast(Tensor, reduce(tensor, "sum"))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes, joined along their first axis; lengths may differ, and padding is −1."""
+        return tensor if self.count == 1 else cast(Tensor, gather(pad_across_processes(tensor, pad_index=-1)))
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum of a tensor over all processes."""
+        return tensor if self.count == 1 else cast(Tensor, gather(tensor.unsqueeze(0))).amax(0)
+
+    def all(self, true: bool) -> bool:
+        """True if it is true in every process."""
+        return true if self.count == 1 else not bool(self.max(torch.tensor(not true, device=self.device)))
+
+    def first(self, true: bool) -> bool:
+        """What the first process says, in every process."""
+        return not self.all(not true or self.rank != 0)
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        self._state.wait_for_everyone()
+
+    def close(self) -> None:
+        """Leave the job; for commands, at their end."""
+        self._state.destroy_process_group()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as its passes with gradients need it: gradients are averaged over processes."""
+        if self.count == 1:
+            return model
+        on_gpu = self.device.type != "cpu"
+        return DistributedDataParallel(model, device_ids=[self.device.index] if on_gpu else None)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Backward passes in here leave a wrapped model's gradients unshared."""
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss that is a part of a sum over processes; wrapped models average, so scale up."""
+        (loss if self.count == 1 else loss * self.count).backward()
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let PyTorch use so many threads in here; None leaves their number alone."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True for what PyTorch or Python raises when memory runs out; on a CPU PyTorch has no type of its own for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

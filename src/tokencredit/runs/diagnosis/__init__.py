@@ -1,0 +1,26 @@
+"""Diagnosis of a run: problems that its metrics show, each with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
+from tokencredit.runs.diagnosis.evidence import Evidence, Finding
+
+__all__ = ["Finding", "diagnose"]
+
+
+def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
+    """The findings on a run, the weightiest first.
+
+    Args:
+        metrics: one mapping per iteration, as in metrics.jsonl.
+        config: the run's configuration in plain dicts.
+        ended: true for a whole run; some checks need its end.
+    """
+    evidence = Evidence(metrics, config)
+    if not len(evidence):
+        return []
+    checks = CHECKS + FINAL_CHECKS if ended else CHECKS
+    return sorted(filter(None, (check(evidence) for check in checks)), key=lambda finding: -finding.weight)

@@ -1,0 +1,83 @@
+"""Metrics and settings of a run as its checks read them, and the findings that they return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokencredit.runs.history import WINDOW, finite, mean
+from tokencredit.settings.world import world_of
+
+SETTLED = 10
+"""Iterations before which a run is too young to judge."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a run."""
+
+    name: str
+    weight: int
+    """The larger, the more it matters: above 80, the other numbers of the run cannot be trusted."""
+    title: str
+    evidence: str
+    """Which metrics, of which iterations."""
+    meaning: str
+    advice: str
+
+    def line(self) -> str:
+        """All in one line, for a run that goes on."""
+        return f"{self.title} ({self.evidence}); {self.advice}"
+
+
+class Evidence:
+    """Metrics of the iterations so far, one column at a time."""
+
+    def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
+        """`config` is the run's configuration in plain dicts."""
+        self.metrics, self.config = metrics, config
+        self.world = world_of(config)
+        self.reward = self.world.headline
+
+    def __len__(self) -> int:
+        """Iterations."""
+        return len(self.metrics)
+
+    def setting(self, key: str) -> Any:
+        """A setting by its key, such as `optim.warmup`; None if the run has none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def values(self, name: str, part: slice) -> list[float]:
+        """The finite numbers of a metric in some iterations."""
+        return list(finite(row.get(name) for row in self.metrics[part]))
+
+    def mean(self, name: str, part: slice) -> float:
+        """Their mean; NaN if there are none."""
+        value = mean(self.values(name, part))
+        return math.nan if value is None else value
+
+    def first(self, name: str) -> float:
+        """Its mean over the first iterations."""
+        return self.mean(name, slice(0, WINDOW))
+
+    def last(self, name: str) -> float:
+        """Its mean over the last iterations."""
+        return self.mean(name, slice(-WINDOW, None))
+
+    def where(self, name: str) -> str:
+        """A metric's means over the first and the last iterations, as text."""
+        first, last = int(self.metrics[0]["iteration"]), int(self.metrics[-1]["iteration"])
+        then = min(first + WINDOW - 1, last)
+        now = max(last - WINDOW + 1, first)
+        return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"
+
+    def gain(self) -> float:
+        """Rise of the reward in deviations of a single completion at the beginning; NaN if unknown."""
+        deviation = self.first(self.world.deviation)
+        rise = self.last(self.reward) - self.first(self.reward)
+        return rise / deviation if deviation > 0 else math.nan

@@ -1,0 +1,86 @@
+"""The outcome of a run, and numbers and times as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokencredit.runs.history import History, final_mean, finite
+from tokencredit.settings.world import World
+
+
+@dataclass(frozen=True, eq=False)
+class Summary(Mapping[str, Any]):
+    """The outcome of a run.
+
+    It is also a mapping, the one in summary.json: `summary["reward_last"]` of a language model, or
+    `summary["average_return_last"]` of an agent, is `summary.last`.
+    """
+
+    folder: Path
+    """The run's folder."""
+    first: float | None
+    """The headline metric of the first iteration that has one: mean reward, or average return."""
+    last: float | None
+    """Its mean over the last five iterations; None without an iteration."""
+    kl_last: float | None
+    """Mean KL to the reference over the last five iterations, in nats per sequence; None without a reference."""
+    iterations: int
+    seconds: float
+    """Wall-clock time of training, over all resumptions."""
+    per_second: float
+    """Tokens sampled, or environment steps, per second."""
+    stopped_by: str
+    """`iterations`, the key of a rule under `stop`, a signal, or a few words."""
+    world: World = field(repr=False)
+    """The kind of world that the run trained in, which names the keys of the mapping."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def _entries(self) -> dict[str, Any]:
+        name = self.world.outcome
+        return {
+            f"{name}_first": self.first,
+            f"{name}_last": self.last,
+            "kl_last": self.kl_last,
+            "iterations": self.iterations,
+            "seconds": self.seconds,
+            f"{self.world.unit}_per_second": self.per_second,
+            "stopped_by": self.stopped_by,
+        }
+
+
+def summarise(history: History, world: World, folder: Path, seconds: float, stopped_by: str) -> Summary:
+    """The summary of a run with these metrics."""
+    return Summary(
+        folder=folder,
+        first=next(finite(row.get(world.headline) for row in history), None),
+        last=final_mean(history, world.headline),
+        kl_last=final_mean(history, "kl"),
+        iterations=len(history),
+        seconds=seconds,
+        per_second=sum(row[world.unit] for row in history) / seconds,
+        stopped_by=stopped_by,
+        world=world,
+    )
+
+
+def figure(value: float | None) -> str:
+    """A number with three digits, such as `0.914`, `-12.7` or `2,309`."""
+    return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time with its unit, such as `40 s`, `10 min` or `5.6 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,138 @@
+"""Callbacks: user code that runs before and after each stage of an iteration."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokencredit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokencredit.text.engines.engine import Rollout
+    from tokencredit.text.rewards.terms import Scores
+    from tokencredit.text.scoring_passes import ReferenceOutputs
+    from tokencredit.text.trainer import PPOTrainer
+
+
+class Callback:
+    """Base class of callbacks: override any of the methods, and pass an instance in `PPOTrainer(callbacks=[…])`.
+
+    An iteration runs the stages rollout, reference, reward and update, then evaluation if one is due. Every process
+    calls its own callbacks; `trainer.processes.main` is true in one of them. An exception ends the run. After a stage
+    that failed, its `after_` method is not called: a batch that is not finite skips the rest up to the update.
+    """
+
+    def before_iteration(self, trainer: PPOTrainer) -> None:
+        """Called before the learning rate is set and prompts are taken."""
+
+    def after_iteration(self, trainer: PPOTrainer, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """Called before the iteration's lines are written.
+
+        Args:
+            trainer: the trainer.
+            metrics: its line in metrics.jsonl, without times; numbers added here are written and tracked too.
+            samples: its lines in samples.jsonl; empty where none are kept.
+        """
+
+    def before_rollout(self, trainer: PPOTrainer) -> None:
+        """Called before completions are sampled."""
+
+    def after_rollout(self, trainer: PPOTrainer, rollout: Rollout) -> None:
+        """Called with this process's completions: their tokens, masks, log-probs and values."""
+
+    def before_reference(self, trainer: PPOTrainer) -> None:
+        """Called before the reference model reads the completions."""
+
+    def after_reference(self, trainer: PPOTrainer, reference: ReferenceOutputs) -> None:
+        """Called with the reference log-probs and KL; None without a reference model."""
+
+    def before_reward(self, trainer: PPOTrainer) -> None:
+        """Called before the reward's terms are computed."""
+
+    def after_reward(self, trainer: PPOTrainer, scores: Scores) -> None:
+        """Called with the scores of this process's completions, in total, per token and per term."""
+
+    def before_update(self, trainer: PPOTrainer) -> None:
+        """Called before the weights change."""
+
+    def after_update(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
+        """Called with the update's metrics: losses, ratio, clip fractions, gradient norm."""
+
+    def before_evaluation(self, trainer: PPOTrainer) -> None:
+        """Called before the policy is evaluated."""
+
+    def after_evaluation(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
+        """Called with the evaluation's metrics, before the best policy is saved."""
+
+
+EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))
+"""The methods that a callback may have."""
+
+TRANSFORMERS_EVENTS = {
+    "on_init_end": "code after PPOTrainer(…)",
+    "on_train_begin": "code before trainer.train()",
+    "on_train_end": "code after trainer.train()",
+    "on_epoch_begin": "before_iteration",
+    "on_epoch_end": "after_iteration",
+    "on_step_begin": "before_iteration",
+    "on_step_end": "after_iteration",
+    "on_pre_optimizer_step": "before_update",
+    "on_optimizer_step": "after_update",
+    "on_substep_end": "after_update",
+    "on_evaluate": "after_evaluation",
+    "on_predict": "after_evaluation",
+    "on_prediction_step": "after_evaluation",
+    "on_log": "after_iteration",
+    "on_save": "after_iteration",
+    "on_push_begin": "after_iteration",
+}
+"""Methods of `transformers.TrainerCallback`, and what to use here instead."""
+
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Raise `ConfigError` for the first object that has no callback method, or one that would never be called."""
+    for position, callback in enumerate(callbacks):
+        name, kind = f"callbacks[{position}]", type(callback).__name__
+        if isinstance(callback, type):
+            raise ConfigError(f"{name} is the class {callback.__name__}; pass an instance, {callback.__name__}()")
+        foreign = _transformers_methods(callback)
+        if foreign is not None:
+            instead = "; ".join(f"{method} → {TRANSFORMERS_EVENTS[method]}" for method in foreign)
+            raise ConfigError(
+                f"{name} ({kind}) is a transformers.TrainerCallback, which PPOTrainer never calls; subclass "
+                "tokencredit.Callback" + (f", with {instead}" if foreign else "")
+            )
+        for method in _unknown_methods(callback):
+            raise ConfigError(f"{name} ({kind}) has a method {method}, which is never called; {_advice(method)}")
+        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+            raise ConfigError(f"{name} is {callback!r}, which has no callback method; {_methods()}")
+
+
+def _transformers_methods(callback: object) -> list[str] | None:
+    """The methods that a callback of Transformers overrides; None for any other object. Imports nothing for it."""
+    classes = type(callback).__mro__
+    for depth, base in enumerate(classes):
+        if base.__name__ == "TrainerCallback" and base.__module__.partition(".")[0] == "transformers":
+            return [event for event in TRANSFORMERS_EVENTS if any(event in vars(own) for own in classes[:depth])]
+    return None
+
+
+def _unknown_methods(callback: object) -> Iterator[str]:
+    for name in dir(callback):
+        if name.startswith(("before_", "after_", "on_")) and name not in EVENTS and callable(getattr(callback, name)):
+            yield name
+
+
+def _advice(method: str) -> str:
+    if method in TRANSFORMERS_EVENTS:
+        return f"use {TRANSFORMERS_EVENTS[method]}"
+    when = "before" if method.startswith("before_") or method.endswith(("_begin", "_start")) else "after"
+    stage = re.sub(r"^(before|after|on)_|_(begin|start|end)$", "", method)
+    near = difflib.get_close_matches(f"{when}_{stage}", EVENTS, n=1)
+    return f"did you mean {near[0]}?" if near else _methods()
+
+
+def _methods() -> str:
+    return f"subclass tokencredit.Callback, which has {', '.join(EVENTS)}"

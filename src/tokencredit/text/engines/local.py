@@ -1,0 +1,52 @@
+"""The local engine: samples with the very model that is trained, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.sampling import sample
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.precision import Precision
+from tokencredit.text.scoring_passes import evaluate_rollout
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """An `Engine` that reads the policy's weights where they are; bit for bit the same for the same uniforms."""
+
+    policy: ActorCritic
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: Sequence[int]
+    """Tokens that end a completion."""
+    precision: Precision
+    budget: int | None = None
+    """The most tokens of a pass over whole texts, padding included; None for no limit."""
+
+    def generate(
+        self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
+    ) -> Rollout:
+        """Sample with a KV cache; in bfloat16, where that differs from a full pass, evaluate the texts once more."""
+        with self.precision.no_grad():
+            rollout = sample(
+                self.policy,
+                prompts.to(self.precision.device),
+                uniforms.to(self.precision.device),
+                settings,
+                self.tokenizer,
+                self.end_ids,
+                per_prompt,
+            )
+            if not self.precision.half:
+                return rollout
+            now = evaluate_rollout(self.policy, rollout, settings.temperature, self.budget)
+            return replace(rollout, logprobs=now.logprobs, values=now.values)
+
+    def weights_changed(self) -> None:
+        """Nothing to do: these are the weights."""

@@ -1,0 +1,141 @@
+"""The critic: a value head on the policy's trunk or on a trunk of its own, and the critics that runs have saved."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.text.models.loading import check_vocabulary, load_model, resolve, width
+
+HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
+"""A saved critic, beside the policy's own files."""
+
+
+class Critic(nn.Module):
+    """Values of states, from their last normalised hidden states in the policy's trunk or in a trunk of its own."""
+
+    def __init__(self, head: nn.Module, trunk: PreTrainedModel | None = None, *, detach: bool = False):
+        """Put the parts together.
+
+        Args:
+            head: from hidden states `[..., width]` to `[..., 1]`.
+            trunk: a model without its output projection; None shares the policy's.
+            detach: keep the value loss out of the trunk.
+        """
+        super().__init__()
+        self.head, self.trunk, self.detach = head, trunk, detach
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values `[...]`, in float32, of the states with these hidden states `[..., width]`."""
+        if self.detach:
+            hidden = hidden.detach()
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: Tensor = self.head(hidden.float()).squeeze(-1)
+            return values
+
+    def save(self, folder: Path) -> None:
+        """Write head and trunk beside a policy."""
+        if self.trunk is not None:
+            self.trunk.save_pretrained(folder / TRUNK_FOLDER)
+        save_file({key: value.contiguous() for key, value in self.head.state_dict().items()}, folder / HEAD_FILE)
+
+
+def build_value_head(
+    kind: str, size: int, init: str = "zeros", gain: float = 1.0, hidden_gain: float = math.sqrt(2)
+) -> nn.Module:
+    """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
+
+    With `zeros` an untrained critic predicts 0 rather than noise. With `orthogonal` the last layer starts with a row of
+    norm `gain`, and a layer before it with orthogonal columns of norm `hidden_gain`; √2 and 1 are the usual choice
+    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
+    """
+    last = nn.Linear(size if kind == "linear" else 4 * size, 1)
+    layers: list[nn.Module] = [last] if kind == "linear" else [nn.Linear(size, 4 * size), nn.GELU(), last]
+    for layer in layers[::2]:
+        assert isinstance(layer, nn.Linear)
+        if init == "orthogonal":
+            nn.init.orthogonal_(layer.weight, gain if layer is last else hidden_gain)
+        elif layer is last:
+            nn.init.zeros_(layer.weight)
+        if init == "orthogonal" or layer is last:
+            nn.init.zeros_(layer.bias)
+    return last if kind == "linear" else nn.Sequential(*layers)
+
+
+class SavedCritic(NamedTuple):
+    """Where a run saved a critic, beside its policy."""
+
+    name: str
+    head: Path
+    trunk: Path | None
+    """Folder of a separate critic's trunk."""
+
+
+def saved_critic(args: CriticConfig, model: ModelConfig) -> SavedCritic | None:
+    """The critic saved in `critic.name` or else with `model.name`; None if there is none, or a new one is wanted."""
+    name = args.name or model.name
+    folder = Path(resolve(name, "policy"))
+    if args.init != "saved" or not (folder / HEAD_FILE).is_file():
+        return None
+    trunk = folder / TRUNK_FOLDER
+    return SavedCritic(name, folder / HEAD_FILE, trunk if (trunk / "config.json").is_file() else None)
+
+
+def build_trunk(
+    args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel | None:
+    """The trunk of a separate critic: a saved critic's, that of `critic.name`, or a copy of the policy's.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has another vocabulary.
+    """
+    if args.kind != "separate":
+        return None
+    saved = saved_critic(args, model)
+    if saved is not None and saved.trunk is not None:
+        name, folder = saved.name, str(saved.trunk)
+    elif args.name is not None:
+        name, folder = args.name, resolve(args.name, "policy")
+    else:
+        trunk: PreTrainedModel = deepcopy(lm.get_decoder())
+        return trunk
+    trunk = load_model(AutoModel, name, folder, model)
+    check_vocabulary(name, trunk, tokenizer)
+    return trunk
+
+
+def build_critic(
+    args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, trunk: PreTrainedModel | None
+) -> tuple[Critic | None, list[str]]:
+    """The critic that the configuration asks for, if any, and what there is to say of where it comes from.
+
+    Raises:
+        ConfigError: a saved head that cannot be read.
+    """
+    if args.kind == "none":
+        return None, []
+    init = "orthogonal" if args.init == "orthogonal" else "zeros"
+    head = build_value_head(args.head, width(trunk or lm), init, args.gain, args.hidden_gain)
+    critic, saved = Critic(head, trunk, detach=args.detach), saved_critic(args, model)
+    if saved is None:
+        return critic, []
+    if saved.trunk is not None and trunk is None:
+        return critic, [f"the critic saved in {saved.name} is separate, and critic.kind is shared: a new critic begins"]
+    try:
+        weights = load_file(saved.head)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{saved.head}: {error}; critic.init: zeros begins with a new critic") from error
+    if {key: x.shape for key, x in weights.items()} != {key: x.shape for key, x in head.state_dict().items()}:
+        return critic, [f"the value head saved in {saved.name} has another form than critic.head: a new one begins"]
+    head.load_state_dict(weights)
+    return critic, [f"the critic goes on from the one saved in {saved.name}"]

@@ -1,0 +1,152 @@
+"""From prompts to scored completions: one way for training, evaluation, generation and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.processes import Processes
+from tokencredit.settings.training import KLConfig, SamplingConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.engine import Engine, Rollout
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.precision import Precision
+from tokencredit.text.rewards.calls import NonFiniteReward, Term
+from tokencredit.text.rewards.terms import Scores, score
+from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values
+
+Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
+"""Makes a context around a named stage, into which the stage puts its results."""
+
+
+class UnusableBatch(Exception):
+    """Completions with something about them that is not finite, from which nothing can be learned."""
+
+    def __init__(self, reason: str, rollout: Rollout, texts: list[str]):
+        super().__init__(reason)
+        self.rollout, self.texts = rollout, texts
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Completions with all that is known of them before credit is given."""
+
+    prompts: PromptBatch
+    rollout: Rollout
+    completions: list[str]
+    reference: ReferenceOutputs
+    scores: Tensor
+    """`[batch]`: the weighted sum of the terms that give one number per completion, paid at its last token."""
+    dense: list[list[float]] | None
+    """The weighted sum of those that give one number per token, paid where it stands; None if none does."""
+    terms: dict[str, list[float | None]]
+    """Each term by itself; None where it does not apply."""
+
+    def totals(self) -> Tensor:
+        """`[batch]`: the whole reward of each completion."""
+        if self.dense is None:
+            return self.scores
+        return self.scores + torch.tensor([sum(row) for row in self.dense], device=self.scores.device)
+
+    def texts(self) -> list[str]:
+        """Each prompt with its completion."""
+        return [prompt + completion for prompt, completion in zip(self.prompts.texts, self.completions, strict=True)]
+
+
+@contextmanager
+def no_stage(name: str) -> Iterator[dict[str, Any]]:
+    """A stage that nobody times or listens to."""
+    yield {}
+
+
+@dataclass
+class Pipeline:
+    """Engine, reference model and reward terms, in the dtype and on the device of one policy."""
+
+    policy: ActorCritic
+    reference: ActorCritic | None
+    """A model of its own, the policy itself where only an adapter is trained, or None."""
+    tokenizer: PreTrainedTokenizerBase
+    precision: Precision
+    engine: Engine
+    terms: Sequence[Term]
+    kl: KLConfig
+    processes: Processes
+    budget: int | None = None
+    """The most tokens of a pass over whole texts, padding included; None for no limit."""
+
+    def sample(
+        self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
+    ) -> tuple[Rollout, list[str]]:
+        """Sample a completion for each row of prompts: the rollout, and the texts; arguments as in `collect`."""
+        rollout = self.engine.generate(prompts, settings, uniforms, per_prompt)
+        return rollout, rollout.texts(self.tokenizer)
+
+    def collect(
+        self,
+        prompts: PromptBatch,
+        settings: SamplingConfig,
+        uniforms: Tensor,
+        per_prompt: int = 1,
+        *,
+        values: bool = False,
+        stage: Stage = no_stage,
+    ) -> Scored:
+        """Sample a completion for each row of prompts and score it.
+
+        Args:
+            prompts: this process's rows.
+            settings: how to draw and when to stop.
+            uniforms: `[batch, settings.max_new_tokens]`, the randomness.
+            per_prompt: consecutive rows with the same prompt.
+            values: also compute the critic's values, where the engine has not.
+            stage: wraps the stages `rollout`, `reference` and `reward`.
+
+        Raises:
+            UnusableBatch: a log-probability, value or reward is not finite, in any process.
+            RewardError: a reward cannot be had.
+        """
+        with stage("rollout") as results:
+            rollout, completions = self.sample(prompts, settings, uniforms, per_prompt)
+            if values and rollout.values is None and self.policy.critic is not None:
+                with self.precision.no_grad():
+                    rollout = replace(rollout, values=rollout_values(self.policy, rollout, self.budget))
+            results["rollout"] = rollout
+        with stage("reference") as results, self.precision.no_grad():
+            reference = results["reference"] = reference_outputs(
+                self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget
+            )
+        texts = [prompt + completion for prompt, completion in zip(prompts.texts, completions, strict=True)]
+        numbers = [x for x in (rollout.logprobs, rollout.values, reference.kl) if x is not None]
+        if not self.processes.all(all(bool(x.isfinite().all()) for x in numbers)):
+            raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)
+        with stage("reward") as results:
+            scores = results["scores"] = self._score(prompts, rollout, completions, reference, texts)
+        totals = torch.tensor(scores.totals, device=self.precision.device)
+        return Scored(prompts, rollout, completions, reference, totals, scores.dense, scores.terms)
+
+    def _score(
+        self,
+        prompts: PromptBatch,
+        rollout: Rollout,
+        completions: list[str],
+        reference: ReferenceOutputs,
+        texts: list[str],
+    ) -> Scores:
+        """The reward terms' scores of this process's completions."""
+        columns = prompts.columns | rollout.columns(reference.logprobs)
+        lengths = rollout.mask.sum(1).tolist()
+        scores, wrong = None, "a reward term is not finite in another process"
+        try:
+            scores = score(self.terms, prompts.prompts, prompts.answers(completions), columns, lengths)
+        except NonFiniteReward as error:
+            wrong = str(error)
+        if not self.processes.all(scores is not None) or scores is None:
+            raise UnusableBatch(wrong, rollout, texts)
+        return scores

@@ -1,0 +1,164 @@
+"""A trained policy, loaded to write with and to look at: `tokencredit.load`, and `tokencredit generate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tokencredit.errors import ConfigError
+from tokencredit.processes import Processes
+from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.prompts import PromptBatch, load_prompts
+from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.models.loading import room_for_prompts
+from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
+from tokencredit.text.setup import build_pipeline, load_run_models
+
+
+class Policy:
+    """The policy of a run, on the run's device and in its dtype, with its critic."""
+
+    def __init__(self, run: Path, config: PPOConfig, which: str = "policy"):
+        """Load it.
+
+        Args:
+            run: the run's folder.
+            config: the run's configuration.
+            which: `policy`, `best`, or `base` for the model that the run started from.
+
+        Raises:
+            ConfigError: the run has no such policy.
+        """
+        self.config, processes = config, Processes()
+        models = load_run_models(run, config, which, processes, reference=False)
+        self.pipeline = build_pipeline(config, models, [], processes)
+        self.model, self.tokenizer = models.policy, models.tokenizer
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        n: int = 1,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int = 1,
+    ) -> list[str]:
+        """Sample `n` completions, without their prompts.
+
+        Args:
+            prompt: what to continue; None takes the run's own prompts in turn.
+            n: completions.
+            max_new_tokens: longest completion; None for the run's.
+            temperature: divides the logits; None for the run's.
+            seed: of the sampling.
+
+        Raises:
+            ConfigError: the prompt does not fit into the model's context, or has no token.
+        """
+        settings = self.config.rollout
+        longest = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+        prompts = self.prompts(prompt, n, longest)
+        return self.complete(prompts, longest, temperature, seed)
+
+    def prompts(self, prompt: str | None, n: int, max_new_tokens: int, chat: bool = False) -> PromptBatch:
+        """A batch of `n` rows with a prompt, or with the run's own prompts in turn.
+
+        With `chat` the prompt is a user's message, put into words by the tokenizer's chat template.
+        """
+        config, rows = self.config.prompts, None
+        if prompt is not None and chat:
+            config = replace(config, column="prompt")
+            rows = [{"prompt": [{"role": "user", "content": prompt}]}]
+        elif prompt is not None:
+            config = PromptsConfig(text=prompt, add_bos=config.add_bos)
+        room = room_for_prompts(self.model.lm, max_new_tokens)
+        seed = self.config.seed
+        loaded = load_prompts(config, self.tokenizer, seed=seed, room=room, dataset=rows, dataset_name="--prompt")
+        return loaded.batch(0, n)
+
+    def complete(
+        self, prompts: PromptBatch, max_new_tokens: int, temperature: float | None = None, seed: int = 1
+    ) -> list[str]:
+        """Sample a completion for each row of prompts; see `generate`."""
+        own = self.config.rollout
+        settings = replace(
+            own,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(own.min_new_tokens, max_new_tokens),
+            temperature=own.temperature if temperature is None else temperature,
+        )
+        uniforms = torch.rand(len(prompts.ids), max_new_tokens, generator=torch.Generator().manual_seed(seed))
+        return self.pipeline.sample(prompts, settings, uniforms)[1]
+
+    def logprobs(self, text: str, prompt: str = "") -> list[float]:
+        """Log-probability of each token of a text after a prompt, at the run's temperature, in nats.
+
+        Without a prompt the text's first token has nothing before it, unless the tokenizer begins with a token of its
+        own, and is left out.
+
+        Raises:
+            ConfigError: there is no token to rate.
+        """
+        rollout, temperature = self._read(text, prompt), self.config.rollout.temperature
+        with self.pipeline.precision.no_grad():
+            return _row(rollout_logprobs(self.model, rollout, temperature, None))
+
+    def values(self, text: str, prompt: str = "") -> list[float]:
+        """The critic's value of the state before each token of a text, for the tokens that `logprobs` rates.
+
+        Raises:
+            ConfigError: the run had no critic, or there is no token to rate.
+        """
+        if self.model.critic is None:
+            raise ConfigError("critic.kind of this run is none, so there are no values")
+        rollout = self._read(text, prompt)
+        with self.pipeline.precision.no_grad():
+            return _row(rollout_values(self.model, rollout, None))
+
+    def tokens(self, text: str, prompt: str = "") -> list[str]:
+        """The texts of the tokens that `logprobs` and `values` rate."""
+        return [str(self.tokenizer.decode([i])) for i in self._read(text, prompt).response_ids[0].tolist()]
+
+    def _read(self, text: str, prompt: str) -> Rollout:
+        """The text as a rollout of one row."""
+        before = self.tokenizer(prompt)["input_ids"]
+        ids = before + self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = len(before) or 1
+        if len(ids) <= start:
+            raise ConfigError(f"{text!r} has no token to rate" + ("" if before else "; give a prompt before it"))
+        device = self.pipeline.precision.device
+        tensor = torch.tensor([ids], device=device)
+        mask, numbers = torch.ones_like(tensor, dtype=torch.bool), torch.zeros(1, len(ids) - start, device=device)
+        return Rollout(
+            prompt_ids=tensor[:, :start],
+            prompt_mask=mask[:, :start],
+            response_ids=tensor[:, start:],
+            mask=mask[:, start:],
+            logprobs=numbers,
+            values=None,
+            truncated=torch.zeros(1, dtype=torch.bool, device=device),
+        )
+
+
+def load(run: str | Path, which: str = "policy") -> Policy:
+    """The policy that a run trained, from the run's folder.
+
+    Args:
+        run: the folder of a run that has ended.
+        which: `policy`, `best`, or `base` for the model that the run started from.
+
+    Raises:
+        ConfigError: it is no run's folder, or has no such policy.
+    """
+    from tokencredit.settings.parsing import read_config
+
+    return Policy(Path(run), read_config(Path(run) / "config.yaml", PPOConfig), which)
+
+
+def _row(tensor: Tensor) -> list[float]:
+    numbers: list[float] = tensor[0].float().tolist()
+    return numbers

@@ -1,0 +1,57 @@
+"""The stages of an iteration: timed, told to callbacks, with advice where memory runs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tokencredit.errors import OutOfMemory
+from tokencredit.processes import out_of_memory
+
+MEMORY_ADVICE = {
+    "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
+    "reward": "lower the batch_size of the reward's terms",
+    "evaluation": "lower eval.samples or eval.max_new_tokens",
+}
+"""Advice shown when a stage runs out of memory."""
+
+
+class Stages:
+    """Runs stages for a trainer, and knows how long each took.
+
+    Attributes:
+        seconds: of each stage since the last `start`.
+    """
+
+    def __init__(self, trainer: Any, callbacks: Sequence[Any]):
+        """Prepare to call the callbacks' `before_STAGE(trainer)` and `after_STAGE(trainer, **results)`."""
+        self.trainer, self.callbacks = trainer, list(callbacks)
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[dict[str, Any]]:
+        """A context around a stage, which puts its results into what the context gives.
+
+        Raises:
+            OutOfMemory: memory ran out in it.
+        """
+        self._call(f"before_{name}")
+        results: dict[str, Any] = {}
+        started = time.perf_counter()
+        try:
+            yield results
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
+            raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
+        self.seconds[name] = time.perf_counter() - started
+        self._call(f"after_{name}", **results)
+
+    def _call(self, event: str, **results: Any) -> None:
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self.trainer, **results)

@@ -1,0 +1,390 @@
+"""The learner on a small policy whose evaluation costs nothing: a table of logits and values, one row a state."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from tokencredit.core.masked import whiten
+from tokencredit.core.projection import TokenStats
+from tokencredit.learn.experience import Experience
+from tokencredit.learn.learner import Learner, NonFiniteUpdate, UpdateSettings
+from tokencredit.learn.objective import MicroBatchLoss, Objective, PolicyOutputs
+from tokencredit.learn.optim import schedule
+from tokencredit.processes import Processes
+
+STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7
+OBJECTIVE = Objective(clip=0.2, value_clip=0.3, value_coef=0.5, entropy_coef=0.01)
+
+
+def nothing(now, at):
+    return now.logprobs.sum() * 0
+
+
+class TablePolicy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.randn(STATES, ACTIONS))
+        self.value = nn.Parameter(torch.randn(STATES))
+
+    def forward(self, inputs, policy_loss, kl=None):
+        distribution = torch.distributions.Categorical(logits=self.logits[inputs["states"]])
+        logprobs, entropy = distribution.log_prob(inputs["actions"]), distribution.entropy()
+        kl = None if kl is None else kl(logprobs)
+        mask = inputs["mask"]
+        stats = TokenStats(logprobs[mask], entropy[mask], None if kl is None else kl[mask])
+        loss = policy_loss(stats, slice(None))
+        values = self.value[inputs["states"]]
+        return PolicyOutputs(loss, logprobs.detach(), values, entropy.detach(), None if kl is None else kl.detach())
+
+
+def evaluate(model, inputs, loss):
+    return model(inputs, loss)
+
+
+@pytest.fixture
+def world():
+    torch.manual_seed(0)
+    policy = TablePolicy()
+    inputs = {"states": torch.randint(STATES, (ROWS, TIME)), "actions": torch.randint(ACTIONS, (ROWS, TIME))}
+    inputs["mask"] = mask = torch.arange(TIME) < torch.randint(2, TIME + 1, (ROWS, 1))
+    with torch.no_grad():
+        now = policy(inputs, nothing)
+    advantages = torch.randn(ROWS, TIME)
+    returns = now.values + advantages
+    return policy, Experience(inputs, mask, mask.sum(1), now.logprobs, now.values, advantages, returns)
+
+
+def learner_of(policy, objective=OBJECTIVE, evaluate=evaluate, **settings):
+    return Learner(
+        policy,
+        torch.optim.SGD(policy.parameters(), lr=0.5),
+        evaluate,
+        objective,
+        UpdateSettings(**{"epochs": 1, "minibatches": 1} | settings),
+        schedule("constant"),
+        torch.Generator().manual_seed(3),
+        Processes(),
+    )
+
+
+def update(world, evaluate=evaluate, **settings):
+    policy, experience = world
+    return learner_of(policy, evaluate=evaluate, **settings).update(experience)
+
+
+def backward(world, objective=OBJECTIVE, evaluate=evaluate, micro_batch_tokens=None):
+    """The loss and its parts, and the gradients, of the whole experience as one minibatch."""
+    policy, experience = world
+    policy.zero_grad()
+    records = learner_of(policy, objective, evaluate, micro_batch_tokens=micro_batch_tokens).backward(experience)
+    parts = {name: torch.stack([record.parts[name] for record in records]).sum() for name in records[0].parts}
+    losses = {"loss": torch.stack([record.loss for record in records]).sum(), **parts}
+    return losses, [p.grad.clone() for p in policy.parameters()], records
+
+
+def test_a_policy_that_is_not_the_one_that_sampled_is_noticed(world):
+    policy, experience = world
+    shifted = experience.logprobs.clone()
+    row, step = experience.mask.nonzero()[-1].tolist()
+    shifted[row, step] += 0.1
+    shifted[~experience.mask] = 7.0  # says nothing
+    metrics = update((policy, replace(experience, logprobs=shifted)), epochs=2)
+    assert metrics["first_ratio_error"] == pytest.approx(math.expm1(0.1), rel=1e-4)
+
+
+def test_the_ratio_is_exactly_1_before_the_first_step(world):
+    metrics = update(world)
+    assert metrics["ratio_max"] == metrics["ratio_min"] == 1.0
+    assert metrics["first_ratio_error"] == 0.0
+    assert metrics["clip_fraction"] == metrics["approx_kl_k1"] == metrics["approx_kl_k3"] == 0.0
+    assert metrics["steps"] == 1
+
+
+def test_one_step_is_the_gradient_of_the_papers_objective(world):
+    policy, experience = world
+    distribution = torch.distributions.Categorical(logits=policy.logits[experience.inputs["states"]])
+    logprobs, entropy = distribution.log_prob(experience.inputs["actions"]), distribution.entropy()
+    values = policy.value[experience.inputs["states"]]
+    mask, tokens = experience.mask, experience.mask.sum()
+    ratio = (logprobs - experience.logprobs).exp()
+    surrogate = torch.minimum(ratio * experience.advantages, ratio.clamp(0.8, 1.2) * experience.advantages)
+    clipped = experience.values + (values - experience.values).clamp(-0.3, 0.3)
+    critic = 0.5 * torch.maximum((values - experience.returns) ** 2, (clipped - experience.returns) ** 2)
+    loss = ((-surrogate + 0.5 * critic - 0.01 * entropy) * mask).sum() / tokens
+    gradients = torch.autograd.grad(loss, list(policy.parameters()))
+    expected = [p.detach() - 0.5 * g for p, g in zip(policy.parameters(), gradients, strict=True)]
+    metrics = update(world)
+    for parameter, wanted in zip(policy.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), wanted)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in gradients)), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [TIME, 2 * TIME, 5 * TIME, 1000])
+def test_micro_batches_change_no_gradient(world, tokens):
+    losses, expected, whole = backward(world)
+    in_parts, gradients, records = backward(world, micro_batch_tokens=tokens)
+    torch.testing.assert_close(gradients, expected)
+    assert len(records) > 1 or tokens == 1000
+    torch.testing.assert_close(in_parts, losses)
+    learner = learner_of(world[0])
+    assert learner._ratios(records).metrics() == pytest.approx(learner._ratios(whole).metrics())
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_every_reduction_adds_up(world, reduction):
+    objective = replace(OBJECTIVE, reduction=reduction)
+    whole, parts = (backward(world, objective, micro_batch_tokens=tokens)[0] for tokens in (None, 2 * TIME))
+    torch.testing.assert_close(parts, whole)
+
+
+def test_a_constant_reduction_divides_by_rows_times_the_horizon(world):
+    policy, experience = world
+    objective = Objective(clip=0.2, value_coef=0.0, reduction="constant", horizon=3 * TIME)
+    losses, *_ = backward(world, objective)
+    expected = -experience.advantages[experience.mask].sum() / (ROWS * 3 * TIME)
+    torch.testing.assert_close(losses["policy_loss"], expected)
+    # Whatever the longest completion of a batch is, a token weighs the same.
+    shorter = experience.select(slice(None))
+    cut = int(experience.mask.sum(1).max())
+    assert cut <= TIME
+    padded = replace(
+        shorter,
+        inputs={name: nn.functional.pad(x, (0, 5)) for name, x in experience.inputs.items()},
+        **{
+            name: nn.functional.pad(getattr(experience, name), (0, 5))
+            for name in ("mask", "logprobs", "values", "advantages", "returns")
+        },
+    )
+    torch.testing.assert_close(backward((policy, padded), objective)[0]["policy_loss"], expected)
+
+
+def test_kl_in_the_loss_has_its_price(world):
+    _, experience = world
+
+    def with_kl(model, inputs, loss):
+        return model(inputs, loss, kl=torch.square)
+
+    losses, *_ = backward(world, Objective(clip=0.2, value_coef=0.0, kl_coef=0.3), with_kl)
+    kl = experience.logprobs.square()[experience.mask].mean()
+    torch.testing.assert_close(losses["kl_in_update"], kl)
+    torch.testing.assert_close(losses["loss"], losses["policy_loss"] + 0.3 * kl)
+
+
+def test_kl_in_the_loss_is_estimated_from_the_references_logprobs(world):
+    policy, experience = world
+    reference = experience.logprobs + 0.3 * torch.randn(ROWS, TIME)
+    objective = Objective(clip=0.2, value_coef=0.0, kl_coef=0.3, kl_estimator="k2")
+    losses, *_ = backward((policy, replace(experience, ref_logprobs=reference)), objective)
+    kl = (0.5 * (experience.logprobs - reference).square())[experience.mask].mean()
+    torch.testing.assert_close(losses["kl_in_update"], kl)
+    torch.testing.assert_close(losses["loss"], losses["policy_loss"] + 0.3 * kl)
+
+
+def test_padding_changes_nothing(world):
+    _, experience = world
+    _, expected, _ = backward(world)
+    for tensor in (experience.logprobs, experience.values, experience.advantages, experience.returns):
+        tensor[~experience.mask] = math.nan
+    _, gradients, _ = backward(world)
+    assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
+
+
+def test_without_a_critic_there_is_no_value_loss(world):
+    policy, experience = world
+
+    def actor(model, inputs, loss):
+        return model(inputs, loss)._replace(values=None)
+
+    before = policy.value.detach().clone()
+    metrics = update((policy, replace(experience, values=None)), evaluate=actor)
+    assert "value_loss" not in metrics
+    assert torch.equal(policy.value, before)
+
+
+def test_advantages_can_be_whitened_in_each_minibatch(world):
+    policy, experience = world
+    whitened = replace(experience, advantages=whiten(experience.advantages, experience.mask))
+    scaled = replace(experience, advantages=3 * experience.advantages + 1)
+    start = {name: x.clone() for name, x in policy.state_dict().items()}
+    results = []
+    for batch, options in ((whitened, {}), (scaled, {"whiten_minibatches": True})):
+        policy.load_state_dict(start)
+        results.append(update((policy, batch), **options))
+    assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-6)
+
+
+def test_every_row_is_in_one_minibatch_of_an_epoch(world):
+    _, experience = world
+    parts = list(experience.minibatches(3, torch.Generator().manual_seed(0)))
+    assert sorted(torch.cat(parts).tolist()) == list(range(ROWS))
+    assert {len(part) for part in parts} == {2, 3}
+
+
+def test_epochs_times_minibatches_steps(world):
+    assert update(world, epochs=3, minibatches=4)["steps"] == 12
+
+
+def test_more_steps_raise_the_chance_of_what_paid(world):
+    policy, experience = world
+    update(world, epochs=4, minibatches=2)
+    with torch.no_grad():
+        logprobs = policy(experience.inputs, nothing).logprobs
+    gain = (logprobs - experience.logprobs) * experience.advantages
+    assert gain[experience.mask].mean() > 0
+
+
+def test_target_kl_ends_an_update_before_a_step_from_too_far_away(world):
+    metrics = update(world, epochs=6, target_kl=1e-3)
+    assert 1 <= metrics["steps"] < 6
+    assert metrics["approx_kl_k3"] > 0
+
+
+def test_gradients_are_clipped_to_the_norm(world):
+    policy, _ = world
+    before = [p.detach().clone() for p in policy.parameters()]
+    metrics = update(world, max_grad_norm=1e-3)
+    with torch.no_grad():
+        moved = (
+            torch.stack([(p - b).square().sum() for p, b in zip(policy.parameters(), before, strict=True)]).sum().sqrt()
+        )
+    assert metrics["grad_norm"] > 1e-3
+    assert float(moved) == pytest.approx(0.5 * 1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(("field", "term"), [("advantages", "policy loss"), ("returns", "value loss")])
+def test_a_loss_that_is_not_finite_is_named_and_its_step_not_taken(world, field, term):
+    policy, experience = world
+    getattr(experience, field)[5, 0] = math.nan
+    before = [p.detach().clone() for p in policy.parameters()]
+    with pytest.raises(NonFiniteUpdate) as caught:
+        update(world)
+    assert (caught.value.term, caught.value.row) == (term, 5)
+    assert all(torch.equal(p, b) for p, b in zip(policy.parameters(), before, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_is_named(world):
+    policy, _ = world
+
+    def spoilt(model, inputs, loss):
+        now = model(inputs, loss)
+        return now._replace(values=now.values + (policy.value.sum() * 0).sqrt())  # d√x/dx at 0
+
+    with pytest.raises(NonFiniteUpdate, match="gradient") as caught:
+        update(world, evaluate=spoilt)
+    assert caught.value.row is None
+
+
+def test_the_learner_goes_on_from_its_state(world):
+    policy, experience = world
+    once = learner_of(policy, minibatches=4)
+    once.update(experience)
+    shared, own = once.state()
+    shared = {name: {key: x.detach().clone() for key, x in part.items()} for name, part in shared.items()}
+    expected = once.update(experience)
+    again = learner_of(TablePolicy(), minibatches=4)
+    again.load(shared, own)
+    assert again.update(experience) == expected
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.model.parameters(), strict=True))
+
+
+def test_rates_follow_the_schedule_and_are_metrics():
+    policy = TablePolicy()
+    groups = [{"params": [policy.logits], "lr": 0.1}, {"params": [policy.value], "lr": 1.0, "critic": True}]
+    learner = learner_of(policy)
+    learner.optimizer = torch.optim.SGD([group | {"initial_lr": group["lr"]} for group in groups])
+    learner.schedule = schedule("linear", total=2)
+    assert learner.set_rates(1) == {"lr": 0.1, "value_lr": 1.0}
+    assert learner.set_rates(2) == {"lr": 0.05, "value_lr": 0.5}
+
+
+@dataclass(frozen=True)
+class SequenceObjective(Objective):
+    """A surrogate clipped at each sequence's ratio (π / π_old)^(1 / length): Zheng et al. 2025 (arXiv 2507.18071)."""
+
+    additive = False
+
+    def token_losses(self, now, rows, at):
+        mask = rows.mask
+        log_ratio = now.logprobs - rows.logprobs.flatten()[at]
+        lengths = mask.sum(1).clamp(min=1)
+        ratio = (torch.zeros(mask.shape).masked_scatter(mask, log_ratio).sum(1) / lengths).exp()
+        advantage = (rows.advantages * mask).sum(1) / lengths
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage)
+        return {"policy_loss": losses[:, None].expand(mask.shape).flatten()[at]}
+
+
+def away(experience):
+    """The same rows, sampled by a policy that is a little off."""
+    torch.manual_seed(1)
+    return replace(experience, logprobs=experience.logprobs + 0.1 * torch.randn(ROWS, TIME))
+
+
+@pytest.mark.parametrize("tokens", [None, 2 * TIME])
+def test_a_loss_may_be_nonlinear_in_a_sequences_logprob(world, tokens):
+    policy, experience = world[0], away(world[1])
+    objective = SequenceObjective(value_coef=0.0, reduction="sequence")
+    losses, gradients, _ = backward((policy, experience), objective, micro_batch_tokens=tokens)
+    distribution = torch.distributions.Categorical(logits=policy.logits[experience.inputs["states"]])
+    logprobs, mask = distribution.log_prob(experience.inputs["actions"]), experience.mask
+    lengths = mask.sum(1)
+    ratio = (((logprobs - experience.logprobs) * mask).sum(1) / lengths).exp()
+    advantage = (experience.advantages * mask).sum(1) / lengths
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage).mean()
+    torch.testing.assert_close(losses["policy_loss"], loss.detach())
+    torch.testing.assert_close(gradients[0], torch.autograd.grad(loss, policy.logits)[0])
+    assert ((ratio < 0.95) | (ratio > 1.05)).any(), "some sequences are clipped"
+
+
+def test_a_row_may_hold_a_pair_of_sequences_for_a_preference_loss():
+    """−log σ(β (log π(y₊) − log π(y₋))), where a row of the experience is a pair: Rafailov et al. 2023 (DPO)."""
+    torch.manual_seed(0)
+    policy, pairs = TablePolicy(), 4
+    shape = (pairs, 2, TIME)
+    mask = torch.arange(TIME) < torch.randint(2, TIME + 1, (pairs, 2, 1))
+    inputs = {"states": torch.randint(STATES, shape), "actions": torch.randint(ACTIONS, shape), "mask": mask}
+
+    class Preference(Objective):
+        additive = False
+
+        def token_losses(self, now, rows, at):
+            logprobs = torch.zeros(rows.mask.shape).masked_scatter(rows.mask, now.logprobs)
+            chosen, rejected = logprobs.view(-1, 2, TIME).sum(-1).unbind(1)
+            losses = -nn.functional.logsigmoid(0.5 * (chosen - rejected))
+            return {"policy_loss": losses[:, None].expand(rows.mask.shape).flatten()[at]}
+
+    def in_pairs(model, inputs, loss):
+        flat = {name: x.flatten(0, 1) for name, x in inputs.items()}
+        now = model(flat, loss)
+        return PolicyOutputs(now.policy_loss, now.logprobs.view(-1, 2 * TIME))
+
+    flat = mask.flatten(1)
+    nothing_yet = torch.zeros(pairs, 2 * TIME)
+    experience = Experience(inputs, flat, flat.sum(1), nothing_yet, None, nothing_yet, nothing_yet)
+    logprobs = torch.distributions.Categorical(logits=policy.logits[inputs["states"]]).log_prob(inputs["actions"])
+    chosen, rejected = (logprobs * mask).sum(-1).unbind(1)
+    loss = -nn.functional.logsigmoid(0.5 * (chosen - rejected)).mean()
+    expected = torch.autograd.grad(loss, policy.logits)[0]
+    for tokens in (None, 4 * TIME):
+        losses, (gradient, *_), _ = backward_pairs(
+            policy, experience, Preference(reduction="sequence"), in_pairs, tokens
+        )
+        torch.testing.assert_close(losses, loss.detach())
+        torch.testing.assert_close(gradient, expected)
+
+
+def backward_pairs(policy, experience, objective, evaluate, tokens):
+    policy.zero_grad()
+    records = learner_of(policy, objective, evaluate, micro_batch_tokens=tokens).backward(experience)
+    return sum(record.loss for record in records), [policy.logits.grad.clone()], records
+
+
+def test_a_micro_batch_without_a_count_weighs_each_token_1(world):
+    policy, experience = world
+    loss = MicroBatchLoss(Objective(value_coef=0.0), experience)
+    total, parts = loss.complete(policy(experience.inputs, loss))
+    torch.testing.assert_close(total, -experience.advantages[experience.mask].sum())
+    torch.testing.assert_close(parts["policy_loss"], total.detach())

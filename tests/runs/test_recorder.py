@@ -1,0 +1,207 @@
+"""A run's record without a trainer: what stands in its folder, and from where it goes on."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.processes import Processes
+from tokencredit.runs.checkpoint import FORMAT, write_manifest
+from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import OptimConfig, RunConfig
+from tokencredit.settings.world import TEXT
+
+SAMPLE = {"iteration": 1, "prompt": "a", "completion": " b", "reward": 1.0, "truncated": False, "tokens": [" b"]}
+SAMPLE |= {"logprobs": [-1.0], "rewards": [1.0], "advantages": [0.5]}
+
+
+def config(folder, iterations=4, trackers=(), **groups):
+    run = RunConfig(dir=str(folder), iterations=iterations, save_every=1, keep_last=5, show_every=0)
+    return PPOConfig(run=replace(run, trackers=list(trackers)), **groups)
+
+
+def record(args):
+    return RunRecord(args.run, Processes(), TEXT)
+
+
+def iterate(made, numbers, reward=1.0):
+    for number in numbers:
+        row = {"iteration": number, "reward": reward * number, "kl": 0.5, "tokens": 10, "length": 2.0}
+        made.iteration(row, [SAMPLE | {"iteration": number}])
+        made.checkpoint(number, {"weights": torch.tensor([float(number)])}, {"own": number})
+
+
+def begun(folder, iterations=2, **options):
+    args = config(folder, **options)
+    made = record(args)
+    made.begin(args, 0, 0)
+    iterate(made, range(1, iterations + 1))
+    return args, made
+
+
+def resumed(args):
+    """The iterations done, the state that was loaded, and the keys that had changed."""
+    made, loaded = record(args), []
+
+    def load(state, changed):
+        loaded.append((state, changed))
+        return ()
+
+    return made.resume(args, 0, load), *(loaded[0] if loaded else (None, None))
+
+
+def events(folder):
+    return [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
+    args, _ = begun(tmp_path / "run")
+    done, state, changed = resumed(replace(args, optim=OptimConfig(lr=0.5)))
+    assert (done, state["weights"].item(), state["process"], changed) == (2, 2.0, {"own": 2}, {"optim.lr"})
+    assert "resumed after iteration 2" in events(tmp_path / "run")
+    assert "optim.lr is now 0.5; it was 0.0001" in events(tmp_path / "run")
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 0.5
+
+
+def test_the_summary_is_returned_and_written(tmp_path):
+    args, made = begun(tmp_path / "run", iterations=3)
+    seen = []
+
+    def save(folder, summary):
+        (folder / "weights").write_text("")
+        seen.append(summary)
+
+    summary = made.end("iterations", save)
+    assert (summary.first, summary.last, summary.kl_last, summary.iterations) == (1.0, 2.0, 0.5, 3)
+    assert summary.folder == tmp_path / "run"
+    assert seen == [summary]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert (tmp_path / "run" / "policy" / "weights").is_file()
+    with pytest.raises(ConfigError, match="has done all its 3 iterations"):
+        resumed(replace(args, run=replace(args.run, iterations=3)))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_checkpoints_of_an_older_version_are_refused_with_one_message(damaged, tmp_path):
+    args, _ = begun(tmp_path / "run", iterations=3)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for manifest in checkpoints.glob("*/manifest.json"):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": FORMAT - 1}))
+    if damaged:
+        (checkpoints / "000003" / "manifest.json").write_text("{}")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as caught:
+        resumed(args)
+    told = str(caught.value)
+    assert f"the checkpoints of '{tmp_path / 'run'}' were written by an older version of Tokencredit" in told
+    assert "begin a new run with another --run.dir, or go on with the version that wrote them" in told
+    assert ("000003 cannot be used" in told) == damaged
+    assert "000002" not in told
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("number", [FORMAT + 1, 0, -1, True, "1", None])
+def test_a_checkpoint_of_no_known_format_is_damaged(number, tmp_path):
+    args, _ = begun(tmp_path / "run", iterations=2)
+    manifest = tmp_path / "run" / "checkpoints" / "000002" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": number}))
+    assert resumed(args)[0] == 1
+    assert any(
+        f"000002 cannot be used, so the one before it is: manifest.json is of format {number!r}" in event
+        for event in events(tmp_path / "run")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"seed": 2}, "seed"),
+        ({"model": ModelConfig(dtype="float32")}, r"model\.dtype"),
+        ({"critic": CriticConfig(kind="separate")}, r"critic\.kind"),
+        ({"critic": CriticConfig(head="linear")}, r"critic\.head"),
+        ({"optim": OptimConfig(name="muon")}, r"optim\.name"),
+    ],
+)
+def test_what_decides_the_state_cannot_change(changed, key, tmp_path):
+    args, _ = begun(tmp_path / "run")
+    with pytest.raises(ConfigError, match=rf"^{key} is .*, but this run was begun with .*; it cannot change any more"):
+        resumed(replace(args, **changed))
+
+
+def test_how_the_critic_learns_can_change(tmp_path):
+    args, _ = begun(tmp_path / "run")
+    critic = CriticConfig(lr=0.1, coef=0.1, clip=None, warmup=1)
+    assert resumed(replace(args, critic=critic))[2] == {"critic.lr", "critic.coef", "critic.clip", "critic.warmup"}
+
+
+def test_terms_of_the_reward_that_come_go_and_change_are_written_down(tmp_path):
+    args, _ = begun(tmp_path / "run")
+    term = args.reward[0]
+    changed = resumed(replace(args, reward=[replace(term, weight=2.0), replace(term, name="other")]))[2]
+    assert {"reward[0].weight", "reward[1].name"} <= changed
+    assert "reward[0].weight is now 2.0; it was 1.0" in events(tmp_path / "run")
+    assert "reward[1].name" in resumed(args)[2]
+
+
+def test_trackers_log_where_tensorboard_finds_it_and_forget_what_is_done_again(tmp_path):
+    args, made = begun(tmp_path / "run", iterations=3, trackers=["tensorboard"])
+    assert [tracker.name for tracker in made.trackers.active] == ["tensorboard"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "000003")
+    again = record(args)
+    assert again.resume(args, 0, lambda *_: ()) == 2
+    iterate(again, [3, 4], reward=10.0)
+    again.end("iterations", lambda folder, _: (folder / "weights").write_text(""))
+    folder = tmp_path / "run" / "tensorboard" / "tokencredit"
+    assert len(list(folder.glob("events*"))) == 2
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+        (4, 40.0),
+    ]
+    assert "iteration" not in events.Tags()["scalars"]
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path):
+    args = config(tmp_path / "run", trackers=["tensorboard"])
+    made = record(args)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").symlink_to("/dev/null")
+    made.folder.refuse_if_used = lambda: None
+    made.begin(args, 0, 0)
+    assert made.trackers.active == []
+    assert events(tmp_path / "run")[0].startswith("the tracker tensorboard is left out: ")
+    iterate(made, [1])
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.trackers has aim, which is not installed: pip install aim"):
+        record(config(tmp_path / "run", trackers=["aim"]))
+
+
+def test_batches_of_bad_steps_are_kept_and_counted(tmp_path):
+    args, made = begun(tmp_path / "run")
+    args.run.max_bad_steps = BAD_STEPS_KEPT + 3
+    for _ in range(BAD_STEPS_KEPT + 2):
+        made.bad_step(3, "the loss is nan", {"x": torch.ones(2)}, text="a")
+    folders = sorted((tmp_path / "run" / "bad_steps").iterdir())
+    assert len(folders) == BAD_STEPS_KEPT
+    about = json.loads((folders[0] / "about.json").read_text())
+    assert about == {"iteration": 3, "reason": "the loss is nan", "text": "a"}
+    with pytest.raises(TooManyBadSteps, match=rf"the loss is nan, in {BAD_STEPS_KEPT + 3} steps in a row"):
+        made.bad_step(3, "the loss is nan", {"x": torch.ones(2)})
+
+
+def test_a_manifest_is_written_in_the_newest_format(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    write_manifest(tmp_path)
+    assert json.loads((tmp_path / "manifest.json").read_text())["format"] == FORMAT == 2

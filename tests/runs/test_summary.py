@@ -1,0 +1,71 @@
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tokencredit.runs.history import History
+from tokencredit.runs.summary import duration, figure, summarise
+from tokencredit.settings.world import CONTROL, TEXT
+
+
+def history(**columns):
+    rows = History()
+    for values in zip(*columns.values(), strict=True):
+        rows.append(dict(zip(columns, values, strict=True)))
+    return rows
+
+
+def test_a_summary_has_attributes_and_is_a_mapping_of_the_same():
+    rows = history(reward=[None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], kl=[0.0, 9.0, 1.0, 1.0, 1.0, 1.0, 6.0], tokens=[10] * 7)
+    summary = summarise(rows, TEXT, Path("runs/x"), 35.0, "stop.kl")
+    assert (summary.first, summary.last, summary.kl_last) == (1.0, 4.0, 2.0)
+    assert (summary.iterations, summary.seconds, summary.per_second) == (7, 35.0, 2.0)
+    assert (summary.stopped_by, summary.folder) == ("stop.kl", Path("runs/x"))
+    expected = {
+        "reward_first": 1.0,
+        "reward_last": 4.0,
+        "kl_last": 2.0,
+        "iterations": 7,
+        "seconds": 35.0,
+        "tokens_per_second": 2.0,
+        "stopped_by": "stop.kl",
+    }
+    assert isinstance(summary, Mapping)
+    assert list(summary) == list(expected)
+    assert summary == expected
+    assert json.loads(json.dumps(dict(summary))) == summary
+    assert len(summary) == 7
+    with pytest.raises(KeyError):
+        summary["folder"]
+    with pytest.raises(AttributeError):
+        summary.last = 1.0
+
+
+def test_an_agents_summary_has_the_names_of_its_world():
+    rows = history(**{"train/average_return": [math.nan, 20.0], "steps": [512, 512]})
+    summary = summarise(rows, CONTROL, Path("x"), 2.0, "iterations")
+    assert dict(summary) == {
+        "average_return_first": 20.0,
+        "average_return_last": 20.0,
+        "kl_last": None,
+        "iterations": 2,
+        "seconds": 2.0,
+        "steps_per_second": 512.0,
+        "stopped_by": "iterations",
+    }
+
+
+def test_a_run_without_an_iteration_has_no_outcome():
+    summary = summarise(History(), TEXT, Path("x"), 1.0, "interrupt")
+    assert (summary.first, summary.last, summary.kl_last, summary.per_second) == (None, None, None, 0.0)
+
+
+def test_numbers_have_three_digits():
+    numbers = (None, 0.0, 0.91443, -12.68, 487.25, 999.9, 2309.4, -1e6, 1e-5)
+    assert list(map(figure, numbers)) == ["none", "0", "0.914", "-12.7", "487", "1e+03", "2,309", "-1,000,000", "1e-05"]
+
+
+def test_times_are_said_in_units_to_plan_with():
+    assert [duration(seconds) for seconds in (40, 600, 20_000)] == ["40 s", "10 min", "5.6 h"]

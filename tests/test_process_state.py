@@ -1,0 +1,102 @@
+"""Making and running a trainer leaves the process as it was."""
+
+import os
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from tokencredit.control.trainer import ControlTrainer
+from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text.trainer import PPOTrainer
+
+
+def state():
+    """Everything of the process that a trainer could change."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        "torch": torch.get_rng_state().tolist(),
+        "threads": torch.get_num_threads(),
+        "environment": dict(os.environ),
+        "filters": list(warnings.filters),
+        "accelerate": dict(AcceleratorState._shared_state),
+    }
+
+
+def text(folder):
+    return PPOTrainer(
+        args=PPOConfig(
+            model=ModelConfig(dtype="bfloat16", dropout=True),
+            rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
+            ppo=UpdateConfig(epochs=1, minibatches=1),
+            run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+        ),
+        reward_funcs=lambda completions, **columns: [random.random() + np.random.rand() for _ in completions],
+    )
+
+
+def control(folder, **env):
+    return ControlTrainer(
+        ControlConfig(
+            env=EnvConfig(number=2, **env),
+            agent=AgentConfig(hidden=[4]),
+            steps=8,
+            threads=torch.get_num_threads() + 1,
+            ppo=UpdateConfig(epochs=1, minibatches=1),
+            eval=EpisodesConfig(episodes=1, videos=1),
+            run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [text, control])
+def test_a_trainer_leaves_the_process_as_it_was(make, tmp_path, monkeypatch):
+    monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
+    # Libraries fill caches and variables of their own when they are first used.
+    make(tmp_path / "first").train()
+    before = state()
+    trainer = make(tmp_path / "second")
+    made = state()
+    trainer.train()
+    for name, now in state().items():
+        assert made[name] == before[name], f"making the trainer changed {name}"
+        assert now == before[name], f"training changed {name}"
+
+
+def test_mujocos_messages_go_where_they_went(tmp_path):
+    mujoco = pytest.importorskip("mujoco")
+    before = mujoco.get_mju_user_warning()
+    args = ControlConfig(
+        env=EnvConfig(id="InvertedPendulum-v5", number=1),
+        agent=AgentConfig(hidden=[4]),
+        steps=8,
+        ppo=UpdateConfig(epochs=1, minibatches=1),
+        eval=EpisodesConfig(episodes=0),
+        run=RunConfig(dir=str(tmp_path), iterations=1, trackers=[], show_every=0),
+    )
+    ControlTrainer(args).train()
+    assert mujoco.get_mju_user_warning() is before
+
+
+def test_runs_in_two_dtypes_live_in_one_process(tmp_path):
+    """Accelerate would refuse a second number format in one process."""
+    for dtype in ("bfloat16", "float32", "bfloat16"):
+        args = PPOConfig(model=ModelConfig(dtype=dtype), run=RunConfig(dir=str(tmp_path / "run"), trackers=[]))
+        assert PPOTrainer(args=args).pipeline.precision.dtype == dtype
+
+
+def test_a_seed_gives_the_same_critic_whatever_was_drawn_before(tmp_path):
+    heads = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        args = PPOConfig(model=ModelConfig(dtype="float32"), run=RunConfig(dir=str(tmp_path), trackers=[]))
+        heads.append(PPOTrainer(args=args).policy.critic.head[0].weight)
+    assert torch.equal(*heads)

@@ -1,0 +1,169 @@
+"""`import tokencredit as tc`: every public name is there, typed, listed, and imported on first use."""
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import subprocess
+import sys
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+
+import tokencredit as tc
+from tokencredit import settings
+
+CORE = [module.name for module in pkgutil.iter_modules(tc.core.__path__)]
+
+
+def public(module):
+    """The public functions and classes that a module defines; one whose parts are internal lists the others itself."""
+    own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    listed = getattr(module, "__all__", own)
+    return {name: value for name, value in own.items() if name in listed and name[0] != "_" and callable(value)}
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_every_function_and_class_of_core_is_reachable_by_its_flat_name(name):
+    module = importlib.import_module(f"tokencredit.core.{name}")
+    assert public(module)
+    for name, value in public(module).items():
+        assert getattr(tc.core, name) is value, f"two modules of core have a name {name}, or core/__init__.py has none"
+        assert name in dir(tc.core)
+
+
+def test_every_flat_name_of_core_is_there():
+    assert set(dir(tc.core)) == set(tc.core.__all__)
+    for name in tc.core.__all__:
+        assert getattr(tc.core, name) is not None
+
+
+def test_type_checkers_see_every_module_of_core():
+    tree = ast.parse(Path(tc.core.__file__).read_text(encoding="utf-8"))
+    starred = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"}
+    assert starred == {f"tokencredit.core.{name}" for name in CORE}
+
+
+@pytest.mark.parametrize("name", tc.__all__)
+def test_every_name_is_the_object_of_that_name(name):
+    assert getattr(tc, name).__name__.rpartition(".")[2] == name
+    assert name in dir(tc)
+
+
+def test_type_checkers_see_every_name():
+    tree = ast.parse(Path(tc.__file__).read_text(encoding="utf-8"))
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {alias.asname: (node.module, alias.name) for node in typed.body[:-1] for alias in node.names}
+    assert imported.keys() == set(tc.__all__)
+    for name, (module, attribute) in imported.items():
+        assert getattr(importlib.import_module(module), attribute) is getattr(tc, name)
+
+
+def test_every_group_of_settings_is_public():
+    found = set()
+    for module in pkgutil.iter_modules(settings.__path__):
+        found |= {
+            name
+            for name, value in public(importlib.import_module(f"tokencredit.settings.{module.name}")).items()
+            if is_dataclass(value) and (name.endswith("Config") or name == "RewardTerm")
+        }
+    bases = {"SamplingConfig"}
+    assert len(found) > 15
+    assert found - bases <= set(tc.__all__)
+
+
+def test_the_version_is_the_packages():
+    assert tc.__version__ == importlib.metadata.version("tokencredit")
+    assert "__version__" in dir(tc)
+
+
+@pytest.mark.parametrize("package", [tc, tc.core])
+def test_an_unknown_name_is_an_attribute_error(package):
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'PPOConfg'"):
+        _ = package.PPOConfg
+    assert not hasattr(package, "__wrapped__")
+
+
+def test_names_and_configurations_import_nothing_heavy():
+    script = (
+        "import sys\nimport tokencredit as tc\n"
+        "dir(tc), dir(tc.core), tc.__version__, tc.core.ESTIMATORS, tc.Callback, tc.ConfigError\n"
+        "tc.PPOConfig.from_dict({'optim.lr': 1e-5}), tc.ControlConfig.from_dict({})\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_itself_imports_nothing_of_its_own():
+    script = "import sys, tokencredit\nprint([name for name in sys.modules if name.startswith('tokencredit.')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_everything_public_has_a_docstring():
+    for name in tc.__all__:
+        assert inspect.getdoc(getattr(tc, name)), name
+
+
+def test_a_dict_may_have_dotted_and_nested_keys():
+    config = tc.PPOConfig.from_dict(
+        {"optim.lr": 1e-5, "optim": {"eps": 1e-6}, "eval.prompts.text": "x", "reward": [{"function": "length"}]}
+    )
+    assert (config.optim.lr, config.optim.eps, config.optim.warmup) == (1e-5, 1e-6, tc.OptimConfig().warmup)
+    assert config.eval.prompts == tc.PromptsConfig(text="x")
+    assert config.reward == [tc.RewardTerm(function="length")]
+    assert tc.PPOConfig.from_dict({}) == tc.PPOConfig()
+    assert tc.ControlConfig.from_dict({}) == tc.ControlConfig()
+    assert tc.ControlConfig.from_dict({"env": {"kwargs": {"render": 1}}}).env.kwargs == {"render": 1}
+
+
+def test_a_file_is_read_as_config_reads_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optim:\n  lr: 1e-5\nkl.coef: 0.5\n")
+    for path in (file, str(file)):
+        config = tc.PPOConfig.from_yaml(path)
+        assert (config.optim.lr, config.kl.coef) == (1e-5, 0.5)
+    file.write_text("steps: 64\n")
+    assert tc.ControlConfig.from_yaml(file).steps == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl.coeff": 1}, r"^unknown key kl.coeff; did you mean kl.coef\?$"),
+        ({"kl": {"coeff": 1}}, r"^unknown key kl.coeff; did you mean kl.coef\?$"),
+        ({"zzz": 1}, r"^unknown key zzz; see --print_config for all keys$"),
+        ({1: 2}, r"^a mapping of settings has 1, which YAML does not take for text"),
+        ({"kl": 3}, r"^kl is 3; it must hold keys, such as coef$"),
+        ({"kl.coef": -1}, r"^kl.coef is -1.0; it must be at least 0$"),
+        ({"kl.coef": "much"}, r"Parser key \"kl.coef\": Expected a"),
+        ({"ppo.minibatches": None}, r"^ppo.minibatches is null, and needs a value$"),
+        ({"kl.coef": 1, "kl": {"coef": 2}}, r"^kl.coef is given twice$"),
+        ({"kl": {"coef": 2}, "kl.coef": 1}, r"^kl.coef is given twice$"),
+        ({"kl": 1, "kl.coef": 2}, r"^kl is given twice$"),
+        ({"reward": [tc.RewardTerm(function="length")]}, r"RewardTerm\(.*\) is no plain value: a dict, list, str, "),
+        ({"reward": [{"functio": "length"}]}, r"functio"),
+        ({"model": {"class_path": "os.system"}}, r"class_path"),
+        ({"debug": True}, r"^debug is an option of the command, not a setting$"),
+        ({"model.critic": "none"}, r"model.critic is now critic.kind"),
+    ],
+)
+def test_mistakes_in_a_dict_are_answered_as_on_the_command_line(settings, message):
+    with pytest.raises(tc.ConfigError, match=message):
+        tc.PPOConfig.from_dict(settings)
+
+
+def test_mistakes_in_a_file_are_answered_as_on_the_command_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("kl:\n  coeff: 1\n")
+    with pytest.raises(tc.ConfigError, match=r"run.yaml: unknown key kl.coeff; did you mean kl.coef\?$"):
+        tc.PPOConfig.from_yaml(file)
+    file.write_text("env:\n  idd: 1\n")
+    with pytest.raises(tc.ConfigError, match=r"run.yaml: unknown key env.idd; did you mean env.id\?$"):
+        tc.ControlConfig.from_yaml(file)
+    with pytest.raises(tc.ConfigError, match=r"nowhere.yaml' is not a file"):
+        tc.PPOConfig.from_yaml(tmp_path / "nowhere.yaml")

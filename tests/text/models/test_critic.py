@@ -1,0 +1,204 @@
+"""Critics of every kind, and none; a critic that a run saved is taken up again."""
+
+import json
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AdvantageConfig, KLConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text.models.building import build_policy
+from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.rewards.calls import Term
+from tokencredit.text.trainer import PPOTrainer
+
+NONE = CriticConfig(kind="none")
+GROUPS = {"advantage": AdvantageConfig(estimator="group_relative"), "critic": NONE}
+
+
+def small(folder, **changes):
+    defaults = {
+        "model": ModelConfig(dtype="float32"),
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4),
+        "ppo": UpdateConfig(epochs=2, minibatches=2),
+        "run": RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+    }
+    return PPOConfig(**defaults | changes)
+
+
+def constant(prompts, completions):
+    return [0.5] * len(completions)
+
+
+def weights(policy):
+    return {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+
+
+@pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "uniform"])
+def test_a_constant_reward_moves_no_policy_without_a_critic(estimator, tmp_path):
+    args = small(
+        tmp_path,
+        advantage=AdvantageConfig(estimator=estimator, whiten=False),
+        critic=NONE,
+        kl=KLConfig(coef=0.0),
+    )
+    trainer = PPOTrainer(args=args, reward_funcs=constant)
+    if estimator == "uniform":  # its baseline is the mean of earlier scores
+        trainer.credit.baseline.update(torch.full((8,), 0.5))
+    before = weights(trainer.policy)
+    metrics, _ = trainer.iteration(1)
+    assert metrics["steps"] == 4
+    assert metrics["grad_norm"] == 0
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.lm.named_parameters())
+
+
+def test_a_critic_on_the_trunk_moves_the_policy_at_a_constant_reward(tmp_path):
+    trainer = PPOTrainer(args=small(tmp_path, kl=KLConfig(coef=0.0)), reward_funcs=constant)
+    before = weights(trainer.policy)
+    for number in (1, 2):  # in the first update a head of zeros hands no gradient down
+        trainer.iteration(number)
+    assert not all(torch.equal(p, before[name]) for name, p in trainer.policy.lm.named_parameters())
+
+
+class Counting(TorchDispatchMode):
+    """Counts matrix products, and the bytes that they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.products += 1
+            self.bytes += out.numel() * out.element_size()
+        return out
+
+
+def test_no_value_is_computed_without_a_critic(tmp_path):
+    """Passes are counted: those of a separate critic's trunk are gone, and so are a shared head's two layers."""
+    counts, trained, passes = {}, {}, {}
+    for kind in ("none", "shared", "separate"):
+        args = small(tmp_path / kind, **(GROUPS if kind == "none" else {"critic": CriticConfig(kind=kind)}))
+        trainer = PPOTrainer(args=args, reward_funcs=[Term("length", 1.0, lambda prompts, completions: [1.0] * 8)])
+        trunk = trainer.policy.critic.trunk if kind == "separate" else None
+        calls = []
+        if trunk is not None:
+            trunk.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        scored = trainer.collect()
+        experience = trainer.credit.give(scored)[1]
+        with Counting() as counting:
+            metrics = trainer.learner.update(experience)
+        counts[kind], passes[kind] = counting.products, len(calls)
+        trained[kind] = sum(p.numel() for p in trainer.learner.parameters)
+        has_critic = kind != "none"
+        assert (scored.rollout.values is not None) == has_critic
+        assert ("value_loss" in metrics) == has_critic
+        assert ("value_lr" in trainer.learner.set_rates(1)) == has_critic
+        assert ("explained_variance" in trainer.credit.give(scored)[0].metrics(trainer.processes)) == has_critic
+    steps = 4
+    # Each pass with gradients: two layers forward, and backward two products each.
+    assert counts["shared"] - counts["none"] == steps * 6
+    assert passes == {"none": 0, "shared": 0, "separate": 1 + steps}
+    lm = sum(p.numel() for p in trainer.policy.lm.parameters())
+    head = sum(p.numel() for p in trainer.policy.critic.head.parameters())
+    # Gradients and AdamW's two moments are as large as what is trained.
+    assert trained["none"] == lm
+    assert trained["shared"] == lm + head
+    assert trained["separate"] > 1.5 * lm
+
+
+def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
+    summary = PPOTrainer(args=small(tmp_path / "run", **GROUPS)).train()
+    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert "values" not in sample
+    assert len(sample["advantages"]) == len(sample["tokens"])
+    assert summary["reward_last"] is not None
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert not (tmp_path / "run" / "policy" / "value_head.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, tmp_path):
+    first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind=kind)))
+    first.train()
+    trained = {name: x.clone() for name, x in first.policy.critic.state_dict().items()}
+    assert trained["head.2.weight"].abs().sum() > 0
+    model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
+    second = PPOTrainer(args=small(tmp_path / "b", model=model, critic=CriticConfig(kind=kind)))
+    assert all(torch.equal(x, trained[name]) for name, x in second.policy.critic.state_dict().items())
+    second.train()
+    events = [json.loads(line)["event"] for line in (tmp_path / "b" / "events.jsonl").read_text().splitlines()]
+    assert f"the critic goes on from the one saved in {model.name}" in events
+    fresh = PPOTrainer(args=small(tmp_path / "c", model=model, critic=CriticConfig(kind=kind, init="zeros")))
+    assert fresh.policy.critic.head[-1].weight.abs().sum() == 0
+    assert fresh.notes == []
+
+
+def test_a_separate_critic_goes_on_by_its_own_name(tmp_path):
+    first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind="separate")))
+    first.train()
+    name = str(tmp_path / "a" / "policy")
+    again = PPOTrainer(args=small(tmp_path / "b", critic=CriticConfig(kind="separate", name=name)))
+    expected = first.policy.critic.state_dict()
+    assert all(torch.equal(x, expected[key]) for key, x in again.policy.critic.state_dict().items())
+    assert again.notes == [f"the critic goes on from the one saved in {name}"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "note"),
+    [
+        ({"kind": "separate"}, {"kind": "shared"}, "is separate, and critic.kind is shared: a new critic begins"),
+        ({"head": "linear"}, {"head": "mlp"}, "has another form than critic.head: a new one begins"),
+    ],
+)
+def test_a_saved_critic_that_does_not_fit_is_said(saved, asked, note, tmp_path):
+    PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(**saved))).train()
+    model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
+    trainer = PPOTrainer(args=small(tmp_path / "b", model=model, critic=CriticConfig(**asked)))
+    assert len(trainer.notes) == 1
+    assert trainer.notes[0].endswith(note)
+    assert trainer.policy.critic.head[-1].weight.abs().sum() == 0
+
+
+def test_a_damaged_head_is_refused(tmp_path):
+    PPOTrainer(args=small(tmp_path / "a")).train()
+    folder = tmp_path / "a" / "policy"
+    (folder / "value_head.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ConfigError, match=r"value_head.safetensors: .*critic.init: zeros begins with a new critic"):
+        PPOTrainer(args=small(tmp_path / "b", model=ModelConfig(name=str(folder), dtype="float32")))
+
+
+def test_an_adapter_is_not_part_of_a_separate_critics_trunk():
+    pytest.importorskip("peft")
+    model = ModelConfig(lora=LoraConfig(rank=2))
+    lm, tokenizer = load_language_model(model)
+    policy, _ = build_policy(lm, tokenizer, model, CriticConfig(kind="separate"))
+    assert not any("lora" in name for name, _ in policy.critic.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"critic": NONE}, r"critic\.kind is none, and advantage\.estimator is gae, which needs a critic"),
+        (
+            {"advantage": AdvantageConfig(estimator="uniform")},
+            r"critic\.kind is shared, and advantage\.estimator is uniform, which uses no critic; set critic\.kind",
+        ),
+        ({"advantage": AdvantageConfig(estimator="td", lam=0.9)}, r"advantage\.lam is 0\.9, .* td does not read"),
+        ({"advantage": AdvantageConfig(n=7)}, r"advantage\.n is 7, which advantage\.estimator gae does not read"),
+        (GROUPS | {"critic": CriticConfig(kind="none", lr=0.1)}, r"critic\.lr is 0\.1, and critic\.kind is none"),
+        ({"critic": CriticConfig(name="x")}, r"critic\.name is 'x'; it needs critic\.kind: separate"),
+        ({"critic": CriticConfig(gain=0.1)}, r"critic\.gain is 0\.1; it needs critic\.init: orthogonal"),
+        (
+            {"critic": CriticConfig(head="linear", init="orthogonal", hidden_gain=0.1)},
+            r"critic\.hidden_gain is 0\.1; it needs critic\.init: orthogonal and critic\.head: mlp",
+        ),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_refused(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        small(tmp_path, **changes)

@@ -1,0 +1,143 @@
+"""Callbacks: which objects are refused, and that the methods of the base class are the stages of the trainer."""
+
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
+from tokencredit.text.callbacks import EVENTS, TRANSFORMERS_EVENTS, check_callbacks
+
+STAGES = ("iteration", "rollout", "reference", "reward", "update", "evaluation")
+
+
+def having(*methods, base=object):
+    """An object with methods of these names."""
+    return type("Watcher", (base,), {method: lambda self, *args, **kwargs: None for method in methods})()
+
+
+def test_every_stage_has_two_methods():
+    assert set(EVENTS) == {f"{when}_{stage}" for when in ("before", "after") for stage in STAGES}
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        having("after_update"),
+        having("before_rollout", "save", "_after_step", base=Callback),
+        Callback(),
+        Mock(spec=Callback),
+    ],
+)
+def test_callbacks_pass(callback):
+    check_callbacks([callback])
+
+
+def test_a_method_that_belongs_to_the_object_counts():
+    callback = having()
+    callback.before_update = print
+    check_callbacks([callback])
+
+
+def test_a_value_is_no_method():
+    callback = having("after_update")
+    callback.after_hours = 3
+    check_callbacks([callback])
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (
+            having("after_updates"),
+            r"callbacks\[1\] \(Watcher\) has a method after_updates, .* did you mean after_update\?",
+        ),
+        (
+            having("before_rolout", base=Callback),
+            r"before_rolout, which is never called; did you mean before_rollout\?",
+        ),
+        (having("on_rollout_end"), r"on_rollout_end, which is never called; did you mean after_rollout\?"),
+        (having("on_update_start", "after_update"), r"on_update_start, .*; did you mean before_update\?"),
+        (having("on_step_end"), r"on_step_end, which is never called; use after_iteration"),
+        (
+            having("on_zzz"),
+            r"on_zzz, which is never called; subclass tokencredit.Callback, which has before_iteration, ",
+        ),
+        (
+            having("iteration_end"),
+            r"callbacks\[1\] is <.*>, which has no callback method; subclass tokencredit.Callback",
+        ),
+        (print, r"callbacks\[1\] is <built-in function print>, which has no callback method"),
+        (Callback, r"callbacks\[1\] is the class Callback; pass an instance, Callback\(\)"),
+        (
+            having("on_log", base=TrainerCallback),
+            r"\(Watcher\) is a transformers.TrainerCallback, .* on_log → after_iter",
+        ),
+        (
+            EarlyStoppingCallback(),
+            r"\(EarlyStoppingCallback\) .*subclass tokencredit.Callback, .*on_evaluate → after_eval",
+        ),
+        (TrainerCallback(), r"is a transformers.TrainerCallback, .* subclass tokencredit.Callback$"),
+    ],
+)
+def test_other_objects_are_refused(callback, message):
+    with pytest.raises(ConfigError, match=message):
+        check_callbacks([Callback(), callback])
+
+
+def test_every_method_of_transformers_has_an_answer():
+    assert set(TRANSFORMERS_EVENTS) == {name for name in vars(TrainerCallback) if name.startswith("on_")}
+
+
+def test_the_check_imports_neither_transformers_nor_torch():
+    script = (
+        "import sys\nfrom tokencredit.text.callbacks import Callback, check_callbacks\ncheck_callbacks([Callback()])\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_trainer_refuses_before_it_loads_anything():
+    config = PPOConfig.from_dict({"model.name": "./nowhere"})
+    with pytest.raises(ConfigError, match="did you mean after_rollout"):
+        PPOTrainer(args=config, callbacks=[having("after_rolout")])
+
+
+def test_the_trainer_calls_each_method_in_turn(tmp_path):
+    called = []
+
+    class Watcher(Callback):
+        def after_iteration(self, trainer, metrics, samples):
+            metrics["mine"] = 7.0
+            called.append(("after_iteration", metrics["iteration"], len(samples)))
+
+    def recorded(event):
+        def method(self, trainer, **results):
+            called.append((event, sorted(results)))
+
+        return method
+
+    for event in EVENTS:
+        if event != "after_iteration":
+            setattr(Watcher, event, recorded(event))
+    settings = {"rollout": {"batch_size": 4, "max_new_tokens": 4}, "run.dir": str(tmp_path / "run"), "run.samples": 2}
+    settings |= {"eval": {"every": 1, "samples": 2}, "ppo.minibatches": 1, "run.iterations": 1}
+    trainer = PPOTrainer(args=PPOConfig.from_dict(settings), callbacks=[Watcher()])
+    metrics, _ = trainer.iteration(1)
+    assert called == [
+        ("before_iteration", []),
+        ("before_rollout", []),
+        ("after_rollout", ["rollout"]),
+        ("before_reference", []),
+        ("after_reference", ["reference"]),
+        ("before_reward", []),
+        ("after_reward", ["scores"]),
+        ("before_update", []),
+        ("after_update", ["metrics"]),
+        ("before_evaluation", []),
+        ("after_evaluation", ["metrics"]),
+        ("after_iteration", 1, 2),
+    ]
+    assert metrics["mine"] == 7.0

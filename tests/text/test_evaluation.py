@@ -1,0 +1,70 @@
+"""Evaluation after a run measures what the run's own evaluations measured."""
+
+import json
+
+import pytest
+import torch
+
+from tokencredit.processes import Processes
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.parsing import read_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text.evaluation import evaluate_run
+from tokencredit.text.policy import load
+from tokencredit.text.setup import load_run_models
+from tokencredit.text.trainer import PPOTrainer
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def run(request, tmp_path_factory):
+    """A run of two iterations that evaluates after the last."""
+    folder = tmp_path_factory.mktemp("evaluated") / request.param
+    args = PPOConfig(
+        model=ModelConfig(dtype=request.param),
+        critic=CriticConfig(kind="separate"),
+        rollout=RolloutConfig(batch_size=8, max_new_tokens=8),
+        eval=EvalConfig(every=2, samples=8, max_new_tokens=12),
+        ppo=UpdateConfig(epochs=2, minibatches=2),
+        optim=OptimConfig(lr=1e-3, warmup=0),
+        run=RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+    )
+    trainer = PPOTrainer(args=args)
+    trainer.train()
+    return folder, trainer
+
+
+def test_it_says_what_the_runs_own_evaluation_said(run):
+    folder, _ = run
+    own = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    config = read_config(folder / "config.yaml", PPOConfig)
+    metrics = evaluate_run(folder, config, "policy")
+    # Not bit for bit: how a matrix product rounds depends on where in memory its operands lie.
+    assert metrics == pytest.approx({k: v for k, v in own.items() if k.startswith("eval/")}, rel=1e-5)
+
+
+def test_the_starting_model_is_no_nat_from_itself(run):
+    folder, trainer = run
+    config = read_config(folder / "config.yaml", PPOConfig)
+    kl = evaluate_run(folder, config, "base")["eval/kl"]
+    if trainer.args.model.dtype == "bfloat16":
+        assert kl == 0.0, "both sides are full passes"
+    assert kl == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_policy_is_loaded_with_the_runs_dtype_device_and_critic(run):
+    folder, trainer = run
+    config = read_config(folder / "config.yaml", PPOConfig)
+    models = load_run_models(folder, config, "policy", Processes(), reference=True)
+    assert models.precision.dtype == trainer.args.model.dtype
+    assert models.precision.device == Processes().device
+    assert {p.device.type for p in models.policy.parameters()} == {Processes().device.type}
+    expected = trainer.policy.state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in models.policy.state_dict().items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", ["bfloat16"], indirect=True)
+def test_it_runs_on_the_gpu_that_the_run_used(run):
+    folder, _ = run
+    assert load(folder).pipeline.precision.device.type == "cuda"
