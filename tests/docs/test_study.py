@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "study.py")
 study = importlib.util.module_from_spec(SPEC)
