@@ -100,3 +100,19 @@ def test_a_seed_gives_the_same_critic_whatever_was_drawn_before(tmp_path):
         args = PPOConfig(model=ModelConfig(dtype="float32"), run=RunConfig(dir=str(tmp_path), trackers=[]))
         heads.append(PPOTrainer(args=args).policy.critic.head[0].weight)
     assert torch.equal(*heads)
+
+
+def test_an_environment_that_draws_from_the_global_generator_follows_the_seed(tmp_path):
+    draws = []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        trainer = control(tmp_path / str(seed))
+        iteration = trainer.iteration
+
+        def look(number, iteration=iteration):
+            draws.append(float(torch.rand(())))
+            return iteration(number)
+
+        trainer.iteration = look
+        trainer.train()
+    assert draws[0] == draws[1]

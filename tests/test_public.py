@@ -10,6 +10,7 @@ import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tokencredit as tc
@@ -145,7 +146,7 @@ def test_a_file_is_read_as_config_reads_it(tmp_path):
         ({"kl.coef": 1, "kl": {"coef": 2}}, r"^kl.coef is given twice$"),
         ({"kl": {"coef": 2}, "kl.coef": 1}, r"^kl.coef is given twice$"),
         ({"kl": 1, "kl.coef": 2}, r"^kl is given twice$"),
-        ({"reward": [tc.RewardTerm(function="length")]}, r"RewardTerm\(.*\) is no plain value: a dict, list, str, "),
+        ({"reward": [object()]}, r"^reward\[0\] is <object .*>, which is no plain value: a dict, list, str, "),
         ({"reward": [{"functio": "length"}]}, r"functio"),
         ({"model": {"class_path": "os.system"}}, r"class_path"),
         ({"debug": True}, r"^debug is an option of the command, not a setting$"),
@@ -167,3 +168,37 @@ def test_mistakes_in_a_file_are_answered_as_on_the_command_line(tmp_path):
         tc.ControlConfig.from_yaml(file)
     with pytest.raises(tc.ConfigError, match=r"nowhere.yaml' is not a file"):
         tc.PPOConfig.from_yaml(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "message"),
+    [
+        ("PPOTrainer", {"seed": 1}, r"args is a dict; give a PPOConfig, such as PPOConfig\.from_dict"),
+        ("PPOTrainer", "control", r"args is a ControlConfig; give a PPOConfig"),
+        ("ControlTrainer", "text", r"args is a PPOConfig; give a ControlConfig"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(kind, args, message):
+    args = {"control": tc.ControlConfig, "text": tc.PPOConfig}[args]() if isinstance(args, str) else args
+    with pytest.raises(tc.ConfigError, match=message):
+        getattr(tc, kind)(args=args)
+
+
+def test_a_dict_may_hold_paths_numbers_of_numpy_and_dataclasses():
+    config = tc.PPOConfig.from_dict(
+        {
+            "run.dir": Path("runs/x"),
+            "optim.lr": np.float64(1e-4),
+            "rollout.batch_size": np.int64(8),
+            "reward": [tc.RewardTerm(function="length")],
+        }
+    )
+    assert (config.run.dir, config.optim.lr, config.rollout.batch_size) == ("runs/x", 1e-4, 8)
+    assert config.reward[0].function == "length"
+    with pytest.raises(tc.ConfigError, match=r"^optim\.lr is <object .*>, which is no plain value"):
+        tc.PPOConfig.from_dict({"optim.lr": object()})
+
+
+def test_all_old_keys_of_a_dict_are_answered_at_once():
+    with pytest.raises(tc.ConfigError, match=r"critic\.kind, optim\.value_lr is now critic\.lr$"):
+        tc.PPOConfig.from_dict({"model.critic": "separate", "optim": {"value_lr": 0.1}})

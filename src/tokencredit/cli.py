@@ -155,7 +155,7 @@ def generate(options: Namespace) -> None:
     from tokencredit.text.policy import Policy
 
     disable_progress_bar()
-    policy = Policy(Path(options.run), config, "base" if options.base else "policy")
+    policy = Policy(Path(options.run), config, "base" if options.base else "policy", critic=False)
     longest = options.max_new_tokens or config.rollout.max_new_tokens
     prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
     completions = policy.complete(prompts, longest, options.temperature, options.seed)

@@ -303,3 +303,10 @@ def test_a_stack_of_observations_starts_with_the_first_one():
 def test_a_transformer_of_several_widths_is_refused():
     with pytest.raises(ConfigError, match=r"agent\.hidden is \[64, 32\]; .* a multiple of agent\.heads, 4"):
         AgentConfig("transformer", [64, 32])
+
+
+def test_a_transformers_ratio_starts_at_1_in_every_update(tmp_path):
+    """PyTorch's encoder layers compute another way in evaluation mode."""
+    agent = AgentConfig(policy="transformer", hidden=[16, 16], activation="gelu", context=4)
+    trainer = ControlTrainer(small(tmp_path / "run", agent=agent))
+    assert [trainer.iteration(number)[0]["first_ratio_error"] for number in (1, 2, 3)] == [0.0, 0.0, 0.0]

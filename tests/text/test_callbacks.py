@@ -141,3 +141,11 @@ def test_the_trainer_calls_each_method_in_turn(tmp_path):
         ("after_iteration", 1, 2),
     ]
     assert metrics["mine"] == 7.0
+
+
+def test_callbacks_may_be_none_or_any_iterable():
+    callback = Callback()
+    assert check_callbacks(None) == []
+    assert check_callbacks(each for each in [callback]) == [callback]
+    with pytest.raises(ConfigError, match=r"callbacks is <.*Callback.*>; it must be a list of callbacks"):
+        check_callbacks(callback)

@@ -1,17 +1,22 @@
 """Evaluation after a run measures what the run's own evaluations measured."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
+from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.parsing import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
-from tokencredit.text.evaluation import evaluate_run
+from tokencredit.text.evaluation import evaluate, evaluate_run
 from tokencredit.text.policy import load
+from tokencredit.text.rewards.calls import Term
 from tokencredit.text.setup import load_run_models
 from tokencredit.text.trainer import PPOTrainer
 
@@ -55,7 +60,7 @@ def test_the_starting_model_is_no_nat_from_itself(run):
 def test_a_policy_is_loaded_with_the_runs_dtype_device_and_critic(run):
     folder, trainer = run
     config = read_config(folder / "config.yaml", PPOConfig)
-    models = load_run_models(folder, config, "policy", Processes(), reference=True)
+    models = load_run_models(folder, config, "policy", Processes(), critic=True)
     assert models.precision.dtype == trainer.args.model.dtype
     assert models.precision.device == Processes().device
     assert {p.device.type for p in models.policy.parameters()} == {Processes().device.type}
@@ -68,3 +73,45 @@ def test_a_policy_is_loaded_with_the_runs_dtype_device_and_critic(run):
 def test_it_runs_on_the_gpu_that_the_run_used(run):
     folder, _ = run
     assert load(folder).pipeline.precision.device.type == "cuda"
+
+
+def evaluated(run, tmp_path, **changes):
+    """Evaluate the run's policy with other settings."""
+    folder, _ = run
+    return evaluate_run(folder, replace(read_config(folder / "config.yaml", PPOConfig), **changes), "policy")
+
+
+def test_prompts_that_do_not_fit_are_refused_before_anything_is_sampled(run, tmp_path):
+    with pytest.raises(ConfigError, match="max_new_tokens leaves no room for a prompt"):
+        evaluated(run, tmp_path, ppo=UpdateConfig(micro_batch_tokens=40), eval=EvalConfig(samples=4, max_new_tokens=60))
+    with pytest.raises(ConfigError, match="max_new_tokens leaves no room for a prompt"):
+        evaluated(run, tmp_path, eval=EvalConfig(samples=4, max_new_tokens=128))
+
+
+def test_held_out_prompts_are_all_that_is_read(run, tmp_path):
+    held_out = EvalConfig(samples=4, max_new_tokens=4, prompts=PromptsConfig(text="A film"))
+    gone = PromptsConfig(text=[], dataset=str(tmp_path / "gone.jsonl"))
+    assert "eval/reward" in evaluated(run, tmp_path, prompts=gone, eval=held_out)
+
+
+def test_rewards_are_computed_outside_the_autocast_of_the_policy(run):
+    _, trainer = run
+    seen = []
+
+    def look(completions, **columns):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return [0.0] * len(completions)
+
+    honest, trainer.pipeline.terms = trainer.pipeline.terms, [Term("look", 1.0, look)]
+    evaluate(trainer.pipeline, trainer.eval_prompts, trainer.args.eval, seed=1)
+    trainer.pipeline.terms = honest
+    assert seen == [False]
+
+
+def test_a_missing_critic_is_said_and_not_made_up(run, tmp_path):
+    folder, _ = run
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "policy" / "value_head.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no critic, though critic\.kind of the run is separate"):
+        load(tmp_path / "copy")
+    assert evaluate_run(tmp_path / "copy", read_config(folder / "config.yaml", PPOConfig), "policy"), "it needs none"

@@ -1,12 +1,18 @@
+import json
+
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
+from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.models.loading import resolve
-from tokencredit.text.policy import Policy
+from tokencredit.text.policy import Policy, load
+from tokencredit.text.trainer import PPOTrainer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -57,3 +63,53 @@ def test_a_message_without_a_chat_template(tmp_path):
 def test_a_run_that_has_not_ended_has_no_policy(tmp_path):
     with pytest.raises(ConfigError, match=r"has no policy/; a run writes policy/ at its end"):
         write(tmp_path, PPOConfig(), "The film was", which="policy")
+
+
+@pytest.fixture(scope="module", params=[None, True], ids=["plain", "with a beginning-of-sequence token"])
+def run(request, tmp_path_factory):
+    """A small run, and its last sample."""
+    folder = tmp_path_factory.mktemp("policies") / "run"
+    args = PPOConfig(
+        model=ModelConfig(dtype="float32"),
+        prompts=PromptsConfig(add_bos=request.param),
+        rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
+        ppo=UpdateConfig(epochs=1, minibatches=1),
+        run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+    )
+    PPOTrainer(args=args).train()
+    return folder, json.loads((folder / "samples.jsonl").read_text().splitlines()[-1])
+
+
+def test_logprobs_and_values_are_those_of_the_runs_own_states(run):
+    folder, sample = run
+    policy = load(folder)
+    text = sample["completion"]
+    assert policy.tokens(text, sample["prompt"]) == sample["tokens"]
+    assert policy.logprobs(text, sample["prompt"]) == pytest.approx(sample["new_logprobs"], abs=2e-5)
+    assert len(policy.values(text, sample["prompt"])) == len(sample["tokens"])
+
+
+def test_loading_draws_nothing_from_the_global_generators(run):
+    before = torch.get_rng_state()
+    load(run[0]).generate("The film", n=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(options, message, run):
+    with pytest.raises(ConfigError, match=message):
+        load(run[0]).generate("The film", **options)
+
+
+def test_a_text_longer_than_the_context_is_refused(run):
+    with pytest.raises(ConfigError, match=r"have \d+ tokens; the model's context has \d+"):
+        load(run[0]).logprobs("really " * 500, "The film was")
+    with pytest.raises(ConfigError, match="'' has no token to rate"):
+        load(run[0]).values("", "The film was")

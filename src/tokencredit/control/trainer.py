@@ -22,7 +22,7 @@ from tokencredit.core.masked import explained_variance, moments, whiten
 from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import NonFiniteUpdate
-from tokencredit.learn.rng import preserved, random_state, set_random_state
+from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import memory_of
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes, threads
@@ -31,6 +31,7 @@ from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import require_config
 from tokencredit.settings.world import CONTROL
 
 EPISODES = 100
@@ -51,7 +52,7 @@ class ControlTrainer:
         Raises:
             ConfigError: a setting, environment or folder that cannot be used.
         """
-        self.args = args = args or ControlConfig()
+        self.args = args = require_config(args or ControlConfig(), ControlConfig)
         processes = Processes()
         if processes.count > 1:
             raise ConfigError("agents are trained by one process; env.processes gives each environment one of its own")
@@ -66,6 +67,7 @@ class ControlTrainer:
             self.player = Player(args, self.agent, self.envs)
             self.learner = build_learner(args, self.agent, processes)
             self.collector = Collector(self.envs, self.agent, args.seed)
+            self.rng = torch_state()
         self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
         self.notes: Sequence[str] = ()
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
@@ -84,6 +86,7 @@ class ControlTrainer:
         """
         weights = memory_of(self.agent.parameters())
         with preserved(), threads(self.args.threads), expected_warnings(self.args.env):
+            set_torch_state(self.rng)
             return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -169,11 +172,7 @@ class ControlTrainer:
         return shared, own | {"random": random_state()}
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
-        """Go on from what `state` gave, its second part under `process`; returns what people should know of it.
-
-        Raises:
-            ConfigError: the agent is not of the form that the run began with.
-        """
+        """Go on from what `state` gave; returns events to write down. Another agent's state is a `ConfigError`."""
         try:
             self.learner.load(state, state["process"])
         except ValueError as error:

@@ -109,7 +109,7 @@ class Learner:
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
 
     def set_rates(self, iteration: int) -> dict[str, float]:
-        """Set the learning rates of an iteration, counted from 1; returns them as metrics."""
+        """Set the learning rates of an iteration, counted from 1; returns `lr`, and `value_lr` of a critic's group."""
         set_rates(self.optimizer, self.schedule(iteration - 1))
         groups = self.optimizer.param_groups
         return {"value_lr" if group.get("critic") else "lr": group["lr"] for group in groups}
@@ -177,7 +177,11 @@ class Learner:
 
     @contextmanager
     def _train_mode(self) -> Iterator[None]:
-        self.model.train(self.settings.train_mode)
+        """Training mode, if it is wanted; else modes are left alone, since PyTorch's layers compute by them."""
+        if not self.settings.train_mode:
+            yield
+            return
+        self.model.train()
         try:
             yield
         finally:

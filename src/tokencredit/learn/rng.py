@@ -12,14 +12,26 @@ import torch
 from torch import Tensor
 
 
+def torch_state() -> dict[str, Any]:
+    """The state of PyTorch's global generators, as hex; CUDA's only once something runs there."""
+    state = {"torch": to_text(torch.get_rng_state())}
+    if torch.cuda.is_initialized():
+        state["cuda"] = to_text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_torch_state(state: Mapping[str, Any]) -> None:
+    """Go back to what `torch_state` gave."""
+    torch.set_rng_state(from_text(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(from_text(state["cuda"]))
+
+
 def random_state() -> dict[str, Any]:
     """The state of the global generators of Python, NumPy and PyTorch, as plain values."""
     numpy: Any = np.random.get_state(legacy=False)
-    state = {"python": random.getstate(), "torch": to_text(torch.get_rng_state())}
-    state["numpy"] = numpy | {"state": {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}}
-    if torch.cuda.is_available():
-        state["cuda"] = to_text(torch.cuda.get_rng_state())
-    return state
+    key = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
+    return {"python": random.getstate(), "numpy": numpy | {"state": key}} | torch_state()
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
@@ -29,9 +41,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     numpy = dict(state["numpy"])
     numpy["state"] = numpy["state"] | {"key": np.array(numpy["state"]["key"], dtype=np.uint32)}
     np.random.set_state(numpy)
-    torch.set_rng_state(from_text(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(from_text(state["cuda"]))
+    set_torch_state(state)
 
 
 def to_text(state: Tensor) -> str:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import field, fields, is_dataclass
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError
+
+Config = TypeVar("Config")
 
 
 def setting(default: Any, **limits: float) -> Any:
     """A field with a range: `at_least`, `above`, `at_most` or `below`."""
     return field(default=default, metadata=limits)
+
+
+def require_config(config: Any, kind: type[Config]) -> Config:
+    """The configuration; raises `ConfigError` if it is something else, such as a dict."""
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"args is a {type(config).__name__}; give a {kind.__name__}, such as {kind.__name__}.from_dict(…)"
+        )
+    return config
 
 
 def check(config: Any, prefix: str = "") -> None:

@@ -80,14 +80,15 @@ class CriticConfig(CriticTraining):
     head: Literal["linear", "mlp"] = "mlp"
     """Value head on the last hidden state: one layer, or two with a hidden width four times the trunk's."""
     init: Literal["saved", "zeros", "orthogonal"] = "saved"
-    """Start of the value head: the one saved beside the model if there is one, and zeros if not; a last layer that
-    predicts 0; or orthogonal weights."""
+    """Start of the value head: the one saved with the model if there is one, and zeros if not; a last layer that
+    predicts 0; or orthogonal weights. Only `saved` also takes up the trunk saved with `model.name`."""
     gain: float = setting(1.0, above=0)
     """Gain of the last layer of an orthogonal head."""
     hidden_gain: float = setting(math.sqrt(2), above=0)
     """Gain of the layer before that, in an mlp head."""
     detach: bool = False
-    """Stop the gradient of the value loss at the head, so that it leaves the trunk alone."""
+    """Stop the gradient of the value loss at the head: a shared trunk is left to the policy, a separate one stays as it
+    is."""
 
     def check_unused(self) -> None:
         """Raise `ConfigError` for a setting that would change nothing."""

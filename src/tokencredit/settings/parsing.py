@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,20 +198,35 @@ def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = F
     Raises:
         ConfigError: a key or value is refused, a key is given twice, or as `to_config`.
     """
-    parser, groups = config_parser(kind), nested(settings)
+    parser, groups = config_parser(kind), _plain(nested(settings))
+    if old := renamed(flat(groups)):
+        raise ConfigError(old)
     for option in NOT_SETTINGS:
         if option in groups:
             raise ConfigError(f"{option} is an option of the command, not a setting")
     try:
-        text = dump_yaml(groups)
-    except yaml.representer.RepresenterError as error:
-        raise ConfigError(f"{error.args[1]!r} is no plain value: a dict, list, str, number, bool or None") from error
-    try:
         with plainly():
             check_groups(_namespace(groups), parser.get_defaults(skip_validation=True))
-            return to_config(parser.parse_string(text), kind, no_code)
+            return to_config(parser.parse_string(dump_yaml(groups)), kind, no_code)
     except ArgumentError as error:
         raise ConfigError(explain(str(error), [], parser)) from error
+
+
+def _plain(value: Any, key: str = "") -> Any:
+    """Settings as YAML holds them; paths, dataclasses and NumPy's numbers are taken too."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{key}[{place}]") for place, inner in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item"):
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(f"{key} is {value!r}, which is no plain value: a dict, list, str, number, bool or None")
 
 
 def _namespace(groups: Mapping[str, Any]) -> Namespace:

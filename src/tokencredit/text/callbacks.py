@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tokencredit.errors import ConfigError
@@ -91,8 +91,11 @@ TRANSFORMERS_EVENTS = {
 """Methods of `transformers.TrainerCallback`, and what to use here instead."""
 
 
-def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raise `ConfigError` for the first object that has no callback method, or one that would never be called."""
+def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
+    """The callbacks as a list; raises `ConfigError` for one without a callback method, or with one never called."""
+    if callbacks is not None and not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks is {callbacks!r}; it must be a list of callbacks")
+    callbacks = list(callbacks or ())
     for position, callback in enumerate(callbacks):
         name, kind = f"callbacks[{position}]", type(callback).__name__
         if isinstance(callback, type):
@@ -108,6 +111,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
             raise ConfigError(f"{name} ({kind}) has a method {method}, which is never called; {_advice(method)}")
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             raise ConfigError(f"{name} is {callback!r}, which has no callback method; {_methods()}")
+    return callbacks
 
 
 def _transformers_methods(callback: object) -> list[str] | None:

@@ -17,7 +17,7 @@ from tokencredit.text.batch import text_metrics
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.rewards.terms import build_terms, term_metrics
-from tokencredit.text.setup import build_pipeline, load_run_models, prepare_prompts
+from tokencredit.text.setup import build_pipeline, evaluation_prompts, load_run_models
 
 SEED_OFFSET = 1_000_003
 """Keeps evaluation's random numbers apart from training's; they are the same in every evaluation of a run."""
@@ -81,7 +81,7 @@ def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
     processes = Processes()
     models = load_run_models(run, config, which, processes, reference=True)
     terms = build_terms(config.reward, processes.device)
-    _, prompts = prepare_prompts(config, models.policy.lm, models.tokenizer)
+    prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
     if left_out := prompts.left_out():
         print(visible(left_out))
     try:

@@ -22,19 +22,20 @@ from tokencredit.text.setup import build_pipeline, load_run_models
 class Policy:
     """The policy of a run, on the run's device and in its dtype, with its critic."""
 
-    def __init__(self, run: Path, config: PPOConfig, which: str = "policy"):
+    def __init__(self, run: Path, config: PPOConfig, which: str = "policy", critic: bool = True):
         """Load it.
 
         Args:
             run: the run's folder.
             config: the run's configuration.
             which: `policy`, `best`, or `base` for the model that the run started from.
+            critic: also load its critic, if it has one.
 
         Raises:
-            ConfigError: the run has no such policy.
+            ConfigError: the run has no such policy, or not the critic that it should have.
         """
         self.config, processes = config, Processes()
-        models = load_run_models(run, config, which, processes, reference=False)
+        models = load_run_models(run, config, which, processes, critic=critic)
         self.pipeline = build_pipeline(config, models, [], processes)
         self.model, self.tokenizer = models.policy, models.tokenizer
 
@@ -57,10 +58,18 @@ class Policy:
             seed: of the sampling.
 
         Raises:
-            ConfigError: the prompt does not fit into the model's context, or has no token.
+            ConfigError: the prompt does not fit into the model's context, or has no token; a number out of its range.
         """
-        settings = self.config.rollout
-        longest = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+        longest = self.config.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
+        limits: dict[str, tuple[float, bool, str]] = {
+            "n": (n, n >= 1, "at least 1"),
+            "max_new_tokens": (longest, longest >= 1, "at least 1"),
+        }
+        if temperature is not None:
+            limits["temperature"] = (temperature, temperature > 0, "above 0")
+        for name, (value, fits, wanted) in limits.items():
+            if not fits:
+                raise ConfigError(f"{name} is {value}; it must be {wanted}")
         prompts = self.prompts(prompt, n, longest)
         return self.complete(prompts, longest, temperature, seed)
 
@@ -123,13 +132,21 @@ class Policy:
         """The texts of the tokens that `logprobs` and `values` rate."""
         return [str(self.tokenizer.decode([i])) for i in self._read(text, prompt).response_ids[0].tolist()]
 
+    def _nothing(self) -> list[int]:
+        """The tokens before a text without a prompt."""
+        ids: list[int] = self.tokenizer("")["input_ids"]
+        return [self.tokenizer.bos_token_id] if self.config.prompts.add_bos and not ids else ids
+
     def _read(self, text: str, prompt: str) -> Rollout:
-        """The text as a rollout of one row."""
-        before = self.tokenizer(prompt)["input_ids"]
+        """The text as a rollout of one row; the prompt is tokenized as those of the run are."""
+        before = self.prompts(prompt, 1, 0).ids[0].tolist() if prompt else self._nothing()
         ids = before + self.tokenizer(text, add_special_tokens=False)["input_ids"]
         start = len(before) or 1
         if len(ids) <= start:
             raise ConfigError(f"{text!r} has no token to rate" + ("" if before else "; give a prompt before it"))
+        context = room_for_prompts(self.model.lm, 0)
+        if context is not None and len(ids) > context:
+            raise ConfigError(f"prompt and text have {len(ids)} tokens; the model's context has {context}")
         device = self.pipeline.precision.device
         tensor = torch.tensor([ids], device=device)
         mask, numbers = torch.ones_like(tensor, dtype=torch.bool), torch.zeros(1, len(ids) - start, device=device)

@@ -14,14 +14,16 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.learner import Learner, UpdateSettings
 from tokencredit.learn.objective import Objective, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
 from tokencredit.processes import Processes
-from tokencredit.settings.model import LoraConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy, check_projection, skip_draws
+from tokencredit.text.models.critic import saved_critic
 from tokencredit.text.models.loading import (
     check_language_model,
     end_ids,
@@ -78,21 +80,25 @@ def prepare_prompts(
     longest = args.rollout.max_new_tokens
     if args.eval.every and not held_out:
         longest = max(longest, args.eval.max_new_tokens)
-    budget = args.ppo.micro_batch_tokens
-    room = room_for_prompts(lm, longest, budget)
+    room = room_for_prompts(lm, longest, args.ppo.micro_batch_tokens)
     prompts = load_prompts(args.prompts, tokenizer, seed=args.seed, room=room, dataset=train_dataset)
-    if not held_out:
-        return prompts, prompts
-    eval_prompts = load_prompts(
+    return prompts, evaluation_prompts(args, lm, tokenizer, eval_dataset) if held_out else prompts
+
+
+def evaluation_prompts(
+    args: PPOConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dataset: Rows | None = None
+) -> Prompts:
+    """The prompts of evaluations: the held-out ones, or else those of training."""
+    held_out = args.eval.prompts is not None or dataset is not None
+    return load_prompts(
         args.eval.prompts or args.prompts,
         tokenizer,
         seed=args.seed,
-        room=room_for_prompts(lm, args.eval.max_new_tokens, budget),
-        dataset=eval_dataset,
-        group="eval.prompts",
+        room=room_for_prompts(lm, args.eval.max_new_tokens, args.ppo.micro_batch_tokens),
+        dataset=dataset,
+        group="eval.prompts" if held_out else "prompts",
         dataset_name="eval_dataset",
     )
-    return prompts, eval_prompts
 
 
 def left_out(*prompts: Prompts) -> list[str]:
@@ -141,8 +147,10 @@ def build_models(
     return Models(policy, reference, tokenizer, precision, notes)
 
 
-def load_run_models(run: Path, args: PPOConfig, which: str, processes: Processes, *, reference: bool) -> Models:
-    """The models of a run that has ended, with its device, dtype and critic.
+def load_run_models(
+    run: Path, args: PPOConfig, which: str, processes: Processes, *, reference: bool = False, critic: bool = False
+) -> Models:
+    """The models of a run that has ended, on its device and in its dtype.
 
     Args:
         run: its folder.
@@ -150,9 +158,10 @@ def load_run_models(run: Path, args: PPOConfig, which: str, processes: Processes
         which: `policy`, `best`, or `base` for the model that it started from.
         processes: the job.
         reference: also load the reference model, if the run has one.
+        critic: also load the critic, if the run has one.
 
     Raises:
-        ConfigError: the run has no such policy.
+        ConfigError: the run has no such policy, or not the critic that it should have.
     """
     if which != "base" and not (run / which).is_dir():
         raise ConfigError(
@@ -162,13 +171,20 @@ def load_run_models(run: Path, args: PPOConfig, which: str, processes: Processes
     name = args.model.name if which == "base" else str(run / which)
     # Once trained, an adapter belongs to its folder, and nothing is trained here.
     plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
-    critic = args.critic if which == "base" else replace(args.critic, name=None, init="saved")
-    lm, tokenizer = load_start(replace(args, model=replace(plain, name=name)), None, None)
-    precision = choose(args.model.dtype, width(lm), processes)
-    base = None
-    if reference and args.kl.coef > 0:
-        base = ActorCritic(load_language_model(plain)[0]).requires_grad_(False).to(precision.device)
-    policy, notes = build_policy(lm, tokenizer, replace(plain, name=name), critic)
+    values = args.critic if which == "base" else replace(args.critic, name=None, init="saved")
+    if not critic:
+        values = CriticConfig(kind="none")
+    if critic and which != "base" and values.kind != "none" and saved_critic(name) is None:
+        raise ConfigError(
+            f"{name!r} has no critic, though critic.kind of the run is {values.kind}; its files are incomplete"
+        )
+    with preserved():
+        lm, tokenizer = load_start(replace(args, model=replace(plain, name=name)), None, None)
+        precision = choose(args.model.dtype, width(lm), processes)
+        base = None
+        if reference and args.kl.coef > 0:
+            base = ActorCritic(load_language_model(plain)[0]).requires_grad_(False).to(precision.device)
+        policy, notes = build_policy(lm, tokenizer, replace(plain, name=name), values)
     return Models(policy.requires_grad_(False).to(precision.device), base, tokenizer, precision, notes)
 
 

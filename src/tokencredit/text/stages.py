@@ -22,7 +22,7 @@ class Stages:
     """Runs stages for a trainer, and knows how long each took.
 
     Attributes:
-        seconds: of each stage since the last `start`.
+        seconds: of each stage; the trainer puts a new dict here for each iteration.
     """
 
     def __init__(self, trainer: Any, callbacks: Sequence[Any]):

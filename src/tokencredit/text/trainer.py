@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import NonFiniteUpdate
-from tokencredit.learn.rng import from_text, preserved, random_state, set_random_state, to_text
 from tokencredit.learn.state import memory_of, trainable
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes
@@ -25,6 +25,7 @@ from tokencredit.runs.folder import replacing
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
+from tokencredit.settings.fields import require_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import TEXT
 from tokencredit.text import setup
@@ -60,7 +61,7 @@ class PPOTrainer:
         eval_dataset: Rows | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: Any = None,
-        callbacks: Sequence[Any] = (),
+        callbacks: Iterable[Any] | None = None,
     ):
         """Load everything that a run needs; its folder is made by `train`.
 
@@ -77,14 +78,14 @@ class PPOTrainer:
         Raises:
             ConfigError: a setting, model, reward, callback or folder that cannot be used; the message names its key.
         """
-        check_callbacks(callbacks)
-        args = args or PPOConfig()
+        callbacks = check_callbacks(callbacks)
+        args = require_config(args or PPOConfig(), PPOConfig)
         if model is not None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = replace(args, model=replace(args.model, name=name))
         self.processes = Processes()
         setup.check_batch_size(args, self.processes.count)
-        with preserved():
+        with rng.preserved():
             torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
             lm, self.tokenizer = setup.load_start(args, model, processing_class)
@@ -96,9 +97,9 @@ class PPOTrainer:
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             self.origin = fingerprint(lm, self.tokenizer)
             models = setup.build_models(args, lm, self.tokenizer, precision, peft_config)
-            self.rng = random_state()
+            self.rng = rng.torch_state()
         self.policy, self.reference = models.policy, models.reference
-        self.notes = models.notes + setup.left_out(self.prompts, self.eval_prompts)
+        self.notes = models.notes
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes)
         self.credit = Credit(args, self.processes.sum)
         self.learner = setup.build_learner(args, models, self.processes)
@@ -123,9 +124,11 @@ class PPOTrainer:
                 computed, a file not be written, or memory ran out. What was trained until then is kept.
             KeyboardInterrupt: likewise kept, then passed on; after a second Ctrl-C nothing more is written.
         """
+        for line in setup.left_out(self.prompts, self.eval_prompts):
+            self.record.screen.say(line)
         reserve = memory_of(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
-        with preserved():
-            torch.set_rng_state(from_text(self.rng["torch"]))
+        with rng.preserved():
+            rng.set_torch_state(self.rng)
             trained = memory_of(trainable(self.policy))
             return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained)
 
@@ -211,10 +214,7 @@ class PPOTrainer:
         return [{"iteration": number, **sample} for sample in batch.samples(self.tokenizer, logprobs)]
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the policy on the evaluation prompts, and keep it in `best/` if it never did as well.
-
-        There is no measure if a number of it is not finite.
-        """
+        """Measure the policy, and keep it in `best/` if it never did as well; nothing if a number is not finite."""
         try:
             with self.stages("evaluation") as results:
                 metrics = evaluate(self.pipeline, self.eval_prompts, self.args.eval, seed=self.args.seed)
@@ -239,8 +239,8 @@ class PPOTrainer:
         return {
             "drawn": self.drawn,
             "credit": self.credit.state_dict(),
-            "sampling": to_text(self.sampling.get_state()),
-            "random": random_state(),
+            "sampling": rng.to_text(self.sampling.get_state()),
+            "random": rng.random_state(),
         }
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
@@ -269,8 +269,8 @@ class PPOTrainer:
         """Go back to what `_standing` gave."""
         self.drawn = standing["drawn"]
         self.credit.load_state_dict(standing["credit"])
-        self.sampling.set_state(from_text(standing["sampling"]))
-        set_random_state(standing["random"])
+        self.sampling.set_state(rng.from_text(standing["sampling"]))
+        rng.set_random_state(standing["random"])
 
     def rewind(self) -> bool:
         """Go back to the beginning of the iteration that failed, if it has changed no weights; returns if it could.

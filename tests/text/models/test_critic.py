@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -202,3 +203,46 @@ def test_an_adapter_is_not_part_of_a_separate_critics_trunk():
 def test_a_setting_that_changes_nothing_is_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         small(tmp_path, **changes)
+
+
+def test_a_model_without_a_name_gets_a_new_critic(tmp_path, tokenizer, monkeypatch):
+    """A model that was made in Python has no folder, and what lies in the current one is not its critic."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "value_head.safetensors").write_bytes(b"somebody's")
+    shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": len(tokenizer)}
+    model = GPT2LMHeadModel(GPT2Config(eos_token_id=tokenizer.eos_token_id, **shape))
+    for init in ("saved", "zeros"):
+        args = small(tmp_path / init, critic=CriticConfig(init=init))
+        trainer = PPOTrainer(model=model, processing_class=tokenizer, args=args)
+        assert trainer.policy.critic.head[-1].weight.abs().sum() == 0
+
+
+def test_a_new_head_goes_on_the_trunk_that_critic_name_saved(tmp_path):
+    first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind="separate", lr=0.1)))
+    first.train()
+    asked = CriticConfig(kind="separate", name=str(tmp_path / "a" / "policy"), init="zeros")
+    again = PPOTrainer(args=small(tmp_path / "b", critic=asked))
+    expected = first.policy.critic.trunk.state_dict()
+    assert all(torch.equal(x, expected[key]) for key, x in again.policy.critic.trunk.state_dict().items())
+    assert again.policy.critic.head[-1].weight.abs().sum() == 0
+
+
+def test_an_adapters_folder_is_no_critic(tmp_path):
+    pytest.importorskip("peft")
+    PPOTrainer(args=small(tmp_path / "a", model=ModelConfig(dtype="float32", lora=LoraConfig(rank=2)))).train()
+    asked = CriticConfig(kind="separate", name=str(tmp_path / "a" / "policy"))
+    with pytest.raises(ConfigError, match=r"critic\.name is .*, which holds an adapter and no trunk of a critic"):
+        PPOTrainer(args=small(tmp_path / "b", critic=asked))
+
+
+def test_a_detached_separate_critic_trains_its_head_alone(tmp_path):
+    trainer = PPOTrainer(args=small(tmp_path, critic=CriticConfig(kind="separate", detach=True)))
+    before = {name: p.detach().clone() for name, p in trainer.policy.critic.named_parameters()}
+    trainer.iteration(1)
+    moved = {
+        name.split(".")[0] for name, p in trainer.policy.critic.named_parameters() if not torch.equal(p, before[name])
+    }
+    assert moved == {"head"}
+    assert not any(p.requires_grad for p in trainer.policy.critic.trunk.parameters()), (
+        "processes need not wait for them"
+    )

@@ -14,7 +14,7 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.scoring_passes import evaluate_rollout
+from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class LocalEngine:
             )
             if not self.precision.half:
                 return rollout
+            if rollout.values is None:
+                logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget)
+                return replace(rollout, logprobs=logprobs)
             now = evaluate_rollout(self.policy, rollout, settings.temperature, self.budget)
             return replace(rollout, logprobs=now.logprobs, values=now.values)
 

@@ -30,10 +30,12 @@ class Critic(nn.Module):
         Args:
             head: from hidden states `[..., width]` to `[..., 1]`.
             trunk: a model without its output projection; None shares the policy's.
-            detach: keep the value loss out of the trunk.
+            detach: keep the value loss out of the trunk; one of its own then stays as it is.
         """
         super().__init__()
-        self.head, self.trunk, self.detach = head, trunk, detach
+        self.trunk, self.head, self.detach = trunk, head, detach
+        if trunk is not None and detach:
+            trunk.requires_grad_(False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values `[...]`, in float32, of the states with these hidden states `[..., width]`."""
@@ -81,11 +83,10 @@ class SavedCritic(NamedTuple):
     """Folder of a separate critic's trunk."""
 
 
-def saved_critic(args: CriticConfig, model: ModelConfig) -> SavedCritic | None:
-    """The critic saved in `critic.name` or else with `model.name`; None if there is none, or a new one is wanted."""
-    name = args.name or model.name
-    folder = Path(resolve(name, "policy"))
-    if args.init != "saved" or not (folder / HEAD_FILE).is_file():
+def saved_critic(name: str) -> SavedCritic | None:
+    """The critic that a run saved in this local folder; None if there is none."""
+    folder = Path(name).expanduser()
+    if not name or not (folder / HEAD_FILE).is_file():
         return None
     trunk = folder / TRUNK_FOLDER
     return SavedCritic(name, folder / HEAD_FILE, trunk if (trunk / "config.json").is_file() else None)
@@ -101,9 +102,14 @@ def build_trunk(
     """
     if args.kind != "separate":
         return None
-    saved = saved_critic(args, model)
+    saved = saved_critic(args.name or model.name) if args.name is not None or args.init == "saved" else None
     if saved is not None and saved.trunk is not None:
         name, folder = saved.name, str(saved.trunk)
+    elif args.name is not None and (Path(args.name).expanduser() / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"critic.name is {args.name!r}, which holds an adapter and no trunk of a critic; give a whole model, or "
+            "the policy/ of a run whose critic.kind was separate"
+        )
     elif args.name is not None:
         name, folder = args.name, resolve(args.name, "policy")
     else:
@@ -126,8 +132,8 @@ def build_critic(
         return None, []
     init = "orthogonal" if args.init == "orthogonal" else "zeros"
     head = build_value_head(args.head, width(trunk or lm), init, args.gain, args.hidden_gain)
-    critic, saved = Critic(head, trunk, detach=args.detach), saved_critic(args, model)
-    if saved is None:
+    critic, saved = Critic(head, trunk, detach=args.detach), saved_critic(args.name or model.name)
+    if saved is None or args.init != "saved":
         return critic, []
     if saved.trunk is not None and trunk is None:
         return critic, [f"the critic saved in {saved.name} is separate, and critic.kind is shared: a new critic begins"]
