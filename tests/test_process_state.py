@@ -102,6 +102,7 @@ def test_a_seed_gives_the_same_critic_whatever_was_drawn_before(tmp_path):
     assert torch.equal(*heads)
 
 
+@pytest.mark.slow
 def test_an_environment_that_draws_from_the_global_generator_follows_the_seed(tmp_path):
     draws = []
     for seed in (5, 6):

@@ -20,6 +20,8 @@ from tokencredit.text.rewards.calls import Term
 from tokencredit.text.setup import load_run_models
 from tokencredit.text.trainer import PPOTrainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def run(request, tmp_path_factory):

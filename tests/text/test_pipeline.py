@@ -38,6 +38,7 @@ def trainer_of(folder, dtype="float32", **changes):
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
+@pytest.mark.slow
 def test_another_engine_trains_the_same(kind, tmp_path):
     """The critic's values come from a pass of their own, and the engine is told of each change of the weights."""
     own = trainer_of(tmp_path / "own", critic=CriticConfig(kind=kind))

@@ -123,6 +123,7 @@ def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
+@pytest.mark.slow
 def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind=kind)))
     first.train()
@@ -139,6 +140,7 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, t
     assert fresh.notes == []
 
 
+@pytest.mark.slow
 def test_a_separate_critic_goes_on_by_its_own_name(tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind="separate")))
     first.train()
@@ -156,6 +158,7 @@ def test_a_separate_critic_goes_on_by_its_own_name(tmp_path):
         ({"head": "linear"}, {"head": "mlp"}, "has another form than critic.head: a new one begins"),
     ],
 )
+@pytest.mark.slow
 def test_a_saved_critic_that_does_not_fit_is_said(saved, asked, note, tmp_path):
     PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(**saved))).train()
     model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
@@ -217,6 +220,7 @@ def test_a_model_without_a_name_gets_a_new_critic(tmp_path, tokenizer, monkeypat
         assert trainer.policy.critic.head[-1].weight.abs().sum() == 0
 
 
+@pytest.mark.slow
 def test_a_new_head_goes_on_the_trunk_that_critic_name_saved(tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind="separate", lr=0.1)))
     first.train()
@@ -227,6 +231,7 @@ def test_a_new_head_goes_on_the_trunk_that_critic_name_saved(tmp_path):
     assert again.policy.critic.head[-1].weight.abs().sum() == 0
 
 
+@pytest.mark.slow
 def test_an_adapters_folder_is_no_critic(tmp_path):
     pytest.importorskip("peft")
     PPOTrainer(args=small(tmp_path / "a", model=ModelConfig(dtype="float32", lora=LoraConfig(rank=2)))).train()

@@ -85,6 +85,7 @@ def test_a_folder_with_damaged_weights(tmp_path, model_folders):
         load_language_model(ModelConfig(name=str(tmp_path / "model")))
 
 
+@pytest.mark.slow
 def test_a_model_of_another_kind():
     with pytest.raises(ConfigError, match="cannot load a language model"):
         load_language_model(ModelConfig(name=resolve("builtin:reviews", "sentiment")))
