@@ -440,3 +440,25 @@ def test_code_that_a_configuration_names_is_said_and_written_down(tmp_path, caps
     PPOTrainer(args=args).train()
     assert events(tmp_path / "run") == [f"reward[0].function runs {function}"]
     assert f"reward[0].function runs {function}" in capsys.readouterr().out
+
+
+def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_path, capsys):
+    """config.yaml holds the default reward then, and the command would go on with that."""
+
+    def long(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    args = PPOConfig(
+        model=ModelConfig(dtype="float32"),
+        rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
+        ppo=UpdateConfig(epochs=1, minibatches=1),
+        run=RunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[], show_every=0),
+    )
+    PPOTrainer(args=args, reward_funcs=long).train()
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert main(["train", "--resume", str(tmp_path / "run"), "--run.iterations", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "began with arguments of PPOTrainer that config.yaml does not hold (reward_funcs; now: none)" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    longer = replace(args, run=replace(args.run, iterations=2))
+    assert PPOTrainer(args=longer, reward_funcs=long).train(resume_from_checkpoint=True)["iterations"] == 2

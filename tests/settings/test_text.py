@@ -6,6 +6,7 @@ import yaml
 
 from tokencredit.core.advantages import ESTIMATORS
 from tokencredit.errors import ConfigError
+from tokencredit.settings.control import AgentCriticConfig
 from tokencredit.settings.data import PromptsConfig, RewardTerm
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parsing import read_config
@@ -91,3 +92,9 @@ def test_a_run_reads_its_own_configuration_back(tmp_path):
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     assert read_config(tmp_path / "config.yaml", PPOConfig) == config
+
+
+@pytest.mark.parametrize("critic", ["separate", {"kind": "separate"}, AgentCriticConfig()])
+def test_a_group_of_another_type_is_refused(critic):
+    with pytest.raises(ConfigError, match=r"^critic is .*; it must be a CriticConfig$"):
+        PPOConfig(critic=critic)

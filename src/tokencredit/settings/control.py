@@ -145,7 +145,7 @@ class ControlConfig:
                 f"advantage.estimator is {self.advantage.estimator}, which is for texts: one score per row"
             )
         self.critic.check_unused()
-        self.advantage.check_unused(self.critic.kind)
+        self.advantage.check_unused(self.critic.kind, texts=False)
         for key, value in (("stop.kl", self.stop.kl), ("run.push_to_hub", self.run.push_to_hub)):
             if value is not None:
                 raise ConfigError(f"{key} is {value!r}; it is for language models, leave it out")

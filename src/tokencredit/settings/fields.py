@@ -33,6 +33,11 @@ def check(config: Any, prefix: str = "") -> None:
         key, value = prefix + item.name, getattr(config, item.name)
         if value is None and NoneType not in get_args(hints[item.name]):
             raise ConfigError(f"{key} is null, and needs a value")
+        kinds = [kind for kind in (hints[item.name], *get_args(hints[item.name])) if isinstance(kind, type)]
+        group = next((kind for kind in kinds if is_dataclass(kind)), None)
+        is_list = get_origin(hints[item.name]) is list
+        if group is not None and not is_list and not (value is None or isinstance(value, group)):
+            raise ConfigError(f"{key} is {value!r}; it must be a {group.__name__}")
         if is_dataclass(value):
             check(value, f"{key}.")
         elif isinstance(value, list):

@@ -198,6 +198,8 @@ def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = F
     Raises:
         ConfigError: a key or value is refused, a key is given twice, or as `to_config`.
     """
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{settings!r} is no dict of settings; a file is read by from_yaml")
     parser, groups = config_parser(kind), _plain(nested(settings))
     if old := renamed(flat(groups)):
         raise ConfigError(old)

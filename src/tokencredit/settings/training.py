@@ -84,15 +84,17 @@ class AdvantageConfig:
         """The settings of the estimators themselves, for `core.advantages.estimate`."""
         return {key: getattr(self, key) for key in ESTIMATOR_SETTINGS}
 
-    def check_unused(self, critic: str) -> None:
+    def check_unused(self, critic: str, texts: bool = True) -> None:
         """Raise `ConfigError` for a critic that the estimator lacks or cannot use, or a setting that it does not read.
 
         Args:
             critic: the kind of critic.
+            texts: whether rows have one score each, as texts do.
         """
         needs = ESTIMATORS[self.estimator]
         if critic == "none" and needs.critic == "required":
-            others = ", ".join(name for name, other in ESTIMATORS.items() if other.critic != "required")
+            fits = {"baseline", "unused"} if texts else {"baseline"}
+            others = ", ".join(name for name, other in ESTIMATORS.items() if other.critic in fits)
             raise ConfigError(
                 f"critic.kind is none, and advantage.estimator is {self.estimator}, which needs a critic; set "
                 f"critic.kind, or take one of {others}"

@@ -166,7 +166,7 @@ def load_run_models(
     if which != "base" and not (run / which).is_dir():
         raise ConfigError(
             f"{str(run)!r} has no {which}/; a run writes policy/ at its end, and best/ with eval.every; "
-            "--base takes the model that it started from"
+            "base (--base) is the model that it started from"
         )
     name = args.model.name if which == "base" else str(run / which)
     # Once trained, an adapter belongs to its folder, and nothing is trained here.

@@ -35,7 +35,7 @@ from tokencredit.text.card import model_card
 from tokencredit.text.credit import Credit
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models.building import save_policy
-from tokencredit.text.models.loading import fingerprint, upload, width
+from tokencredit.text.models.loading import check_origin, origin, upload, width
 from tokencredit.text.models.precision import choose
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.scoring_passes import rollout_logprobs
@@ -95,7 +95,8 @@ class PPOTrainer:
             self.record = RunRecord(args.run, self.processes, TEXT)
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
-            self.origin = fingerprint(lm, self.tokenizer)
+            given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            self.origin = origin(lm, self.tokenizer, given)
             models = setup.build_models(args, lm, self.tokenizer, precision, peft_config)
             self.rng = rng.torch_state()
         self.policy, self.reference = models.policy, models.reference
@@ -247,14 +248,9 @@ class PPOTrainer:
         """Go on from what `state` gave, its second part under `process`; `changed` are keys with new settings.
 
         Raises:
-            ConfigError: the model or tokenizer is not the one that the run began with.
+            ConfigError: the model, tokenizer or an argument of Python's is not the one that the run began with.
         """
-        for part, now in self.origin.items():
-            if state["origin"][part] != now:
-                raise ConfigError(
-                    f"the {part} that model.name {self.args.model.name!r} stands for is not what it was when this run "
-                    "began; bring it back, or begin a new run"
-                )
+        check_origin(state["origin"], self.origin, self.args.model.name)
         try:
             self.learner.load(state, state["process"])
         except ValueError as error:

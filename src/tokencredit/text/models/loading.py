@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
@@ -197,6 +197,27 @@ def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
         "model": hashlib.sha256("\n".join(weights).encode()).hexdigest(),
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
     }
+
+
+def origin(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The start of a run as a checkpoint holds it: fingerprints, and the arguments that came from Python."""
+    return fingerprint(lm, tokenizer) | {"given": [name for name, value in given.items() if value is not None]}
+
+
+def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
+    """Raise `ConfigError` if a run that is resumed began with another model, tokenizer or arguments of Python's."""
+    for part in ("model", "tokenizer"):
+        if then[part] != now[part]:
+            raise ConfigError(
+                f"the {part} that model.name {name!r} stands for is not what it was when this run began; bring it "
+                "back, or begin a new run"
+            )
+    if then["given"] != now["given"]:
+        before, after = (", ".join(arguments["given"]) or "none" for arguments in (then, now))
+        raise ConfigError(
+            f"this run began with arguments of PPOTrainer that config.yaml does not hold ({before}; now: {after}); "
+            "give the same from Python, and call train(resume_from_checkpoint=True)"
+        )
 
 
 def upload(folder: Path, repository: str) -> None:
