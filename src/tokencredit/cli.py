@@ -158,9 +158,8 @@ def generate(options: Namespace) -> None:
     policy = Policy(Path(options.run), config, "base" if options.base else "policy", critic=False)
     longest = options.max_new_tokens or config.rollout.max_new_tokens
     prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
-    completions = policy.complete(prompts, longest, options.temperature, options.seed)
-    for prompt, completion in zip(prompts.texts, completions, strict=True):
-        print(visible(prompt + completion))
+    for text in prompts.continued(policy.complete(prompts, longest, options.temperature, options.seed)):
+        print(visible(text))
 
 
 def evaluate_parser() -> ArgumentParser:

@@ -1,4 +1,4 @@
-"""The learner on a small policy whose evaluation costs nothing: a table of logits and values, one row a state."""
+"""The learner on a small policy whose evaluation costs nothing: a table of logits and values, one row per state."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
 from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
@@ -160,6 +161,17 @@ def test_a_constant_reduction_divides_by_rows_times_the_horizon(world):
         },
     )
     torch.testing.assert_close(backward((policy, padded), objective)[0]["policy_loss"], expected)
+
+
+def test_the_loss_is_that_of_core(world):
+    policy, experience = world
+    loss = MicroBatchLoss(OBJECTIVE, experience, experience.mask.sum())
+    now = policy(experience.inputs, loss)
+    policy_losses = clipped_surrogate(now.logprobs, experience.logprobs, experience.advantages, experience.mask)
+    value_losses = value_loss(now.values, experience.values, experience.returns, experience.mask, clip=0.3)
+    weights = token_weights(experience.mask)
+    expected = total_loss(policy_losses, value_losses, now.entropy, weights, value_coef=0.5, entropy_coef=0.01)
+    torch.testing.assert_close(loss.complete(now).total, expected)
 
 
 def test_kl_in_the_loss_has_its_price(world):

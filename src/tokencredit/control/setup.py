@@ -15,7 +15,7 @@ from tokencredit.settings.control import ControlConfig
 
 def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Learner:
     """The learner of an agent: optimizer, schedule, objective and the generator that shuffles."""
-    optim, entropy = args.optim, args.ppo.entropy_coef > 0
+    entropy = args.ppo.entropy_coef > 0
 
     def evaluate(model: nn.Module, inputs: dict[str, torch.Tensor], loss: PolicyLoss) -> PolicyOutputs:
         outputs: PolicyOutputs = model(**inputs, policy_loss=loss, entropy=entropy)
@@ -25,22 +25,9 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
         agent,
         build_agent_optimizer(args, agent),
         evaluate,
-        Objective(
-            clip=args.ppo.clip_range(),
-            dual_clip=args.ppo.dual_clip,
-            value_clip=args.critic.clip,
-            value_coef=args.critic.coef,
-            entropy_coef=args.ppo.entropy_coef,
-            reduction=args.ppo.reduction,
-            horizon=1,
-        ),
+        Objective(**args.ppo.objective(args.critic), horizon=1),
         build_update(args),
-        schedule(
-            optim.schedule,
-            warmup=optim.warmup,
-            total=max(args.run.iterations, optim.warmup + 1),
-            final_scale=optim.final_scale,
-        ),
+        schedule(**args.optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(args.seed + 1),
         processes,
     )
@@ -61,14 +48,6 @@ def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Opti
 
 
 def build_update(args: ControlConfig) -> UpdateSettings:
-    """How updates go through an experience; a policy gradient takes one step on all of it."""
-    ppo, plain = args.ppo, args.algorithm == "policy_gradient"
-    return UpdateSettings(
-        epochs=1 if plain else ppo.epochs,
-        minibatches=1 if plain else ppo.minibatches,
-        micro_batch_tokens=ppo.micro_batch_tokens,
-        whiten_minibatches=args.advantage.whitened_over("minibatch"),
-        target_kl=ppo.target_kl,
-        max_grad_norm=args.optim.max_grad_norm,
-        grad_norm_type=args.optim.norm_order(),
-    )
+    """The course of an agent's updates; a policy gradient takes one step on the whole batch."""
+    one_step = {"epochs": 1, "minibatches": 1} if args.algorithm == "policy_gradient" else {}
+    return UpdateSettings(**args.ppo.passes(args.advantage, args.optim) | one_step)

@@ -280,6 +280,7 @@ class ChunkedLoss(torch.autograd.Function):
             room = Room.take(linear, size)
 
             def project(part: slice) -> Chunk:
+                """The statistics of some rows."""
                 return Chunk(part, linear, targets, cast_ref, shaping, entropy, room)
 
             if additive or len(hidden) <= size:

@@ -87,11 +87,11 @@ class EpisodesConfig:
     every: int = setting(0, at_least=0)
     """Iterations between two evaluations; 0 evaluates at the end only."""
     episodes: int = setting(10, at_least=0)
-    """Episodes an evaluation; 0 for none."""
+    """Episodes per evaluation; 0 for none."""
     greedy: bool = True
     """Whether the likeliest action is taken, or one is drawn as in training."""
     videos: int = setting(0, at_least=0)
-    """Further episodes an evaluation that are recorded in `videos/`; needs `tokencredit[video]`."""
+    """Further episodes per evaluation that are recorded in `videos/`; needs `tokencredit[video]`."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class ControlConfig:
     critic: AgentCriticConfig = field(default_factory=AgentCriticConfig)
     """The critic: layers of its own or the actor's, and how it learns."""
     steps: int = setting(128, at_least=2)
-    """Steps of each copy an iteration."""
+    """Steps of each copy per iteration."""
     advantage: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(gamma=0.99, lam=0.95, whiten_over="minibatch")
     )

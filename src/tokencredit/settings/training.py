@@ -10,6 +10,7 @@ from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import setting
+from tokencredit.settings.model import CriticTraining
 
 if TYPE_CHECKING:
     EstimatorName = str
@@ -52,7 +53,7 @@ class RolloutConfig(SamplingConfig):
     """How many completions are sampled, and how."""
 
     batch_size: int = setting(64, at_least=1)
-    """Completions an iteration, over all processes."""
+    """Completions per iteration, over all processes."""
     per_prompt: int = setting(1, at_least=1)
     """Completions of each prompt; it divides batch_size."""
 
@@ -64,7 +65,7 @@ class AdvantageConfig:
     estimator: EstimatorName = "gae"
     """How advantages are estimated; docs/algorithms.md says when to use which."""
     gamma: float = setting(1.0, at_least=0, at_most=1)
-    """Discount a token."""
+    """Discount per token."""
     lam: float = setting(0.95, at_least=0, at_most=1)
     """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
     lam_returns: float = setting(1.0, at_least=0, at_most=1)
@@ -125,7 +126,7 @@ class UpdateConfig:
     epochs: int = setting(4, at_least=1)
     """Passes over each batch."""
     minibatches: int = setting(4, at_least=1)
-    """Optimiser steps a pass."""
+    """Optimizer steps per pass."""
     micro_batch_tokens: int | None = setting(None, at_least=2)
     """Tokens that a model reads at once in the update and in scoring, prompts and padding included; null for no limit.
     Lower it when memory runs out; it changes no gradient."""
@@ -140,11 +141,30 @@ class UpdateConfig:
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_kl: float | None = setting(None, above=0)
-    """End an update once its policy is this far, in nats a token, from the one that sampled; null for never."""
+    """End an update once its policy is this far, in nats per token, from the one that sampled; null for never."""
 
-    def clip_range(self) -> tuple[float, float]:
-        """The clip below and above a ratio of 1."""
-        return self.clip, self.clip if self.clip_high is None else self.clip_high
+    def objective(self, critic: CriticTraining) -> dict[str, Any]:
+        """Arguments of `learn.objective.Objective` that language models and agents share."""
+        return {
+            "clip": (self.clip, self.clip if self.clip_high is None else self.clip_high),
+            "dual_clip": self.dual_clip,
+            "value_clip": critic.clip,
+            "value_coef": critic.coef,
+            "entropy_coef": self.entropy_coef,
+            "reduction": self.reduction,
+        }
+
+    def passes(self, advantage: AdvantageConfig, optim: OptimConfig) -> dict[str, Any]:
+        """Arguments of `learn.learner.UpdateSettings` that language models and agents share."""
+        return {
+            "epochs": self.epochs,
+            "minibatches": self.minibatches,
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "whiten_minibatches": advantage.whitened_over("minibatch"),
+            "target_kl": self.target_kl,
+            "max_grad_norm": optim.max_grad_norm,
+            "grad_norm_type": optim.norm_order(),
+        }
 
 
 @dataclass
@@ -158,7 +178,7 @@ class KLConfig:
     estimator: Literal["k1", "k2", "k3", "full"] = "k1"
     """k1 to k3 estimate it from the sampled token; full sums over the vocabulary."""
     target: float | None = setting(None, above=0)
-    """Nats a sequence that coef is adapted to hold; null leaves coef as it is."""
+    """Nats per sequence that coef is adapted to hold; null leaves coef as it is."""
     horizon: float = setting(10_000, above=0)
     """Completions over which an adapted coef follows."""
 
@@ -186,6 +206,11 @@ class OptimConfig:
     grad_norm_type: Literal["l2", "max"] = "l2"
     """The norm: over all elements, or the largest element."""
 
+    def rates(self, iterations: int) -> dict[str, Any]:
+        """Arguments of `learn.optim.schedule` for a run of so many iterations."""
+        total = max(iterations, self.warmup + 1)
+        return {"name": self.schedule, "warmup": self.warmup, "total": total, "final_scale": self.final_scale}
+
     def norm_order(self) -> float:
         """The norm as a number: 2, or infinity."""
         return {"l2": 2.0, "max": math.inf}[self.grad_norm_type]
@@ -198,7 +223,7 @@ class StopConfig:
     reward: float | None = None
     """Mean reward above which it is enough; null for never."""
     kl: float | None = setting(None, above=0)
-    """KL to the reference, in nats a sequence, above which it is too much; null for never."""
+    """KL to the reference, in nats per sequence, above which it is too much; null for never."""
     patience: int = setting(1, at_least=1)
     """Iterations in a row that must be above."""
 
@@ -210,9 +235,9 @@ class EvalConfig(SamplingConfig):
     every: int = setting(0, at_least=0)
     """Iterations between two evaluations; 0 for none."""
     samples: int = setting(64, at_least=1)
-    """Prompts an evaluation, over all processes."""
+    """Prompts per evaluation, over all processes."""
     best_of: int = setting(1, at_least=1)
-    """Completions a prompt; eval/best is the mean over prompts of the best of them."""
+    """Completions per prompt; eval/best is the mean over prompts of the best of them."""
     prompts: PromptsConfig | None = None
     """The held-out prompts; null for the training prompts."""
 
@@ -227,7 +252,7 @@ class RunConfig:
     iterations: int = setting(40, at_least=1)
     """Rollouts, each followed by one update."""
     samples: int = setting(8, at_least=0)
-    """Completions an iteration kept in samples.jsonl, token by token."""
+    """Completions per iteration kept in samples.jsonl, token by token."""
     samples_every: int = setting(1, at_least=1)
     """Iterations between two that keep completions; raise it where samples.jsonl would grow too large."""
     save_every: int = setting(10, at_least=0)

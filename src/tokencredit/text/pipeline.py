@@ -56,7 +56,7 @@ class Scored:
 
     def texts(self) -> list[str]:
         """Each prompt with its completion."""
-        return [prompt + completion for prompt, completion in zip(self.prompts.texts, self.completions, strict=True)]
+        return self.prompts.continued(self.completions)
 
 
 @contextmanager
@@ -122,7 +122,7 @@ class Pipeline:
             reference = results["reference"] = reference_outputs(
                 self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget
             )
-        texts = [prompt + completion for prompt, completion in zip(prompts.texts, completions, strict=True)]
+        texts = prompts.continued(completions)
         numbers = [x for x in (rollout.logprobs, rollout.values, reference.kl) if x is not None]
         if not self.processes.all(all(bool(x.isfinite().all()) for x in numbers)):
             raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)

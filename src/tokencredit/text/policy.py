@@ -134,8 +134,9 @@ class Policy:
 
     def _nothing(self) -> list[int]:
         """The tokens before a text without a prompt."""
-        ids: list[int] = self.tokenizer("")["input_ids"]
-        return [self.tokenizer.bos_token_id] if self.config.prompts.add_bos and not ids else ids
+        add_bos = self.config.prompts.add_bos
+        ids: list[int] = self.tokenizer("", add_special_tokens=add_bos is None)["input_ids"]
+        return [self.tokenizer.bos_token_id] if add_bos else ids
 
     def _read(self, text: str, prompt: str) -> Rollout:
         """The text as a rollout of one row; the prompt is tokenized as those of the run are."""

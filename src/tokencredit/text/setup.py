@@ -206,7 +206,7 @@ def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes
 
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
     """The learner of a run: optimizer, schedule, objective and the generator that shuffles."""
-    policy, precision, optim, ppo = models.policy, models.precision, args.optim, args.ppo
+    policy, precision, optim = models.policy, models.precision, args.optim
     groups = [{"params": trainable(policy.lm), "lr": optim.lr, "weight_decay": optim.weight_decay}]
     if policy.critic is not None:
         critic = {"params": trainable(policy.critic), "lr": args.critic.lr, "weight_decay": optim.weight_decay}
@@ -216,7 +216,7 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
     exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
     options = {
         "temperature": args.rollout.temperature,
-        "entropy": ppo.entropy_coef > 0,
+        "entropy": args.ppo.entropy_coef > 0,
         "reference": models.reference if exact_kl else None,
     }
 
@@ -231,42 +231,24 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
         evaluate,
         build_objective(args),
         build_update(args),
-        schedule(
-            optim.schedule,
-            warmup=optim.warmup,
-            total=max(args.run.iterations, optim.warmup + 1),
-            final_scale=optim.final_scale,
-        ),
+        schedule(**optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(2 * args.seed + 1),
         processes,
     )
 
 
 def build_objective(args: PPOConfig) -> Objective:
-    """What the updates of a run minimise; the price of KL is set for each."""
-    ppo, kl = args.ppo, args.kl
+    """The objective of a run's updates; its KL coefficient is set before each."""
+    kl = args.kl
     return Objective(
-        clip=ppo.clip_range(),
-        dual_clip=ppo.dual_clip,
-        value_clip=args.critic.clip,
-        value_coef=args.critic.coef,
-        entropy_coef=ppo.entropy_coef,
+        **args.ppo.objective(args.critic),
         kl_estimator=kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
-        reduction=ppo.reduction,
         horizon=args.rollout.max_new_tokens,
     )
 
 
 def build_update(args: PPOConfig) -> UpdateSettings:
-    """How the updates of a run go through an experience."""
-    ppo, optim, model = args.ppo, args.optim, args.model
-    return UpdateSettings(
-        epochs=ppo.epochs,
-        minibatches=ppo.minibatches,
-        micro_batch_tokens=ppo.micro_batch_tokens,
-        whiten_minibatches=args.advantage.whitened_over("minibatch"),
-        target_kl=ppo.target_kl,
-        max_grad_norm=optim.max_grad_norm,
-        grad_norm_type=optim.norm_order(),
-        train_mode=model.dropout or model.gradient_checkpointing or model.lora.dropout > 0,
-    )
+    """The course of a run's updates."""
+    model = args.model
+    train_mode = model.dropout or model.gradient_checkpointing or model.lora.dropout > 0
+    return UpdateSettings(**args.ppo.passes(args.advantage, args.optim), train_mode=train_mode)

@@ -43,6 +43,10 @@ class PromptBatch:
         """The same with its tensors on a device."""
         return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
 
+    def continued(self, completions: Sequence[str]) -> list[str]:
+        """Each prompt, as the model reads it, with its completion."""
+        return [text + completion for text, completion in zip(self.texts, completions, strict=True)]
+
     def answers(self, completions: Sequence[str]) -> list[Prompt]:
         """Completions in the format of their prompts: texts, or a message of the assistant's."""
         return [
