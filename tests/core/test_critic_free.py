@@ -52,7 +52,9 @@ def test_uniform_by_hand():
 def test_group_relative_by_hand():
     # Groups (1, 3) and (2, 6): means 2 and 4; sample deviations √2 and √8
     advantages, returns = group_relative(REWARDS, group_size=2, mask=MASK)
-    torch.testing.assert_close(advantages, spread([-(0.5**0.5), 0.5**0.5, -(0.5**0.5), 0.5**0.5]))
+    one, other = 1 / (2**0.5 + 1e-4), 2 / (8**0.5 + 1e-4)
+    torch.testing.assert_close(advantages, spread([-one, one, -other, other]))
+    assert one == pytest.approx(0.5**0.5, rel=1e-4)
     assert torch.equal(returns, SCORES)
     advantages, _ = group_relative(REWARDS, group_size=2, scale=False, mask=MASK)
     assert torch.equal(advantages, spread([-1.0, 1.0, -2.0, 2.0]))
@@ -71,11 +73,31 @@ def test_a_group_that_agrees_gets_no_credit():
     assert advantages.abs().max() == 0
 
 
+def test_a_group_that_differs_by_noise_gets_hardly_any_credit():
+    def credit(distance):
+        return group_relative(torch.tensor([[0.0], [distance]]), group_size=2)[0][1].item()
+
+    # half the distance, over a sample deviation of distance / √2 and the guard
+    assert credit(1e-7) == pytest.approx(5e-4, rel=1e-3)
+    assert credit(1e-4) == pytest.approx(0.5 / (0.5**0.5 + 1), rel=1e-3)
+    assert credit(1.0) == pytest.approx(0.5**0.5, rel=1e-3)
+
+
+@given(st.integers(2, 8), st.floats(-7, 3), st.integers(0, 2**32))
+def test_no_group_gets_more_credit_than_its_scores_differ_by(size, magnitude, seed):
+    scores = 10**magnitude * torch.randn(size, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    credit, _ = group_relative(scores, group_size=size)
+    apart = scores - scores.mean()
+    assert (credit.abs() <= apart.abs() / 1e-4).all()
+    assert (credit.abs() <= apart.abs() / scores.std()).all()
+    assert (credit * apart >= 0).all()
+
+
 @given(st.integers(1, 4), st.integers(2, 8), st.integers(0, 2**32))
 def test_groups_by_definition(groups, size, seed):
     scores = torch.randn(groups, size, generator=torch.Generator().manual_seed(seed))
     rewards = scores.view(-1, 1)
-    relative = (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True)
+    relative = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-4)  # TRL's GRPOTrainer
     torch.testing.assert_close(group_relative(rewards, group_size=size)[0], relative.view(-1, 1))
     others = (scores.sum(1, keepdim=True) - scores) / (size - 1)
     expected = (scores - others).view(-1, 1)

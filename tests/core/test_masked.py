@@ -69,10 +69,12 @@ def test_moments_by_definition(example):
 
 
 @given(masked_tensors())
-def test_whitened_has_mean_0_and_deviation_1(example):
+def test_whitened_has_mean_0_and_the_guarded_deviation(example):
     x, mask = example
     if x[mask].unique().numel() == 1:
         return
+    variance = float(x[mask].double().var(correction=0))
+    deviation = (variance / (variance + 1e-8)) ** 0.5  # 1 where numbers differ by much more than 1e-4
     for shift_mean in (True, False):
         whitened = whiten(x, mask, shift_mean=shift_mean)
         assert (whitened[~mask] == 0).all()
@@ -81,7 +83,38 @@ def test_whitened_has_mean_0_and_deviation_1(example):
         # With the mean kept, it is that of x as float32 can know it.
         rounding = 1e-5 + (0.0 if shift_mean else 1e-6 * x[mask].abs().max().item())
         assert acted.mean().item() == pytest.approx(mean, abs=rounding)
-        assert acted.std(correction=0).item() == pytest.approx(1.0, abs=rounding)
+        assert acted.std(correction=0).item() == pytest.approx(deviation, abs=rounding, rel=1e-3)
+
+
+def masked_whiten(values, mask, shift_mean=True):
+    """TRL's (trl 0.8, `trl/core.py`) and verl's, but with the variance of the population."""
+    mean, variance = values[mask].mean(), values[mask].var(correction=0)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_the_guard_is_that_of_the_field(scale, shift_mean):
+    x = scale * torch.randn(4, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor([[9], [3], [1], [7]])
+    expected = masked_whiten(x, mask, shift_mean)
+    torch.testing.assert_close(whiten(x, mask, shift_mean=shift_mean)[mask], expected[mask])
+
+
+def test_noise_stays_noise():
+    both = torch.ones(1, 2, dtype=torch.bool)
+
+    def apart(distance, middle=0.0):
+        low, high = whiten(torch.tensor([[middle - distance / 2, middle + distance / 2]]), both)[0].tolist()
+        return high - low
+
+    # (x − μ) / √(σ² + 1e-8) with σ = distance / 2
+    assert apart(1e-7) == pytest.approx(1e-3, rel=1e-3)
+    assert apart(2e-4) == pytest.approx(2**0.5, rel=1e-3)
+    assert apart(0.2) == pytest.approx(2.0, rel=1e-5)
+    # Beside a mean of 0.5 float32 does not tell 1e-7 from its own rounding.
+    assert apart(1e-7, middle=0.5) == 0
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.1, -1e6])

@@ -205,6 +205,43 @@ def test_padding_changes_nothing(world):
     assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
 
 
+def test_rows_without_a_token_in_the_loss_change_nothing(world):
+    _, experience = world
+    rows = torch.tensor([0, 2, 5])
+    few = experience.select(rows)
+    _, expected, _ = backward((world[0], few))
+    mask = experience.mask.clone()
+    mask[[1, 3, 4, 6, 7]] = False
+    masked = replace(experience, mask=mask, inputs=experience.inputs | {"mask": mask}, lengths=mask.sum(1))
+    for tokens in (None, TIME):
+        _, gradients, _ = backward((world[0], masked), micro_batch_tokens=tokens)
+        torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("whiten_minibatches", [True, False])
+@pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
+def test_a_minibatch_without_a_token_in_the_loss_takes_no_step(world, reduction, whiten_minibatches):
+    policy, experience = world
+    mask = experience.mask.clone()
+    mask[1:] = False
+    masked = replace(experience, mask=mask, inputs=experience.inputs | {"mask": mask})
+    learner = learner_of(
+        policy,
+        replace(OBJECTIVE, reduction=reduction),
+        epochs=3,
+        minibatches=ROWS,
+        whiten_minibatches=whiten_minibatches,
+    )
+    learner.optimizer = torch.optim.SGD(policy.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    metrics = learner.update(masked)
+    assert (metrics["steps"], metrics["bad_steps"]) == (3, 0)
+    assert all(math.isfinite(value) for value in metrics.values())
+    before = [p.detach().clone() for p in policy.parameters()]
+    nothing = replace(masked, mask=torch.zeros_like(mask), inputs=masked.inputs | {"mask": torch.zeros_like(mask)})
+    assert learner.update(nothing) == {"steps": 0, "bad_steps": 0}
+    assert all(torch.equal(p, b) for p, b in zip(policy.parameters(), before, strict=True)), "not by momentum either"
+
+
 def test_without_a_critic_there_is_no_value_loss(world):
     policy, experience = world
 

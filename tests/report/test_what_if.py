@@ -19,5 +19,13 @@ def test_the_discount_is_the_runs_own():
     assert what_if(SAMPLE, gamma=0.5)["monte_carlo (gae, λ = 1)"] == pytest.approx([-0.25, 0.25, 0.5])
 
 
+def test_a_completion_that_was_cut_off_is_worth_its_bootstrap():
+    found = what_if(SAMPLE | {"bootstrap": 2.0}, gamma=0.5)
+    # δ = [0.125 − 0.5, 0.25 − 0.25, 1 + 0.5 · 2 − 0.5]
+    assert found["td (gae, λ = 0)"] == pytest.approx([-0.375, 0.0, 1.5])
+    assert found["monte_carlo (gae, λ = 1)"] == pytest.approx([0.25 * 2 - 0.5, 0.5 * 2 - 0.25, 1.5])
+    assert found["uniform"] == pytest.approx([1.0, 1.0, 1.0])
+
+
 def test_without_values_only_estimators_without_a_critic_are_there():
     assert what_if({"rewards": SAMPLE["rewards"]}, gamma=1.0) == {"uniform": [1.0, 1.0, 1.0]}

@@ -6,8 +6,8 @@ import yaml
 
 from tokencredit.core.advantages import ESTIMATORS
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentCriticConfig
-from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.control import AgentCriticConfig, ControlConfig
+from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parsing import read_config
 from tokencredit.settings.text import PPOConfig
@@ -17,6 +17,7 @@ from tokencredit.settings.training import (
     KLConfig,
     RolloutConfig,
     RunConfig,
+    StopConfig,
     UpdateConfig,
 )
 
@@ -69,11 +70,91 @@ def test_the_defaults_are_valid():
         ({"kl": KLConfig(place="loss")}, r"kl\.estimator is k1, whose gradient in the loss is 0 on average"),
         ({"kl": KLConfig(coef=0.0, target=5.0)}, r"kl\.coef is 0, which no factor can adapt"),
         ({"run": RunConfig(iterations=0)}, r"run\.iterations is 0"),
+        (
+            {"advantage": AdvantageConfig(baseline_decay=0.9)},
+            r"advantage\.baseline_decay is 0\.9, which advantage\.estimator gae does not read",
+        ),
+        (
+            {
+                "advantage": AdvantageConfig(estimator="reward_to_go", bootstrap=True),
+                "critic": CriticConfig(kind="none"),
+            },
+            r"advantage\.bootstrap is True, and critic\.kind is none; it needs a critic",
+        ),
+        (
+            {"advantage": AdvantageConfig(bootstrap=True), "ppo": UpdateConfig(mask_truncated=True)},
+            r"advantage\.bootstrap and ppo\.mask_truncated are both True",
+        ),
+        (
+            {"score": ScoreConfig(missing_eos_penalty=1.0), "ppo": UpdateConfig(mask_truncated=True)},
+            r"score\.missing_eos_penalty is 1, which only completions pay that ppo\.mask_truncated leaves out",
+        ),
+        (
+            {"rollout": RolloutConfig(stop_at_eos=False), "ppo": UpdateConfig(mask_truncated=True)},
+            r"ppo\.mask_truncated is True, and with rollout\.stop_at_eos: false .* every completion is cut off",
+        ),
+        (
+            {"score": ScoreConfig(overlong_penalty=1.0)},
+            r"score\.overlong_penalty is 1, and score\.overlong_tokens is null; give both",
+        ),
+        (
+            {"score": ScoreConfig(overlong_tokens=4)},
+            r"score\.overlong_penalty is 0, and score\.overlong_tokens is 4; give both",
+        ),
+        (
+            {"score": ScoreConfig(overlong_penalty=1.0, overlong_tokens=25)},
+            r"score\.overlong_tokens is 25; it must be at most rollout\.max_new_tokens, 24",
+        ),
+        (
+            {"rollout": RolloutConfig(top_k=5, min_new_tokens=2), "kl": KLConfig(target=6.0)},
+            r"kl\.target is 6, and tokens are kept from being drawn by rollout\.top_k and rollout\.min_new_tokens;",
+        ),
+        (
+            {"rollout": RolloutConfig(top_p=0.9), "stop": StopConfig(kl=8.5)},
+            r"stop\.kl is 8\.5, and tokens are kept from being drawn by rollout\.top_p;",
+        ),
+        (
+            {"rollout": RolloutConfig(min_p=0.1), "kl": KLConfig(target=6.0, estimator="full", place="loss")},
+            r"kl\.target is 6, .* set kl\.estimator: full with kl\.place: reward",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_key(wrong, message):
     with pytest.raises(ConfigError, match=message):
         PPOConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"rollout": RolloutConfig(top_p=1.0), "kl": KLConfig(target=6.0), "stop": StopConfig(kl=8.0)},
+        {"rollout": RolloutConfig(top_p=0.9), "kl": KLConfig(target=6.0, estimator="full"), "stop": StopConfig(kl=8.0)},
+        {"rollout": RolloutConfig(stop_at_eos=False, stop=["."]), "ppo": UpdateConfig(mask_truncated=True)},
+        {
+            "rollout": RolloutConfig(per_prompt=4),
+            "critic": CriticConfig(kind="none"),
+            "advantage": AdvantageConfig(estimator="group_relative"),
+            "score": ScoreConfig(missing_eos_penalty=1.0),  # moves the mean of its group
+            "ppo": UpdateConfig(mask_truncated=True),
+        },
+        {"advantage": AdvantageConfig(estimator="uniform", baseline_decay=0.9), "critic": CriticConfig(kind="none")},
+    ],
+)
+def test_what_works_is_accepted(right):
+    PPOConfig(**right)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ppo": UpdateConfig(mask_truncated=True)}, r"ppo\.mask_truncated is True; it is for language models"),
+        ({"advantage": AdvantageConfig(bootstrap=True)}, r"advantage\.bootstrap is True; it is for language models"),
+        ({"advantage": AdvantageConfig(baseline_decay=0.5)}, r"advantage\.baseline_decay is 0\.5, which"),
+    ],
+)
+def test_agents_refuse_what_is_for_texts(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        ControlConfig(**wrong)
 
 
 def test_every_estimator_has_the_name_that_a_config_gives_it():

@@ -8,7 +8,13 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model
-from tokencredit.text.scoring_passes import evaluate_rollout, reference_outputs, rollout_values
+from tokencredit.text.scoring_passes import (
+    ReferenceOutputs,
+    evaluate_rollout,
+    reference_outputs,
+    rollout_values,
+    values_after,
+)
 
 TEMPERATURE = 0.7
 
@@ -60,6 +66,28 @@ def test_a_critic_with_a_trunk_of_its_own_says_the_same_here_as_in_training(arch
     assert in_training[rollout.mask].abs().min() > 0
 
 
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+@torch.no_grad()
+def test_the_value_after_a_cut_is_that_of_the_text_read_so_far(critic, architecture, model_folders, rollout):
+    model = load(model_folders, architecture, critic=critic)
+    rollout.truncated[[0, 2, 3]] = True
+    # The longest text has 29 tokens, all of which are read: the budget that they fit is enough.
+    after = values_after(model, rollout, 29)
+    for row in range(6):
+        if not rollout.truncated[row]:
+            assert after[row] == 0
+            continue
+        text = torch.cat(
+            [rollout.prompt_ids[row][rollout.prompt_mask[row]], rollout.response_ids[row][rollout.mask[row]]]
+        )
+        trunk = model.lm.get_decoder() if critic == "shared" else model.critic.trunk
+        expected = model.critic(trunk(input_ids=text[None]).last_hidden_state)[0, -1]
+        torch.testing.assert_close(after[row], expected, atol=1e-4, rtol=1e-4)
+    assert after[[0, 2, 3]].unique().numel() == 3
+    rollout.truncated[:] = False
+    assert (values_after(model, rollout, None) == 0).all()
+
+
 @torch.no_grad()
 def test_what_the_reference_says(model_folders, rollout):
     policy, reference = load(model_folders, "llama"), ActorCritic(load(model_folders, "qwen3").lm)
@@ -73,6 +101,7 @@ def test_what_the_reference_says(model_folders, rollout):
     torch.testing.assert_close(paid.kl, (rollout.logprobs - expected) * rollout.mask, atol=1e-5, rtol=1e-5)
     assert paid.hidden is None
 
+    assert (paid.exact, ask(estimator="full").exact) == (False, True)
     exact = ask(estimator="full").kl
     hidden = policy.response_hidden(rollout.inputs()), reference.response_hidden(rollout.inputs())
     log_p, log_q = (
@@ -83,6 +112,7 @@ def test_what_the_reference_says(model_folders, rollout):
 
     in_loss = ask(place="loss", estimator="k2")
     assert in_loss.kl is None
+    assert not in_loss.exact
     torch.testing.assert_close(in_loss.logprobs, expected, atol=1e-5, rtol=1e-5)
     assert in_loss.hidden is None
     in_loss = ask(place="loss", estimator="full")
@@ -105,4 +135,4 @@ def test_an_adapter_is_off_while_the_reference_speaks(model_folders, rollout):
 
 def test_no_reference_says_nothing(model_folders, rollout):
     policy = load(model_folders, "llama")
-    assert reference_outputs(policy, None, rollout, KLConfig(), TEMPERATURE, None) == (None, None, None)
+    assert reference_outputs(policy, None, rollout, KLConfig(), TEMPERATURE, None) == ReferenceOutputs()

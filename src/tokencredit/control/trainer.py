@@ -18,9 +18,9 @@ from tokencredit.control.evaluation import Player, check_videos, episode_metrics
 from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not_restored
 from tokencredit.control.setup import build_learner
 from tokencredit.core.advantages import estimate
-from tokencredit.core.masked import explained_variance, moments, whiten
+from tokencredit.core.masked import moments, whiten
 from tokencredit.errors import ConfigError
-from tokencredit.learn.experience import Experience
+from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.learner import NonFiniteUpdate
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import memory_of
@@ -126,7 +126,7 @@ class ControlTrainer:
         _, mean, variance = moments(advantages, rollout.mask)
         metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
         if rollout.values is not None:
-            metrics["explained_variance"] = float(explained_variance(rollout.values, returns, rollout.mask))
+            metrics |= critic_metrics(rollout.values, returns, rollout.mask)
         if self.args.advantage.whitened_over("batch"):
             advantages = whiten(advantages, rollout.mask)
         return rollout.experience(advantages, returns), metrics

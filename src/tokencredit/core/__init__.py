@@ -31,10 +31,10 @@ _NAMES = {
     "logprobs": "token_kl token_logprobs token_loss token_stats",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate ratio_stats reduction_count token_weights "
     "total_loss value_loss weighted_sum",
-    "masked": "Reduce at_least_float32 explained_variance inverse_deviation masked_mean masked_sum moments whiten "
-    "zero_outside",
+    "masked": "Reduce above_rounding at_least_float32 explained_variance inverse_deviation masked_mean masked_sum "
+    "moments whiten zero_outside",
     "projection": "Linear TokenLoss TokenStats",
-    "rewards": "token_rewards",
+    "rewards": "overlong_penalty token_rewards",
     "steps": "Steps prepare_steps reverse_scan",
 }
 """Public names by module."""

@@ -13,6 +13,9 @@ from tokencredit.core.checks import require_fraction
 from tokencredit.core.masked import inverse_deviation
 from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
 
+DEVIATION_GUARD = 1e-4
+"""Added to the deviation that `group_relative` divides by, in units of the score."""
+
 
 def reward_to_go(
     rewards: Tensor,
@@ -125,17 +128,21 @@ def group_relative(
     truncated: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The row's score against those of its group, completions of the same prompt: A = (s − mean) / deviation.
+    """The row's score against those of its group, completions of the same prompt: A = (s − mean) / (deviation + 1e-4).
 
     Shao et al. 2024 (GRPO, arXiv 2402.03300, section 4.1.2). The deviation is that of a sample, √(Σ (s − mean)² /
-    (group_size − 1)); a group without any gets 0. Dividing by it weighs prompts that are nearly always or nearly never
-    solved as much as the others; without it: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
+    (group_size − 1)). The guard, that of TRL's GRPOTrainer, keeps a group whose scores differ by noise, 1e-7 say, from
+    an advantage of size 1; where they agree up to rounding the advantage is 0. Dividing weighs prompts that are nearly
+    always or nearly never solved as much as the others; without it: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
+
+    A price of KL in the rewards would be divided too. To leave it its size, add the unscaled estimate of it to the
+    scaled one of the scores, as `text.credit` does.
 
     Args:
         rewards: [batch, time].
         values: takes no part.
         group_size: rows i · group_size … (i + 1) · group_size − 1 are one group; at least 2.
-        scale: whether to divide by the deviation.
+        scale: whether to divide by the deviation and its guard.
         mask: bool [batch, time].
         terminated: bool [batch, time]; checked, and takes no part.
         truncated: bool [batch, time]; the same.
@@ -153,7 +160,7 @@ def group_relative(
     mean = groups.mean(dim=-1, keepdim=True)
     credit = groups - mean
     if scale:
-        credit = credit * inverse_deviation(groups.std(dim=-1, keepdim=True), mean)
+        credit = credit * inverse_deviation(groups.std(dim=-1, keepdim=True), mean, DEVIATION_GUARD)
     return _spread(credit.flatten(), mask, rewards), _spread(scores, mask, rewards)
 
 

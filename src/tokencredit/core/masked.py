@@ -14,6 +14,10 @@ from tokencredit.core.checks import require_flags
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over processes, elementwise, and returns the sum on each of them."""
 
+VARIANCE_GUARD = 1e-8
+"""Added to the variance that `whiten` divides by, in squared units of the numbers: where they differ by much less than
+its root, 1e-4, their differences are noise, and stay small."""
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return `x` in float32, or in float64 if it was that already."""
@@ -93,8 +97,10 @@ def moments(x: Tensor, mask: Tensor, reduce: Reduce | None = None) -> tuple[Tens
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
     """Scale `x` to deviation 1 over the mask, and shift it to mean 0 if asked to.
 
-    yₜ = (xₜ − μ) / σ, plus μ again when `shift_mean` is false; 0 outside the mask. A tensor that is constant up to
-    rounding has no deviation to divide by, and (x − μ) / σ becomes 0.
+    yₜ = (xₜ − μ) / √(σ² + 1e-8), plus μ again when `shift_mean` is false; 0 outside the mask. The guard, that of TRL's
+    and verl's `masked_whiten`, keeps noise from becoming a signal: numbers about 1e-7 apart, such as the rounding of a
+    KL where all scores are equal, end about 1e-3 apart and not 1. Of a tensor that is constant up to the rounding of
+    its mean nothing is left: (x − μ) becomes 0.
 
     Args:
         x: any shape.
@@ -109,16 +115,24 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce |
         ValueError: no element of the mask is true.
     """
     _, mean, variance, centred = _moments_and_centred(x, mask, reduce)
-    whitened = centred * inverse_deviation(variance.sqrt(), mean)
+    inverse = torch.where(above_rounding(variance.sqrt(), mean), (variance + VARIANCE_GUARD).rsqrt(), 0.0)
+    whitened = centred * inverse
     if not shift_mean:
         whitened = whitened + mean
     return whitened.masked_fill(~mask, 0.0)
 
 
-def inverse_deviation(deviation: Tensor, mean: Tensor) -> Tensor:
-    """1 / σ, or 0 where σ is no more than rounding would make of a constant: 4 ulp of the mean. Same shapes."""
-    resolution = 4 * torch.finfo(mean.dtype).eps * mean.abs()
-    return torch.where(deviation > resolution, 1 / deviation, torch.zeros_like(deviation))
+def inverse_deviation(deviation: Tensor, mean: Tensor, guard: float = 0.0) -> Tensor:
+    """1 / (σ + guard), or 0 where σ is no more than rounding would make of a constant. Same shapes.
+
+    Without a guard, for what has no unit, such as a correlation.
+    """
+    return torch.where(above_rounding(deviation, mean), 1 / (deviation + guard), torch.zeros_like(deviation))
+
+
+def above_rounding(deviation: Tensor, mean: Tensor) -> Tensor:
+    """True where σ is more than rounding would make of a constant: 4 ulp of the mean. Same shapes."""
+    return deviation > 4 * torch.finfo(mean.dtype).eps * mean.abs()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:

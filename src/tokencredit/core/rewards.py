@@ -1,4 +1,4 @@
-"""The reward of each token: the score where it belongs, less the price of KL."""
+"""The reward of each token: the score where it belongs, less penalties and the price of KL."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ def token_rewards(
     kl_coef: float = 0.0,
     eos: Tensor | None = None,
     missing_eos_penalty: float = 0.0,
+    overlong: Tensor | None = None,
     clip: float | None = None,
 ) -> Tensor:
     """rₜ = sₜ − β · KLₜ, where a score for the whole completion stands on its last acted token.
@@ -23,7 +24,7 @@ def token_rewards(
     arXiv 2203.02155, section 3.5). The score stands on the last token, and not on every token, because the critic's
     target would otherwise be the score times the number of tokens left.
 
-    In this order: scores are clipped, the penalty is taken off at the last acted token, the KL off at every token.
+    In this order: scores are clipped, the penalties are taken off at the last acted token, the KL off at every token.
 
     Args:
         scores: [batch], one a completion; or [batch, time], one a token (dense).
@@ -32,6 +33,7 @@ def token_rewards(
         kl_coef: β, reward per nat.
         eos: bool [batch], true where the completion ended by an end-of-sequence token.
         missing_eos_penalty: taken off where it did not, for scores that say nothing about text that was cut off.
+        overlong: [batch], taken off as well, such as an `overlong_penalty`; None takes nothing off.
         clip: scores are held within ± this first; None leaves them.
 
     Returns:
@@ -57,6 +59,9 @@ def token_rewards(
             raise ValueError("eos is None; a missing_eos_penalty needs to know which completions ended")
         require_flags("eos", eos, at_last.shape)
         at_last = at_last - missing_eos_penalty * (~eos).to(at_last.dtype)
+    if overlong is not None:
+        require_shape("overlong", overlong, at_last.shape)
+        at_last = at_last - overlong.to(at_last.dtype)
     rewards = zero_outside(scores, mask) if scores.dim() == 2 else torch.zeros_like(mask, dtype=scores.dtype)
     rewards = rewards.scatter_add(-1, _last_acted(mask), at_last[:, None])
     if kl is not None:
@@ -64,6 +69,30 @@ def token_rewards(
         require_not_negative("kl_coef", kl_coef)
         rewards = rewards - kl_coef * zero_outside(kl.detach(), mask)
     return rewards
+
+
+def overlong_penalty(lengths: Tensor, *, limit: int, tokens: int, penalty: float) -> Tensor:
+    """Penalty of a completion that is nearly or quite as long as the limit: 0 up to `tokens` before it, then linear.
+
+    P = penalty · clip((length − (limit − tokens)) / tokens, 0, 1). Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 13,
+    where the penalty is 1, `limit` L_max and `tokens` L_cache, and −P is added to the reward.
+
+    Args:
+        lengths: [batch], acted tokens of each completion.
+        limit: the longest completion, in tokens.
+        tokens: how many of the last ones cost something, at least 1 and at most `limit`.
+        penalty: what a completion of `limit` tokens costs, in units of the score.
+
+    Returns:
+        [batch], in float32, at least 0.
+
+    Raises:
+        ValueError: `tokens` is out of its range; `penalty` is negative or not finite.
+    """
+    if not 1 <= tokens <= limit:
+        raise ValueError(f"tokens is {tokens}; it must be at least 1 and at most limit, {limit}")
+    require_not_negative("penalty", penalty)
+    return penalty * ((lengths - (limit - tokens)).float() / tokens).clamp(0.0, 1.0)
 
 
 def _last_acted(mask: Tensor) -> Tensor:

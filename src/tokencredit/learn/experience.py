@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokencredit.core.masked import Reduce, explained_variance, moments
+
 PASS_OVERHEAD = 256
 """Fixed cost of an extra forward pass on a CPU, in tokens: split a batch only if that saves more padding."""
 
@@ -27,6 +29,7 @@ class Experience:
 
     inputs: dict[str, Tensor]
     mask: Tensor
+    """Bool, true at the tokens or steps that take part in the loss; a row may have none."""
     lengths: Tensor
     """`[batch]`, int64: tokens or steps that a pass through the model reads of each row."""
     logprobs: Tensor
@@ -56,6 +59,13 @@ class Experience:
         """Row numbers, shuffled and cut into `count` minibatches whose sizes differ by one at most."""
         order = torch.randperm(len(self), generator=generator)
         yield from order.to(self.mask.device).tensor_split(count)
+
+
+def critic_metrics(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> dict[str, float]:
+    """Metrics of a critic's values, `[batch, time]`: their mean, and how much of the returns' variance they explain."""
+    _, mean, _ = moments(values, mask, reduce)
+    explained = explained_variance(values, returns, mask, reduce)
+    return {"value_mean": float(mean), "explained_variance": float(explained)}
 
 
 def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:

@@ -129,7 +129,8 @@ class Learner:
 
         Returns:
             `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen,
-            `first_ratio_error`, and the numbers of `steps` taken and of `bad_steps` skipped.
+            `first_ratio_error`, and the numbers of `steps` taken and of `bad_steps` skipped. A minibatch whose mask is
+            false everywhere is left out: it takes no step and counts in no mean.
 
         Raises:
             NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
@@ -188,8 +189,14 @@ class Learner:
             self.model.eval()
 
     def _minibatches(self, experience: Experience) -> Iterator[Tensor]:
+        """Rows of each minibatch, but for those without a token in the loss in any process.
+
+        A step on nothing would not be nothing: momentum and weight decay alone would move the weights.
+        """
         for _ in range(self.settings.epochs):
-            yield from experience.minibatches(self.settings.minibatches, self.generator)
+            for rows in experience.minibatches(self.settings.minibatches, self.generator):
+                if self.processes.sum(experience.mask[rows].sum()) > 0:
+                    yield rows
 
     def _whitened(self, minibatch: Experience) -> Experience:
         if not self.settings.whiten_minibatches:

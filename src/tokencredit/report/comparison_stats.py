@@ -253,6 +253,7 @@ def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list
         f"{metric}, last": lambda run: final_mean(run.metrics, metric),
         f"{world.evaluation}, best": lambda run: max(column(run, world.evaluation), default=None),
         "kl, last": lambda run: final_mean(run.metrics, "kl"),
+        "log_ratio, last": lambda run: final_mean(run.metrics, "log_ratio"),
         f"{world.length}, last": lambda run: final_mean(run.metrics, world.length),
         "seconds": lambda run: sum(column(run, "seconds")),
         "iterations": lambda run: len(run.metrics),

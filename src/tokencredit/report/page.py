@@ -31,12 +31,12 @@ PHRASE = 3
 """Words of a phrase whose repetition is counted."""
 GROUPS = {
     "Reward": ("reward", "train/average_return", "eval/"),
-    "Distance from the reference": ("kl", "ref_logprob"),
+    "Distance from the reference": ("kl", "log_ratio", "ref_logprob"),
     "Exploration": ("entropy", "distinct", "repetition"),
     "Ratio and clipping": ("clip_fraction", "approx_kl", "ratio", "first_ratio"),
     "Losses": ("loss", "policy_loss", "value_loss"),
-    "Critic and advantages": ("explained_variance", "advantage"),
-    "Length": ("length", "truncated", "train/average_length", "train/"),
+    "Critic and advantages": ("explained_variance", "value_mean", "advantage"),
+    "Length": ("length", "truncated", "masked", "train/average_length", "train/"),
     "Optimiser": ("grad_norm", "lr", "value_lr", "steps"),
     "Time": ("seconds", "tokens_per_second", "steps_per_second"),
 }
@@ -79,6 +79,8 @@ def story(run: Run) -> list[tuple[str, str]]:
     told.append((name, f"{figure(first)} → {figure(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)"))
     if (kl := final_mean(metrics, "kl")) is not None:
         told.append(("KL to the reference", f"{figure(kl)} nats per sequence"))
+    elif (log_ratio := final_mean(metrics, "log_ratio")) is not None:
+        told.append(("log-ratio to the reference", f"{figure(log_ratio)} nats per sequence, of filtered samples"))
     told.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
     stopped = summary.get("stopped_by")
     if stopped is None:
@@ -131,16 +133,28 @@ def credit(run: Run) -> list[dict[str, Any]]:
     gamma = 1.0 if gamma is None else float(gamma)
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten")}
-    return [shown(s, gamma, kept, means.get(number, 0.0)) for number in numbers for s in by_iteration[number]]
+    distance = "log-ratio" if any("log_ratio" in row for row in run.metrics) else "KL"
+    return [
+        shown(
+            s, gamma, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0), distance
+        )
+        for number in numbers
+        for s in by_iteration[number]
+    ]
 
 
 def shown(
-    sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
+    sample: Mapping[str, Any],
+    gamma: float,
+    kept: tuple[float, float] | None,
+    mean_advantage: float,
+    distance: str,
 ) -> dict[str, Any]:
     """One sample of the credit view: its texts without anything that acts, and a list of numbers per quantity.
 
-    Beyond the interval `kept` of ratios a gradient is cut off. An update that whitens pushes a token up where its
-    advantage is above the batch's `mean_advantage`.
+    Beyond the interval `kept` of ratios a gradient is cut off; None for a completion that has none. An update that
+    whitens pushes a token up where its advantage is above the batch's `mean_advantage`. `distance` is what the
+    difference of log-probabilities from the reference is called.
     """
     logprobs = sample["logprobs"]
     numbers = {"advantage": sample["advantages"]}
@@ -148,7 +162,7 @@ def shown(
         numbers["value"] = sample["values"]
     numbers |= {"reward": sample["rewards"], "log-probability": logprobs}
     if "ref_logprobs" in sample:
-        numbers["KL"] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
+        numbers[distance] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
     if "new_logprobs" in sample:
         ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(logprobs, sample["new_logprobs"], strict=True)]
         numbers["ratio after the update"] = ratios

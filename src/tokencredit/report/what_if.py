@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokencredit.core.advantages import estimate
+from tokencredit.core.advantages import Where, estimate
 from tokencredit.core.estimators import ESTIMATORS
 
 LAMBDAS = (0.5, 0.9, 0.95)
@@ -23,17 +23,22 @@ ALTERNATIVES = {
 def what_if(sample: Mapping[str, Any], gamma: float) -> dict[str, list[float]]:
     """Advantages of each token under each of `ALTERNATIVES`, from the sample's own rewards and values.
 
-    Without values, in a run without a critic, only alternatives that need none are there. Advantages are as the
+    Without values, in a run without a critic, only alternatives that need none are there. A completion that was cut off
+    in a run with `advantage.bootstrap` brings its `bootstrap`, and is worth that at its end. Advantages are as the
     estimators give them, before any whitening over the batch. `uniform` spreads the completion's whole reward, without
     a baseline, since that was the mean of a batch that is not here.
     """
     rewards = torch.tensor([sample["rewards"]], dtype=torch.float64)
     values = torch.tensor([sample["values"]], dtype=torch.float64) if "values" in sample else None
+    where: Where = {}
+    if "bootstrap" in sample:
+        last = torch.arange(rewards.shape[1]) == rewards.shape[1] - 1
+        where = {"truncated": last[None], "bootstrap": torch.full_like(rewards, sample["bootstrap"])}
     results = {}
     for label, (name, lam) in ALTERNATIVES.items():
         if values is None and ESTIMATORS[name].critic == "required":
             continue
         options = {"gamma": gamma, "baseline": 0.0} | ({} if lam is None else {"lam": lam})
-        advantages, _ = estimate(name, rewards, values, options=options)
+        advantages, _ = estimate(name, rewards, values, options=options, **where)
         results[label] = advantages[0].tolist()
     return results

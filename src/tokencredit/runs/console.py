@@ -21,6 +21,7 @@ LIVE = {
     "eval/average_return": "evaluated",
     "reward": "reward",
     "kl": "KL",
+    "log_ratio": "log-ratio",
     "entropy": "entropy",
     "length": "length",
     "clip_fraction": "clipped",

@@ -48,8 +48,13 @@ SAMPLE: dict[str, Callable[[Any], bool]] = {
     "advantages": all_of(is_number),
 }
 """Required fields of a completion's record, and their checks; lists have one entry per token."""
-MAY_HAVE = ("values", "ref_logprobs", "new_logprobs")
-"""Lists of numbers in some runs: those with a critic, with a reference, with an update."""
+MAY_HAVE: dict[str, Callable[[Any], bool]] = {
+    "values": all_of(is_number),
+    "ref_logprobs": all_of(is_number),
+    "new_logprobs": all_of(is_number),
+    "bootstrap": is_number,
+}
+"""Fields in some runs: those with a critic, with a reference, with an update, and after a cut."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
@@ -78,7 +83,7 @@ def read_samples(file: Path, iterations: Container[int]) -> list[dict[str, Any]]
     for where, sample in read_lines(file, skip):
         if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
             raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
-        if wrong := next((name for name in MAY_HAVE if name in sample and not all_of(is_number)(sample[name])), None):
+        if wrong := next((name for name, fits in MAY_HAVE.items() if name in sample and not fits(sample[name])), None):
             raise ConfigError(f"{where} has no {wrong} that can be read")
         lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
         if len({len(sample[name]) for name in lists}) != 1:

@@ -26,7 +26,8 @@ class Summary(Mapping[str, Any]):
     last: float | None
     """Its mean over the last five iterations; None without an iteration."""
     kl_last: float | None
-    """Mean KL to the reference over the last five iterations, in nats per sequence; None without a reference."""
+    """Mean KL to the reference over the last five iterations, in nats per sequence; None without a reference, or with
+    filters such as top_p, whose samples estimate none."""
     iterations: int
     seconds: float
     """Wall-clock time of training, over all resumptions."""

@@ -149,6 +149,8 @@ class ControlConfig:
         for key, value in (("stop.kl", self.stop.kl), ("run.push_to_hub", self.run.push_to_hub)):
             if value is not None:
                 raise ConfigError(f"{key} is {value!r}; it is for language models, leave it out")
+        if self.ppo.mask_truncated:
+            raise ConfigError("ppo.mask_truncated is True; it is for language models, leave it out")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ControlConfig:

@@ -105,3 +105,7 @@ class ScoreConfig:
     """Scores are held within ± this; null leaves them."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
     """Taken off where a completion was cut off before it ended."""
+    overlong_penalty: float = setting(0.0, at_least=0)
+    """Penalty of a completion of rollout.max_new_tokens, to which it rises linearly over the last overlong_tokens."""
+    overlong_tokens: int | None = setting(None, at_least=1)
+    """Tokens before rollout.max_new_tokens over which overlong_penalty rises from 0."""

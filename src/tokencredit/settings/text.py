@@ -98,6 +98,51 @@ class PPOConfig:
             )
         if self.kl.target is not None and self.kl.coef == 0:
             raise ConfigError("kl.coef is 0, which no factor can adapt to kl.target; give it a first value above 0")
+        self._check_filters()
+        self._check_overlong()
+
+    def _check_filters(self) -> None:
+        """Raise `ConfigError` for what steers by a KL that filtered samples do not estimate."""
+        filters = [f"rollout.{name}" for name in self.rollout.filters()]
+        if not filters or (self.kl.estimator == "full" and self.kl.place == "reward"):
+            return
+        for key, value in (("kl.target", self.kl.target), ("stop.kl", self.stop.kl)):
+            if value is not None:
+                raise ConfigError(
+                    f"{key} is {value:g}, and tokens are kept from being drawn by {' and '.join(filters)}; such "
+                    "samples estimate no KL: set kl.estimator: full with kl.place: reward, or sample without filters"
+                )
+
+    def _check_overlong(self) -> None:
+        """Raise `ConfigError` for settings of long and cut completions that contradict, or that would do nothing."""
+        score, longest, needs = self.score, self.rollout.max_new_tokens, ESTIMATORS[self.advantage.estimator]
+        if bool(score.overlong_penalty) != (score.overlong_tokens is not None):
+            raise ConfigError(
+                f"score.overlong_penalty is {score.overlong_penalty:g}, and score.overlong_tokens is "
+                f"{'null' if score.overlong_tokens is None else score.overlong_tokens}; give both, or leave both out"
+            )
+        if score.overlong_tokens is not None and score.overlong_tokens > longest:
+            raise ConfigError(
+                f"score.overlong_tokens is {score.overlong_tokens}; it must be at most rollout.max_new_tokens, "
+                f"{longest}"
+            )
+        if not self.ppo.mask_truncated:
+            return
+        if not (self.rollout.stop_at_eos or self.rollout.stop):
+            raise ConfigError(
+                "ppo.mask_truncated is True, and with rollout.stop_at_eos: false and no rollout.stop every completion "
+                "is cut off; nothing would be left to learn from"
+            )
+        if self.advantage.bootstrap:
+            raise ConfigError(
+                "advantage.bootstrap and ppo.mask_truncated are both True; a completion that is left out of the loss "
+                "needs no bootstrap: leave one of them out"
+            )
+        if score.missing_eos_penalty and not (needs.group or needs.baseline):
+            raise ConfigError(
+                f"score.missing_eos_penalty is {score.missing_eos_penalty:g}, which only completions pay that "
+                "ppo.mask_truncated leaves out of the loss; leave one of them out"
+            )
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> PPOConfig:

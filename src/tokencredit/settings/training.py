@@ -26,8 +26,10 @@ ESTIMATOR_SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
 class SamplingConfig:
     """How a completion is drawn.
 
-    top_k, top_p, min_p and min_new_tokens keep tokens from being drawn; log-probabilities, KL and ratio remain those
-    of the whole distribution, in sampling and in training alike.
+    top_k, top_p, min_p and min_new_tokens keep tokens from being drawn; log-probabilities, entropy, KL and ratio remain
+    those of the whole distribution, in sampling and in training alike. The entropy is then computed exactly. So is the
+    KL with kl.estimator: full in the reward; without it the metric is `log_ratio`, Σ log π/reference of the tokens
+    drawn, because that sum estimates no KL where the tokens were not drawn from π.
     """
 
     max_new_tokens: int = setting(24, at_least=1)
@@ -46,6 +48,16 @@ class SamplingConfig:
     """Texts that end a completion, which keeps them."""
     stop_at_eos: bool = True
     """Whether an end-of-sequence token ends a completion; if not, only stop and max_new_tokens do."""
+
+    def filters(self) -> list[str]:
+        """The settings that keep tokens from being drawn."""
+        on = {
+            "top_k": self.top_k is not None,
+            "top_p": self.top_p is not None and self.top_p < 1,
+            "min_p": self.min_p is not None,
+            "min_new_tokens": self.min_new_tokens > 0,
+        }
+        return [name for name, is_on in on.items() if is_on]
 
 
 @dataclass
@@ -76,6 +88,11 @@ class AdvantageConfig:
     """Steps of n_step."""
     scale: bool = True
     """Whether group_relative divides by its group's deviation."""
+    baseline_decay: float = setting(1.0, at_least=0, at_most=1)
+    """Weight that earlier scores keep in uniform's running mean when a batch arrives; 1 counts all scores alike."""
+    bootstrap: bool = False
+    """Bootstrap from the critic where a completion was cut off at the length limit, which else counts as its end. Needs
+    rewards of one number per token: a score of the whole text would be paid twice."""
     whiten: bool = True
     """Bring advantages to mean 0 and deviation 1."""
     whiten_over: Literal["batch", "minibatch"] = "batch"
@@ -105,10 +122,18 @@ class AdvantageConfig:
                 f"critic.kind is {critic}, and advantage.estimator is {self.estimator}, which uses no critic; set "
                 "critic.kind: none"
             )
+        if self.bootstrap and not texts:
+            raise ConfigError(
+                "advantage.bootstrap is True; it is for language models: episodes of agents that were cut off always "
+                "bootstrap from a critic"
+            )
+        if self.bootstrap and critic == "none":
+            raise ConfigError("advantage.bootstrap is True, and critic.kind is none; it needs a critic")
         default = AdvantageConfig()
-        for key in ESTIMATOR_SETTINGS:
+        unread = [key for key in ESTIMATOR_SETTINGS if key not in needs.settings]
+        for key in unread + ["baseline_decay"] * (not needs.baseline):
             value = getattr(self, key)
-            if key not in needs.settings and value != getattr(default, key):
+            if value != getattr(default, key):
                 raise ConfigError(
                     f"advantage.{key} is {value!r}, which advantage.estimator {self.estimator} does not read; leave it "
                     "out"
@@ -138,6 +163,9 @@ class UpdateConfig:
     """Largest loss of a token with a negative advantage, in multiples of that advantage; null for no limit."""
     reduction: Literal["token", "sequence", "constant"] = "token"
     """What weighs the same in the loss: every token, every completion, or every token by a constant."""
+    mask_truncated: bool = False
+    """Leave completions that were cut off at the length limit out of the loss, the critic's included. Their scores
+    still count in groups, running means and score.normalize."""
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_kl: float | None = setting(None, above=0)

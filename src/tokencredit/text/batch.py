@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.core.kl import k1
-from tokencredit.core.masked import explained_variance, moments
+from tokencredit.core.masked import moments
+from tokencredit.learn.experience import critic_metrics
 from tokencredit.processes import Processes
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.rewards.terms import term_metrics
@@ -28,6 +28,8 @@ class Batch:
     """For each token: the score at the last one, less the price of KL."""
     advantages: Tensor
     returns: Tensor
+    in_loss: Tensor
+    """Bool, true at the tokens that take part in the loss."""
 
     def metrics(self, processes: Processes) -> dict[str, float]:
         """Means over the completions of all processes."""
@@ -35,13 +37,14 @@ class Batch:
         totals = scored.totals()
         everyone = torch.ones_like(totals, dtype=torch.bool)
         _, reward, variance = moments(totals, everyone, processes.sum)
-        _, advantage, advantage_variance = moments(self.advantages, mask, processes.sum)
-        (rows, tokens, logprobs, cut), texts = self._sums(processes), text_metrics(scored, processes)
+        (rows, tokens, entropy, cut, in_loss), texts = self._sums(processes), text_metrics(scored, processes)
+        # Where no token takes part in the loss there is no mean over those that do: it goes over all of them.
+        _, advantage, advantage_variance = moments(self.advantages, self.in_loss if in_loss else mask, processes.sum)
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
             **term_metrics(scored.terms, processes.sum, mask.device),
-            "entropy": -logprobs / tokens,
+            "entropy": entropy / tokens,
             "tokens": tokens,
             "length": tokens / rows,
             "truncated": cut / rows,
@@ -49,19 +52,21 @@ class Batch:
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
         }
+        if in_loss < tokens:
+            metrics["masked"] = 1 - in_loss / tokens
         if rollout.values is not None:
-            explained = explained_variance(rollout.values, self.returns, mask, processes.sum)
-            metrics["explained_variance"] = float(explained)
-        if (reference := scored.reference.logprobs) is not None:
-            kl = k1(rollout.logprobs, reference, mask).sum()
-            kl_sum, ref_logprobs = processes.sum(torch.stack([kl, reference.sum()])).tolist()
-            metrics |= {"kl": kl_sum / rows, "ref_logprob": ref_logprobs / tokens}
+            metrics |= critic_metrics(rollout.values, self.returns, mask, processes.sum)
+        if (reference := scored.reference.logprobs) is not None and (distance := scored.kl()) is not None:
+            name, kl = distance
+            kl_sum, ref_logprobs = processes.sum(torch.stack([kl.sum(), reference.sum()])).tolist()
+            metrics |= {name: kl_sum / rows, "ref_logprob": ref_logprobs / tokens}
         return metrics
 
     def _sums(self, processes: Processes) -> list[float]:
-        """Rows, tokens, log-probabilities and truncated rows, summed."""
+        """Rows, tokens, entropies, truncated rows and tokens in the loss, summed."""
         rollout = self.scored.rollout
-        values = (len(rollout.mask), rollout.mask.sum(), rollout.logprobs.sum(), rollout.truncated.sum())
+        entropy = -rollout.logprobs.sum() if rollout.entropy is None else rollout.entropy.sum()
+        values = (len(rollout.mask), rollout.mask.sum(), entropy, rollout.truncated.sum(), self.in_loss.sum())
         sums: list[float] = processes.sum(torch.tensor([float(x) for x in values], device=rollout.mask.device)).tolist()
         return sums
 
@@ -98,6 +103,8 @@ class Batch:
         }
         if rollout.values is not None:
             sample["values"] = numbers(rollout.values)
+        if scored.bootstrap is not None and rollout.truncated[row]:
+            sample["bootstrap"] = round(float(scored.bootstrap[row]), DECIMALS)
         if scored.reference.logprobs is not None:
             sample["ref_logprobs"] = numbers(scored.reference.logprobs)
         return sample

@@ -29,8 +29,9 @@ def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any]
         f"- KL coefficient: {args.kl.coef:g}, in the {args.kl.place}\n"
         f"- ended by: {summary['stopped_by']}\n\n"
         f"| result | |\n|---|---|\n{rows}\n\n"
-        "`reward_first` is the mean reward of the starting model, `reward_last` that of the last iterations; "
-        "`kl_last` is the divergence from the starting model in nats a completion.\n"
+        "`reward_first` is the mean reward of the starting model, `reward_last` that of the last iterations"
+        + ("; `kl_last` is the divergence from the starting model in nats a completion" if "kl_last" in figures else "")
+        + ".\n"
     )
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from tokencredit.core.advantages import estimate
-from tokencredit.core.masked import Reduce, whiten
-from tokencredit.core.rewards import token_rewards
+from tokencredit.core.advantages import Where, estimate
+from tokencredit.core.masked import VARIANCE_GUARD, Reduce, whiten
+from tokencredit.core.rewards import overlong_penalty, token_rewards
+from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.batch import Batch
+from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import Scored
+
+NOISE = math.sqrt(VARIANCE_GUARD)
+"""Deviation of scores up to which their differences are noise."""
 
 
 class Credit:
@@ -24,38 +32,94 @@ class Credit:
         self.args, self.reduce = args, reduce
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
-        self.baseline = RunningMoments()
+        self.baseline = RunningMoments(args.advantage.baseline_decay)
 
     def give(self, scored: Scored) -> tuple[Batch, Experience]:
         """Completions with the reward, advantage and return of each token, and the experience to learn from.
 
         A completion that was cut off at the length limit is treated as ended there: its score is paid in full, once, so
         the value of the state after it is 0. To bootstrap from the critic as well would count the score twice, and
-        since the critic learns from that sum, its values would climb without end.
+        since the critic learns from that sum, its values would climb without end. With `advantage.bootstrap` it is
+        worth that value, and rewards must come token by token.
+
+        With `ppo.mask_truncated` completions that were cut off are left out of the loss, and of the whitening, which is
+        for what the loss sums. Their scores count in groups, running means and `score.normalize` like all others, as in
+        TRL's GRPOTrainer.
+
+        Raises:
+            RunStopped: there is to be a bootstrap, and a completion has a score of its whole text.
         """
-        args, rollout, mask = self.args, scored.rollout, scored.rollout.mask
-        rewards = token_rewards(
+        args, rollout = self.args, scored.rollout
+        if args.advantage.bootstrap:
+            self._require_dense(scored)
+        paid, price = self._rewards(scored)
+        rewards = paid + price
+        advantages, returns = self._estimate(scored, paid, price)
+        self.baseline.update(rewards.sum(1), reduce=self.reduce)
+        in_loss = rollout.mask
+        if args.ppo.mask_truncated:
+            in_loss = rollout.mask & ~rollout.truncated.unsqueeze(1)
+        batch = Batch(scored, rewards, advantages, returns, in_loss)
+        if args.advantage.whitened_over("batch") and self.reduce(in_loss.sum()) > 0:
+            advantages = whiten(advantages, in_loss, reduce=self.reduce)
+        return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
+
+    def _rewards(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        """The rewards of tokens in two parts, `[batch, time]` each: scores with their penalties, and −β · KL."""
+        args, rollout, mask = self.args.score, scored.rollout, scored.rollout.mask
+        overlong = None
+        if args.overlong_tokens is not None:
+            limit = self.args.rollout.max_new_tokens
+            overlong = overlong_penalty(
+                mask.sum(1), limit=limit, tokens=args.overlong_tokens, penalty=args.overlong_penalty
+            )
+        paid = token_rewards(
             self.normalize(scored.scores),
             mask,
-            kl=scored.reference.kl,
-            kl_coef=self.kl.coef,
             eos=~rollout.truncated,
-            missing_eos_penalty=args.score.missing_eos_penalty,
-            clip=args.score.clip,
+            missing_eos_penalty=args.missing_eos_penalty,
+            overlong=overlong,
+            clip=args.clip,
         )
         if scored.dense is not None:
-            rewards[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
-        options = args.advantage.options()
-        options |= {"baseline": self.baseline.mean, "group_size": args.rollout.per_prompt}
-        advantages, returns = estimate(args.advantage.estimator, rewards, rollout.values, options=options, mask=mask)
-        self.baseline.update(rewards.sum(1), reduce=self.reduce)
-        batch = Batch(scored, rewards, advantages, returns)
-        if args.advantage.whitened_over("batch"):
-            advantages = whiten(advantages, mask, reduce=self.reduce)
-        return batch, self._experience(scored, advantages, returns)
+            paid[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
+        nothing = torch.zeros_like(scored.scores)
+        return paid, token_rewards(nothing, mask, kl=scored.reference.kl, kl_coef=self.kl.coef)
 
-    def _experience(self, scored: Scored, advantages: Tensor, returns: Tensor) -> Experience:
-        rollout, reference = scored.rollout, scored.reference
+    def _estimate(self, scored: Scored, paid: Tensor, price: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages and returns.
+
+        The KL takes no part in a group's normalisation: A = (s − mean s) / (deviation of s + 1e-4) − β (KL − mean KL).
+        Divided too, it would be noise of size 1 where all scores of a group are equal, as sparse ones mostly are.
+        """
+        args, rollout = self.args.advantage, scored.rollout
+        options = args.options() | {"baseline": self.baseline.mean, "group_size": self.args.rollout.per_prompt}
+        if args.estimator == "group_relative" and args.scale:
+            advantages, returns = estimate(args.estimator, paid, options=options, mask=rollout.mask)
+            options["scale"] = False
+            of_price, price_returns = estimate(args.estimator, price, options=options, mask=rollout.mask)
+            return advantages + of_price, returns + price_returns
+        where: Where = {"mask": rollout.mask}
+        if scored.bootstrap is not None:
+            after = torch.arange(rollout.mask.shape[1], device=rollout.mask.device) == rollout.mask.sum(1, True) - 1
+            where["truncated"] = after & rollout.truncated.unsqueeze(1)
+            where["bootstrap"] = scored.bootstrap.unsqueeze(1).expand(rollout.mask.shape)
+        return estimate(args.estimator, paid + price, rollout.values, options=options, **where)
+
+    def _require_dense(self, scored: Scored) -> None:
+        """Raise `RunStopped`, in every process, if a completion has a score of its whole text."""
+        of_texts = scored.scores.count_nonzero() + (scored.dense is None)
+        if self.reduce(of_texts) == 0:
+            return
+        raise RunStopped(
+            "advantage.bootstrap is True, and the reward scores whole completions; one that was cut off would be paid "
+            "its score and, by the critic's value, a score once more. Let every term of the reward return a list of "
+            "numbers, one per token, or set advantage.bootstrap: false"
+        )
+
+    def _experience(self, scored: Scored, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
+        """The experience to learn from; the rollout's mask is true at the tokens that take part in the loss."""
+        reference = scored.reference
         return Experience(
             inputs=rollout.inputs() | ({} if reference.hidden is None else {"ref_hidden": reference.hidden}),
             mask=rollout.mask,
@@ -77,7 +141,10 @@ class Credit:
             getattr(self, name).load_state_dict(remembered)
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """Scores as `score.normalize` wants them; the running deviation includes this batch."""
+        """Scores as `score.normalize` wants them; the running deviation includes this batch.
+
+        It divides where it is above 1e-4, the guard of `whiten` in units of the score.
+        """
         args = self.args.score
         if args.normalize == "none":
             return scores
@@ -86,7 +153,8 @@ class Credit:
             return whiten(scores, everyone, shift_mean=args.shift_mean, reduce=self.reduce)
         self.scores.update(scores, reduce=self.reduce)
         shifted = scores - self.scores.mean if args.shift_mean else scores
-        return shifted / self.scores.deviation if self.scores.deviation else shifted
+        # A smaller deviation is noise, and scores that all agree would be blown up by it with their mean.
+        return shifted / self.scores.deviation if self.scores.deviation > NOISE else shifted
 
 
 def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:

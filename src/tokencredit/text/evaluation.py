@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokencredit.core.kl import k1
 from tokencredit.errors import RunStopped
 from tokencredit.processes import Processes
 from tokencredit.runs.untrusted import visible
@@ -28,8 +27,9 @@ def evaluate(pipeline: Pipeline, prompts: Prompts, settings: EvalConfig, *, seed
 
     Returns:
         `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
-        (nats per sequence, if there is a reference), `eval/length`, `eval/distinct` (share of different completions)
-        and `eval/distinct_2` (share of different pairs of neighbouring tokens).
+        (nats per sequence, if there is a reference; `eval/log_ratio` where filters let samples estimate no KL),
+        `eval/length`, `eval/distinct` (share of different completions) and `eval/distinct_2` (share of different pairs
+        of neighbouring tokens).
 
     Raises:
         UnusableBatch: a log-probability or reward is not finite, in any process.
@@ -46,10 +46,10 @@ def evaluate(pipeline: Pipeline, prompts: Prompts, settings: EvalConfig, *, seed
 
 def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, float]:
     """The metrics of scored completions, over all processes."""
-    rollout, reference = scored.rollout, scored.reference.logprobs
+    rollout, distance = scored.rollout, scored.kl()
     totals = scored.totals().cpu()
     sums: list[Tensor | float] = [len(totals), totals.sum(), totals.view(-1, best_of).amax(1).sum(), rollout.mask.sum()]
-    sums += [0 if reference is None else k1(rollout.logprobs, reference, rollout.mask).sum()]
+    sums += [0 if distance is None else distance[1].sum()]
     device = rollout.mask.device
     rows, reward, best, tokens, kl = processes.sum(torch.tensor([float(x) for x in sums], device=device)).tolist()
     texts = text_metrics(scored, processes)
@@ -61,8 +61,8 @@ def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, flo
         "distinct": texts["distinct"],
         "distinct_2": texts["distinct_2"],
     }
-    if reference is not None:
-        metrics["kl"] = kl / rows
+    if distance is not None:
+        metrics[distance[0]] = kl / rows
     return metrics
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.core.kl import k1
 from tokencredit.processes import Processes
 from tokencredit.settings.training import KLConfig, SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
@@ -19,7 +20,7 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, Term
 from tokencredit.text.rewards.terms import Scores, score
-from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values
+from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context around a named stage, into which the stage puts its results."""
@@ -47,12 +48,32 @@ class Scored:
     """The weighted sum of those that give one number per token, paid where it stands; None if none does."""
     terms: dict[str, list[float | None]]
     """Each term by itself; None where it does not apply."""
+    filtered: bool = False
+    """Filters such as top_p kept tokens from being drawn."""
+    bootstrap: Tensor | None = None
+    """`[batch]`: the critic's value of the state after a completion that was cut off, 0 elsewhere; None if that is
+    worth 0."""
 
     def totals(self) -> Tensor:
         """`[batch]`: the whole reward of each completion."""
         if self.dense is None:
             return self.scores
         return self.scores + torch.tensor([sum(row) for row in self.dense], device=self.scores.device)
+
+    def kl(self) -> tuple[str, Tensor] | None:
+        """Distance from the reference at each token, in nats, and the name of its metric; None without a reference.
+
+        `kl`: the exact KL of each token's distribution where that is known, or else log π/reference of the token, whose
+        mean estimates it where tokens are drawn from π. Where filters keep some from being drawn it does not: it is
+        then called `log_ratio`.
+        """
+        reference = self.reference
+        if reference.exact and reference.kl is not None:
+            return "kl", reference.kl
+        if reference.logprobs is None:
+            return None
+        log_ratio = k1(self.rollout.logprobs, reference.logprobs, self.rollout.mask)
+        return "log_ratio" if self.filtered else "kl", log_ratio
 
     def texts(self) -> list[str]:
         """Each prompt with its completion."""
@@ -96,6 +117,7 @@ class Pipeline:
         per_prompt: int = 1,
         *,
         values: bool = False,
+        bootstrap: bool = False,
         stage: Stage = no_stage,
     ) -> Scored:
         """Sample a completion for each row of prompts and score it.
@@ -106,6 +128,7 @@ class Pipeline:
             uniforms: `[batch, settings.max_new_tokens]`, the randomness.
             per_prompt: consecutive rows with the same prompt.
             values: also compute the critic's values, where the engine has not.
+            bootstrap: also compute the values of the states after completions that were cut off.
             stage: wraps the stages `rollout`, `reference` and `reward`.
 
         Raises:
@@ -117,19 +140,33 @@ class Pipeline:
             if values and rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():
                     rollout = replace(rollout, values=rollout_values(self.policy, rollout, self.budget))
+            after = None
+            if bootstrap:
+                with self.precision.no_grad():
+                    after = values_after(self.policy, rollout, self.budget)
             results["rollout"] = rollout
         with stage("reference") as results, self.precision.no_grad():
             reference = results["reference"] = reference_outputs(
                 self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget
             )
         texts = prompts.continued(completions)
-        numbers = [x for x in (rollout.logprobs, rollout.values, reference.kl) if x is not None]
+        numbers = [x for x in (rollout.logprobs, rollout.values, reference.kl, after) if x is not None]
         if not self.processes.all(all(bool(x.isfinite().all()) for x in numbers)):
             raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)
         with stage("reward") as results:
             scores = results["scores"] = self._score(prompts, rollout, completions, reference, texts)
         totals = torch.tensor(scores.totals, device=self.precision.device)
-        return Scored(prompts, rollout, completions, reference, totals, scores.dense, scores.terms)
+        return Scored(
+            prompts,
+            rollout,
+            completions,
+            reference,
+            totals,
+            scores.dense,
+            scores.terms,
+            filtered=bool(settings.filters()),
+            bootstrap=after,
+        )
 
     def _score(
         self,

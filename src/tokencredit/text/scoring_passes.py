@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tokencredit.core.kl import kl_estimate
 from tokencredit.learn.experience import like_lengths
@@ -26,6 +27,8 @@ class ReferenceOutputs(NamedTuple):
     """`[batch, time]`, the nats that each token's reward pays for; None where the loss pays."""
     hidden: Tensor | None = None
     """`[batch, time, width]`, for an exact KL in the loss."""
+    exact: bool = False
+    """`kl` is the sum over the vocabulary, not an estimate from the sampled token."""
 
 
 def by_length(rollout: Rollout, budget: int | None, read: Callable[[Inputs], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -77,6 +80,31 @@ def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) ->
     return by_length(rollout, budget, read)["values"].masked_fill(~rollout.mask, 0.0)
 
 
+def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
+    """Values `[batch]` of the states after the last tokens of completions that were cut off; 0 for the others.
+
+    The value before one more token, whose place is filled with anything: no pass reads the last token.
+    """
+    after = torch.zeros(len(rollout.mask), device=rollout.mask.device)
+    cut = rollout.truncated
+    if not cut.any():
+        return after
+    lengths = rollout.mask[cut].sum(1, keepdim=True)
+    longer = Rollout(
+        prompt_ids=rollout.prompt_ids[cut],
+        prompt_mask=rollout.prompt_mask[cut],
+        response_ids=pad(rollout.response_ids[cut], (0, 1)),
+        mask=pad(rollout.mask[cut], (0, 1)).scatter(1, lengths, True),
+        logprobs=pad(rollout.logprobs[cut], (0, 1)),
+        values=None,
+        truncated=cut[cut],
+    )
+    # `lengths` counts the token that is not read, so a row that fits the budget is one longer here.
+    values = rollout_values(policy, longer, None if budget is None else budget + 1)
+    after[cut] = values.gather(1, lengths).squeeze(1)
+    return after
+
+
 def reference_outputs(
     policy: ActorCritic,
     reference: ActorCritic | None,
@@ -116,4 +144,4 @@ def reference_outputs(
     if in_loss:
         return ReferenceOutputs(logprobs, hidden=outputs.get("ref_hidden"))
     kl = outputs["kl"] if full else kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
-    return ReferenceOutputs(logprobs, kl)
+    return ReferenceOutputs(logprobs, kl, exact=full)

@@ -177,7 +177,13 @@ class PPOTrainer:
         self.drawn += settings.batch_size
         uniforms = torch.rand(settings.batch_size, settings.max_new_tokens, generator=self.sampling)
         return self.pipeline.collect(
-            prompts, settings, uniforms[first:][:share], settings.per_prompt, values=True, stage=self.stages
+            prompts,
+            settings,
+            uniforms[first:][:share],
+            settings.per_prompt,
+            values=True,
+            bootstrap=self.args.advantage.bootstrap,
+            stage=self.stages,
         )
 
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:

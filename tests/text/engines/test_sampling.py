@@ -128,6 +128,27 @@ def test_filters_leave_only_what_they_allow(model, tokenizer):
         torch.testing.assert_close(rollout.logprobs[rollout.mask], whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"min_new_tokens": 2}])
+def test_with_filters_the_entropy_of_the_whole_distribution_is_kept(filters, model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(rows=6, time=6), **filters)
+    with torch.no_grad():
+        now = model(rollout.inputs(), temperature=0.8, entropy=True)
+    torch.testing.assert_close(rollout.entropy, now.entropy * rollout.mask, atol=1e-4, rtol=1e-4)
+    assert (rollout.entropy[rollout.mask] > 0).all()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 1.0}])
+def test_without_filters_samples_estimate_the_entropy(filters, model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(rows=64, time=6), ends=[1], **filters)
+    assert rollout.entropy is None
+    with torch.no_grad():
+        exact = model(rollout.inputs(), temperature=0.8, entropy=True).entropy[rollout.mask]
+    sampled = -rollout.logprobs[rollout.mask]
+    assert float(sampled.mean()) == pytest.approx(
+        float(exact.mean()), abs=4 * float(sampled.std()) / len(sampled) ** 0.5
+    )
+
+
 def test_no_completion_ends_before_its_least_length(model, tokenizer):
     rollout = roll(model, tokenizer, uniforms(), min_new_tokens=4)
     assert rollout.mask.sum(1).min() >= 5

@@ -36,8 +36,9 @@ def negative_kl(run: Evidence) -> Finding | None:
         "the KL estimate is negative",
         run.where("kl"),
         "A KL divergence cannot be negative. Tokens were not drawn from the distribution whose log-probabilities were "
-        "recorded: top_k, top_p or min_p cut it off, or sampling and training disagree.",
-        "sample from the whole distribution (rollout.top_k, top_p, min_p), or take kl.estimator k3 or full",
+        "recorded, as where sampling and training disagree.",
+        "look for code that changes the model or the log-probabilities between rollout and update, or take "
+        "kl.estimator: full",
     )
 
 

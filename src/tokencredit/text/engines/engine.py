@@ -27,6 +27,9 @@ class Rollout:
     """Of the state before each token; None where the engine's passes did not compute them."""
     truncated: Tensor
     """`[batch]`, true where the length limit came before an end."""
+    entropy: Tensor | None = None
+    """Of the distribution that each token's log-probability is of, nats; None where that is the one it was drawn from,
+    so that −log-probability estimates it."""
 
     def inputs(self) -> dict[str, Tensor]:
         """What `ActorCritic` needs to evaluate these responses again."""

@@ -38,6 +38,7 @@ class Decoding:
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         self.values: Tensor | None = None
+        self.entropy = torch.zeros(shape, device=device) if settings.filters() else None
         self.truncated = torch.ones(batch, dtype=torch.bool, device=device)
         self.rows = torch.arange(batch, device=device)
         self.warpers = logits_warpers(settings)
@@ -55,6 +56,8 @@ class Decoding:
         self.response_ids[rows, step] = tokens
         self.mask[rows, step] = True
         self.logprobs[rows, step] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        if self.entropy is not None:
+            self.entropy[rows, step] = torch.special.entr(distribution.exp()).sum(-1)
         return tokens
 
     def keep_values(self, step: int, values: Tensor) -> None:
@@ -82,6 +85,7 @@ class Decoding:
             logprobs=self.logprobs[:, :length],
             values=None if self.values is None else self.values[:, :length],
             truncated=self.truncated,
+            entropy=None if self.entropy is None else self.entropy[:, :length],
         )
 
 
