@@ -25,12 +25,12 @@ from gymnasium.wrappers.vector import (
     DtypeObservation,
     FlattenObservation,
     NormalizeObservation,
-    NormalizeReward,
     RecordEpisodeStatistics,
     TransformObservation,
     TransformReward,
 )
 
+from tokencredit.control.reward_scale import ScaleReward
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import EnvConfig
 
@@ -205,7 +205,7 @@ def wrapped(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> V
         envs = NormalizeObservation(envs)
         envs = TransformObservation(envs, lambda x: np.clip(x, -args.clip, args.clip).astype(np.float32))
     if args.normalize_rewards and training:
-        envs = NormalizeReward(envs, gamma=gamma)
+        envs = ScaleReward(envs, gamma=gamma)
         envs = TransformReward(envs, lambda x: np.clip(x, -args.clip, args.clip))
     return envs
 
@@ -322,7 +322,7 @@ def statistics(envs: VectorEnv) -> dict[str, Any]:
     for layer in wrappers(envs):
         if isinstance(layer, NormalizeObservation):
             found["observations"] = layer.obs_rms
-        if isinstance(layer, NormalizeReward):
+        if isinstance(layer, ScaleReward):
             found["rewards"] = layer.return_rms
     return found
 

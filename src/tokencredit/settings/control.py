@@ -29,7 +29,7 @@ class EnvConfig:
     normalize_observations: bool = False
     """Shift and scale observations by their running mean and deviation."""
     normalize_rewards: bool = False
-    """Divide rewards by the running deviation of the discounted return."""
+    """Divide rewards by the running deviation of the discounted return, which begins anew with each episode."""
     clip: float = setting(10.0, above=0)
     """Normalised observations and rewards are held within ± this."""
 
