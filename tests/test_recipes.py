@@ -1,5 +1,6 @@
 """Every sweep among the recipes can be run as it stands."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,26 @@ ROOT = Path(__file__).parents[1]
 SWEEPS = sorted(path for path in ROOT.glob("recipes/**/*.yaml") if "seeds" in yaml.safe_load(path.read_text()))
 
 
+AGENTS = sorted(
+    path for path in ROOT.glob("recipes/**/*.yaml") if re.search(r"^ *env: .*\bid:", path.read_text(), re.M)
+)
+"""Recipes that name an environment: runs as they stand, and sweeps."""
+
+
 def test_there_are_sweeps():
     assert SWEEPS
+
+
+def test_there_are_agents():
+    assert len(AGENTS) == 9
+
+
+@pytest.mark.parametrize("file", AGENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_agents_are_evaluated_during_training(file):
+    settings = yaml.safe_load(file.read_text())
+    settings = settings.get("base", settings)
+    every, iterations = settings["eval"]["every"], settings["run"]["iterations"]
+    assert 5 <= iterations // every <= 10
 
 
 @pytest.mark.slow

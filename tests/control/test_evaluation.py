@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -68,6 +70,23 @@ def test_episodes_are_filmed(tmp_path, capsys):
 def test_what_cannot_be_filmed_is_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"eval\.videos: Memory-v0 (could not be drawn|draws no pictures)"):
         ControlTrainer(small(tmp_path / "run", env=EnvConfig("Memory-v0"), eval=EpisodesConfig(videos=1)))
+
+
+def test_evaluation_during_training_changes_no_training(tmp_path):
+    runs = []
+    for every in (0, 1):
+        env = EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True)
+        run = RunConfig(dir=str(tmp_path / str(every)), iterations=3, trackers=[], show_every=0)
+        trainer = ControlTrainer(
+            small(tmp_path, env=env, eval=EpisodesConfig(every, episodes=3, greedy=False), run=run)
+        )
+        trainer.train()
+        rows = [json.loads(line) for line in (tmp_path / str(every) / "metrics.jsonl").read_text().splitlines()]
+        assert ["eval/average_return" in row for row in rows] == [every == 1, every == 1, True]
+        skipped = ("seconds", "steps_per_second", "eval/")
+        training = [{name: x for name, x in row.items() if not name.startswith(skipped)} for row in rows]
+        runs.append((training, [p.tolist() for p in trainer.agent.parameters()]))
+    assert runs[0] == runs[1]
 
 
 def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
