@@ -25,7 +25,7 @@ OPTIONS = [
     "1",
 ]
 OPTIONS += ["--eval.every", "3", "--eval.samples", "16", "--eval.max_new_tokens", "8"]
-OPTIONS += ["--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
+OPTIONS += ["--critic.epochs", "2", "--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
 OPTIONS += ["--run.save_every", "2", "--run.dir"]
 TOGETHER = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 

@@ -17,7 +17,7 @@ from chaos import assert_same
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import AgentConfig, AgentCriticConfig, ControlConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -98,7 +98,7 @@ TEXTS = {
     },
     "LoRA with dropout": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1))},
     "muon, separate critic": {
-        "critic": CriticConfig(kind="separate"),
+        "critic": CriticConfig(kind="separate", epochs=1),
         "optim": OptimConfig(name="muon"),
     },
 }
@@ -122,6 +122,7 @@ AGENTS = {
         "env": EnvConfig(id="Hopper-v5", number=2, processes=True, normalize_observations=True, normalize_rewards=True),
         "steps": 64,
     },
+    "steps of the critic alone": {"critic": AgentCriticConfig(epochs=2, coef=0.0)},
     "episodes that end with the rollout": {
         "env": EnvConfig(id="Acrobot-v1", kwargs={"max_episode_steps": 10}),
         "steps": 10,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -72,6 +72,12 @@ class Processes:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Backward passes in here leave a wrapped model's gradients unshared."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Sum gradients over all processes, after passes through a model that is not wrapped."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = self.sum(parameter.grad)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss that is a part of a sum over processes; wrapped models average, so scale up."""

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
@@ -12,6 +13,7 @@ from tokencredit.control.agent import Agent
 from tokencredit.control.environments import make_envs, statistics
 from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
+from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, ControlConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
@@ -249,6 +251,40 @@ def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
     trainer.iteration(1)
     moved = {name for name, x in trainer.agent.state_dict().items() if not torch.equal(x, before[name])}
     assert moved == {name for name in before if name.startswith("critic")}
+
+
+@pytest.mark.parametrize(("kind", "reached"), [("shared", 0.6), ("separate", 0.95)])
+def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(kind, reached, tmp_path):
+    """A policy gradient of one step, then many of its baseline on the same batch; a shared critic is one layer."""
+    agents, fits = [], []
+    for epochs in (0, 500):
+        critic = AgentCriticConfig(kind=kind, lr=1e-2, coef=0.0, clip=None, epochs=epochs)
+        changes = {"env": EnvConfig(normalize_observations=True), "optim": OptimConfig(warmup=0)}
+        args = small(tmp_path / str(epochs), algorithm="policy_gradient", critic=critic, **changes)
+        trainer = ControlTrainer(args)
+        rollout = trainer.collector.collect(16)
+        advantages, returns = trainer.credit(rollout)
+        metrics = trainer.update(1, rollout.experience(advantages, returns))
+        assert metrics["steps"] == 1
+        assert metrics.get("critic_steps", 0) == epochs
+        agents.append(trainer.agent.actor_parts().state_dict())
+        with torch.no_grad():
+            fits.append(explained_variance(trainer.agent.values(rollout.observations), returns, rollout.mask).item())
+    assert all(torch.equal(x, agents[1][name]) for name, x in agents[0].items())
+    assert fits[0] < 0.3 < reached < fits[1]
+
+
+def test_a_critic_without_weight_in_the_loss_learns_in_its_own_steps_alone(tmp_path):
+    """Its momentum from those must not move it in joint steps."""
+    critic = AgentCriticConfig(coef=0.0, epochs=2)
+    trainer = ControlTrainer(small(tmp_path / "run", critic=critic, optim=OptimConfig(warmup=0, weight_decay=0.1)))
+    before = trainer.agent.critic_head.weight.detach().clone()
+    trainer.iteration(1)
+    learned = {name: x.clone() for name, x in trainer.agent.critic_parts().state_dict().items()}
+    assert not torch.equal(learned["1.weight"], before)
+    trainer.learner.settings = replace(trainer.learner.settings, critic_epochs=0)
+    trainer.iteration(2)
+    assert all(torch.equal(x, learned[name]) for name, x in trainer.agent.critic_parts().state_dict().items())
 
 
 def test_returns_are_counted_before_normalisation(tmp_path):

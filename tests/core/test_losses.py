@@ -87,6 +87,7 @@ def test_ratio_stats_by_hand():
     log_ratio = torch.tensor([2.0, 0.5, 1.1, 1.0, 9.0]).log()
     metrics = ratio_stats(log_ratio, torch.zeros(5), mask, clip=(0.2, 1.5)).metrics()
     assert metrics["clip_fraction"] == 0.25  # 0.5 is below 0.8; 2 is not above 2.5
+    assert metrics["ratio_mean"] == pytest.approx((2.0 + 0.5 + 1.1 + 1.0) / 4)
     assert metrics["ratio_max"] == pytest.approx(2.0)
     assert metrics["ratio_min"] == pytest.approx(0.5)
     logs = [math.log(r) for r in (2.0, 0.5, 1.1, 1.0)]
@@ -192,6 +193,7 @@ def test_before_the_first_step_the_ratio_is_exactly_1(seed, temperature, dtype):
         "clip_fraction": 0.0,
         "approx_kl_k1": 0.0,
         "approx_kl_k3": 0.0,
+        "ratio_mean": 1.0,
         "ratio_max": 1.0,
         "ratio_min": 1.0,
     }

@@ -12,7 +12,7 @@ from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner, NonFiniteUpdate, UpdateSettings
-from tokencredit.learn.objective import MicroBatchLoss, Objective, PolicyOutputs
+from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes, PolicyOutputs
 from tokencredit.learn.optim import schedule
 from tokencredit.processes import Processes
 
@@ -62,7 +62,7 @@ def learner_of(policy, objective=OBJECTIVE, evaluate=evaluate, **settings):
     return Learner(
         policy,
         torch.optim.SGD(policy.parameters(), lr=0.5),
-        evaluate,
+        Passes(evaluate, lambda inputs: policy.value[inputs["states"]]),
         objective,
         UpdateSettings(**{"epochs": 1, "minibatches": 1} | settings),
         schedule("constant"),
@@ -342,12 +342,73 @@ def test_the_learner_goes_on_from_its_state(world):
 
 def test_rates_follow_the_schedule_and_are_metrics():
     policy = TablePolicy()
-    groups = [{"params": [policy.logits], "lr": 0.1}, {"params": [policy.value], "lr": 1.0, "critic": True}]
+    groups = [{"params": [policy.logits], "lr": 0.1}, {"params": [policy.value], "lr": 1.0, "metric": "value_lr"}]
     learner = learner_of(policy)
     learner.optimizer = torch.optim.SGD([group | {"initial_lr": group["lr"]} for group in groups])
     learner.schedule = schedule("linear", total=2)
     assert learner.set_rates(1) == {"lr": 0.1, "value_lr": 1.0}
     assert learner.set_rates(2) == {"lr": 0.05, "value_lr": 0.5}
+
+
+def test_a_step_of_the_critic_alone_by_hand(world):
+    """V(s) ← V(s) − lr · Σ (V(s) − R) / tokens over the tokens at s, whatever the value loss weighs in joint steps."""
+    policy, experience = world
+    before = policy.value.detach().clone()
+    objective = Objective(value_clip=None, value_coef=0.0)
+    metrics = learner_of(policy, objective, critic_epochs=1).update(experience)
+    states, mask = experience.inputs["states"][experience.mask], experience.mask
+    errors = before[states] - experience.returns[mask]
+    expected = before.index_add(0, states, -0.5 * errors / mask.sum())
+    torch.testing.assert_close(policy.value.detach(), expected)
+    assert metrics["critic_steps"] == metrics["steps"] == 1
+    assert metrics["critic_value_loss"] == pytest.approx(0.5 * errors.square().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [TIME, 3 * TIME])
+def test_micro_batches_change_no_step_of_the_critic_alone(world, tokens):
+    policy, experience = world
+    learner = learner_of(policy, critic_epochs=2, minibatches=2, micro_batch_tokens=tokens)
+    values = []
+    for budget in (None, tokens):
+        policy.value.data = experience.values.new_zeros(STATES)
+        learner.generator.manual_seed(0)
+        learner.settings = replace(learner.settings, micro_batch_tokens=budget)
+        learner.update(experience)
+        values.append(policy.value.detach().clone())
+    torch.testing.assert_close(*values)
+
+
+def test_the_critic_alone_fits_the_returns_and_leaves_the_policy_bit_for_bit(world):
+    """A table's best values are the mean returns of its states; momentum and decay move the policy's table no more."""
+    policy, experience = world
+    start = {name: x.clone() for name, x in policy.state_dict().items()}
+    tables, metrics = [], []
+    for critic_epochs in (0, 400):
+        policy.load_state_dict(start)
+        learner = learner_of(policy, Objective(value_clip=None), epochs=2, minibatches=2, critic_epochs=critic_epochs)
+        learner.optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05, weight_decay=0.01)
+        metrics.append(learner.update(experience))
+        tables.append({name: x.clone() for name, x in policy.state_dict().items()})
+    assert torch.equal(tables[0]["logits"], tables[1]["logits"])
+    own = {"critic_steps": 800, "critic_value_loss": metrics[1]["critic_value_loss"]}
+    assert metrics[1] == metrics[0] | own
+    states, returns = experience.inputs["states"][experience.mask], experience.returns[experience.mask]
+    means = torch.stack([returns[states == state].mean() for state in range(STATES)])
+    torch.testing.assert_close(tables[1]["value"], means, atol=0.2, rtol=0)
+    best = 0.5 * (returns - means[states]).square().mean().item()
+    assert metrics[1]["critic_value_loss"] == pytest.approx(best, rel=0.05)
+
+
+def test_steps_of_the_critic_alone_that_are_not_finite_are_skipped_and_named(world):
+    policy, experience = world
+    experience.returns[3, 0] = math.nan
+    before = policy.value.detach().clone()
+    errors = []
+    learner = learner_of(policy, critic_epochs=2)
+    metrics = learner.update(experience, on_step=lambda minibatch, error: errors.append(error))
+    assert [(error.term, error.row) for error in errors] == [("value loss", 3)] * 3
+    assert metrics == {"steps": 0, "bad_steps": 3}
+    assert torch.equal(policy.value, before)
 
 
 @dataclass(frozen=True)

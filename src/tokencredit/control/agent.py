@@ -72,6 +72,15 @@ class Agent(nn.Module):
         values: Tensor = self.critic_head((self.critic_body or self.actor_body)(observations)).squeeze(-1)
         return values
 
+    def critic_values(self, observations: Tensor) -> Tensor:
+        """The same of `[batch, time, size]`, with a gradient for the layers that belong to the critic alone."""
+        assert self.critic_head is not None
+        rows = observations.flatten(0, 1)
+        with torch.set_grad_enabled(self.critic_body is not None):
+            states = (self.critic_body or self.actor_body)(rows)
+        values: Tensor = self.critic_head(states).view(observations.shape[:2])
+        return values
+
     def forward(
         self, observations: Tensor, actions: Tensor, policy_loss: PolicyLoss, entropy: bool = False
     ) -> PolicyOutputs:

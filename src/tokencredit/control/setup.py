@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokencredit.control.agent import Agent
 from tokencredit.learn.learner import Learner, UpdateSettings
-from tokencredit.learn.objective import Objective, PolicyLoss, PolicyOutputs
+from tokencredit.learn.objective import Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.processes import Processes
 from tokencredit.settings.control import ControlConfig
@@ -21,10 +23,13 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
         outputs: PolicyOutputs = model(**inputs, policy_loss=loss, entropy=entropy)
         return outputs
 
+    def critic_values(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return agent.critic_values(inputs["observations"])
+
     return Learner(
         agent,
         build_agent_optimizer(args, agent),
-        evaluate,
+        Passes(evaluate, critic_values),
         Objective(**args.ppo.objective(args.critic), horizon=1),
         build_update(args),
         schedule(**args.optim.rates(args.run.iterations)),
@@ -36,7 +41,7 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
 def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Optimizer:
     """One optimizer for actor and critic; at equal rates they are one group, which takes half the time of two."""
     actor, critic = (list(part.parameters()) for part in (agent.actor_parts(), agent.critic_parts()))
-    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, "lr": args.critic.lr, "critic": True}]
+    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, "lr": args.critic.lr, "metric": "value_lr"}]
     if args.optim.lr == args.critic.lr:
         groups = [{"params": actor + critic, "lr": args.optim.lr}]
     return build_optimizer(
@@ -50,4 +55,15 @@ def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Opti
 def build_update(args: ControlConfig) -> UpdateSettings:
     """The course of an agent's updates; a policy gradient takes one step on the whole batch."""
     one_step = {"epochs": 1, "minibatches": 1} if args.algorithm == "policy_gradient" else {}
-    return UpdateSettings(**args.ppo.passes(args.advantage, args.optim) | one_step)
+    return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim) | one_step)
+
+
+def frozen_parameters(args: ControlConfig, agent: Agent, iteration: int) -> Iterable[Tensor]:
+    """The parameters that the joint steps of an iteration leave alone.
+
+    The actor's while the critic warms up; the critic's own where its loss has no weight, lest old momentum moves them.
+    """
+    if iteration <= args.critic.warmup:
+        yield from agent.actor_parts().parameters()
+    if args.critic.coef == 0:
+        yield from agent.critic_parts().parameters()

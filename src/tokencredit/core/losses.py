@@ -228,9 +228,10 @@ class RatioStats:
     extremes: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """Per token: clip_fraction, approx_kl_k1 and approx_kl_k3 (old policy ‖ new, nats), ratio_max and ratio_min.
+        """Per token: clip_fraction, approx_kl_k1 and approx_kl_k3 (old policy ‖ new, nats), ratio_mean, _max and _min.
 
-        E[−log r] and E[r − 1 − log r] over tokens drawn from the old policy are `kl.k1` and `kl.k3` of KL(old ‖ new).
+        E[−log r] and E[r − 1 − log r] over tokens drawn from the old policy are `kl.k1` and `kl.k3` of KL(old ‖ new);
+        their difference gives E[r], which is 1 over tokens drawn from the old policy, however far the new one is.
         """
         tokens, clipped, k1_sum, k3_sum = self.sums.tolist()
         ratio_max, negative_min = self.extremes.tolist()
@@ -238,6 +239,7 @@ class RatioStats:
             "clip_fraction": clipped / tokens,
             "approx_kl_k1": k1_sum / tokens,
             "approx_kl_k3": k3_sum / tokens,
+            "ratio_mean": 1 + (k3_sum - k1_sum) / tokens,
             "ratio_max": ratio_max,
             "ratio_min": -negative_min,
         }

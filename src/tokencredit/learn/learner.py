@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokencredit.core.losses import RatioStats, ratio_stats
 from tokencredit.core.masked import whiten
 from tokencredit.learn.experience import Experience, like_lengths
-from tokencredit.learn.objective import Evaluate, MicroBatchLoss, Objective
+from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
 from tokencredit.learn.rng import from_text, to_text
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
@@ -30,6 +30,8 @@ class UpdateSettings:
     """Passes over the experience."""
     minibatches: int = 4
     """Optimizer steps per pass."""
+    critic_epochs: int = 0
+    """Further passes, after these, in which only the critic's own parameters learn, from the value loss alone."""
     micro_batch_tokens: int | None = None
     """The most tokens in memory at once, padding included; None for no limit. It changes no gradient."""
     whiten_minibatches: bool = False
@@ -83,7 +85,7 @@ class Learner:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        evaluate: Evaluate,
+        passes: Passes,
         objective: Objective,
         settings: UpdateSettings,
         schedule: Callable[[int], float],
@@ -94,8 +96,9 @@ class Learner:
 
         Args:
             model: what is trained.
-            optimizer: of its parameters; groups with `critic: True` hold the critic's own.
-            evaluate: the outputs of the model, as it is wrapped for several processes, on an experience's inputs.
+            optimizer: of its parameters; a group's `metric` is the name of its rate in the metrics, `lr` by default.
+            passes: the outputs of the model, as it is wrapped for several processes, on an experience's inputs, and
+                the critic's values alone.
             objective: what is minimised.
             settings: how an update goes through an experience.
             schedule: the factor of the learning rates at an iteration, counted from 0.
@@ -105,32 +108,32 @@ class Learner:
         self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
         self.schedule, self.generator, self.processes = schedule, generator, processes
         self.wrapped = processes.wrap(model)
-        self._evaluate = evaluate
+        self._evaluate, self._critic_values = passes
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
 
     def set_rates(self, iteration: int) -> dict[str, float]:
-        """Set the learning rates of an iteration, counted from 1; returns `lr`, and `value_lr` of a critic's group."""
+        """Set the learning rates of an iteration, counted from 1; returns them by the names of their metrics."""
         set_rates(self.optimizer, self.schedule(iteration - 1))
-        groups = self.optimizer.param_groups
-        return {"value_lr" if group.get("critic") else "lr": group["lr"] for group in groups}
+        return {group.get("metric", "lr"): group["lr"] for group in self.optimizer.param_groups}
 
     def update(
         self, experience: Experience, *, frozen: Iterable[Tensor] = (), on_step: OnStep = raise_non_finite
     ) -> dict[str, float]:
-        """Take `epochs` × `minibatches` optimizer steps on one rollout.
+        """Take `epochs` × `minibatches` optimizer steps on one rollout, then those of the critic alone.
 
         Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
 
         Args:
             experience: this process's share of one rollout with its credit.
-            frozen: parameters that this update leaves alone.
+            frozen: parameters that the joint steps of policy and critic leave alone.
             on_step: called after each minibatch, and may raise. A step with a loss or gradient that is not finite is
                 not taken, and counts in no metric but `bad_steps`.
 
         Returns:
             `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen,
             `first_ratio_error`, and the numbers of `steps` taken and of `bad_steps` skipped. A minibatch whose mask is
-            false everywhere is left out: it takes no step and counts in no mean.
+            false everywhere is left out: it takes no step and counts in no mean. With steps of the critic alone also
+            their number, `critic_steps`, and the value loss of their last pass, `critic_value_loss`.
 
         Raises:
             NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
@@ -140,7 +143,7 @@ class Learner:
         grad_norms: list[float] = []
         bad_steps = 0
         with self._train_mode():
-            for rows in self._minibatches(experience):
+            for rows in self._minibatches(experience, settings.epochs):
                 minibatch = self._whitened(experience.select(rows))
                 record, grad_norm = self._gradient(minibatch, frozen)
                 if not self.processes.all(math.isfinite(sum(float(micro.loss) for micro in record) + grad_norm)):
@@ -155,8 +158,9 @@ class Learner:
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
                 on_step(minibatch, None)
+            critic, bad_critic_steps = self._critic_steps(experience, on_step)
         drop_gradients(self.parameters)  # they are as large as the weights, and sampling needs the memory
-        steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps}
+        steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
             return steps
         return self._metrics(records) | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
@@ -188,12 +192,12 @@ class Learner:
         finally:
             self.model.eval()
 
-    def _minibatches(self, experience: Experience) -> Iterator[Tensor]:
+    def _minibatches(self, experience: Experience, epochs: int) -> Iterator[Tensor]:
         """Rows of each minibatch, but for those without a token in the loss in any process.
 
         A step on nothing would not be nothing: momentum and weight decay alone would move the weights.
         """
-        for _ in range(self.settings.epochs):
+        for _ in range(epochs):
             for rows in experience.minibatches(self.settings.minibatches, self.generator):
                 if self.processes.sum(experience.mask[rows].sum()) > 0:
                     yield rows
@@ -238,6 +242,44 @@ class Learner:
         total, parts = loss.complete(now)
         self.processes.backward(total)
         return StepRecord(total.detach(), parts, now.logprobs, part.logprobs, part.mask)
+
+    def _critic_steps(self, experience: Experience, on_step: OnStep) -> tuple[dict[str, float], int]:
+        """Take the steps of the critic alone; returns their metrics, and how many were skipped."""
+        losses: list[float] = []
+        bad_steps = 0
+        for rows in self._minibatches(experience, self.settings.critic_epochs):
+            minibatch = experience.select(rows)
+            loss, grad_norm = self._critic_gradient(minibatch)
+            if not self.processes.all(math.isfinite(loss + grad_norm)):
+                bad_steps += 1
+                on_step(minibatch, self._locate(experience, rows))
+                continue
+            self.optimizer.step()  # leaves parameters without a gradient as they are, moments and decay included
+            losses.append(loss)
+            on_step(minibatch, None)
+        if not losses:
+            return {}, bad_steps
+        last = losses[-self.settings.minibatches :]
+        return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
+
+    def _critic_gradient(self, minibatch: Experience) -> tuple[float, float]:
+        """Put the gradient of the value loss, clipped, into the critic's own parameters; returns the loss and its norm.
+
+        The model's wrapper, which waits for the gradient of every parameter, has no part in it.
+        """
+        assert self._critic_values is not None
+        drop_gradients(self.parameters)
+        count = self.processes.sum(self.objective.count(minibatch.mask))
+        losses = []
+        for rows in like_lengths(minibatch.lengths, self.settings.micro_batch_tokens):
+            part = minibatch.select(rows)
+            loss = MicroBatchLoss(self.objective, part, count).value_loss(self._critic_values(part.inputs))
+            loss.backward()
+            losses.append(loss.detach())
+        self.processes.sum_gradients(self.parameters)
+        limit, kind = self.settings.max_grad_norm, self.settings.grad_norm_type
+        norm = clip_gradients(self.parameters, limit, kind)
+        return float(self.processes.sum(torch.stack(losses).sum())), float(norm)
 
     @torch.no_grad()
     def _locate(self, experience: Experience, rows: Tensor) -> NonFiniteUpdate:

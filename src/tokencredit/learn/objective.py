@@ -56,6 +56,15 @@ Where nothing is projected, `loss(TokenStats(logprobs[mask], …), slice(None))`
 """
 
 
+class Passes(NamedTuple):
+    """The passes of an update through a model."""
+
+    evaluate: Evaluate
+    critic_values: Callable[[dict[str, Tensor]], Tensor] | None = None
+    """From an experience's inputs to values `[batch, time]`, whose gradient reaches the critic's own parameters alone;
+    None without a critic."""
+
+
 class Loss(NamedTuple):
     """The loss of a micro-batch and its parts before their coefficients, by their names in the metrics."""
 
@@ -146,10 +155,15 @@ class MicroBatchLoss:
     def complete(self, now: PolicyOutputs) -> Loss:
         """The whole loss, with its gradient; parts carry none."""
         loss, parts = now.policy_loss, dict(self.parts)
-        rows = self.rows
-        if now.values is not None and rows.values is not None:
-            losses = value_loss(now.values, rows.values, rows.returns, rows.mask, clip=self.objective.value_clip)
-            value = weighted_sum(losses, self.weights)
+        if now.values is not None and self.rows.values is not None:
+            value = self.value_loss(now.values)
             loss = loss + self.objective.value_coef * value
             parts["value_loss"] = value.detach()
         return Loss(loss, parts)
+
+    def value_loss(self, values: Tensor) -> Tensor:
+        """The critic's part, before its coefficient, with its gradient."""
+        rows = self.rows
+        assert rows.values is not None
+        losses = value_loss(values, rows.values, rows.returns, rows.mask, clip=self.objective.value_clip)
+        return weighted_sum(losses, self.weights)

@@ -34,10 +34,10 @@ GROUPS = {
     "Distance from the reference": ("kl", "log_ratio", "ref_logprob"),
     "Exploration": ("entropy", "distinct", "repetition"),
     "Ratio and clipping": ("clip_fraction", "approx_kl", "ratio", "first_ratio"),
-    "Losses": ("loss", "policy_loss", "value_loss"),
+    "Losses": ("loss", "policy_loss", "value_loss", "critic_value_loss"),
     "Critic and advantages": ("explained_variance", "value_mean", "advantage"),
     "Length": ("length", "truncated", "masked", "train/average_length", "train/"),
-    "Optimiser": ("grad_norm", "lr", "value_lr", "steps"),
+    "Optimiser": ("grad_norm", "lr", "value_lr", "trunk_lr", "steps", "critic_steps"),
     "Time": ("seconds", "tokens_per_second", "steps_per_second"),
 }
 """Curves that belong together, by the beginnings of their names; whatever fits nowhere comes last."""

@@ -77,7 +77,7 @@ class AgentCriticConfig(CriticTraining):
     lr: float = setting(2.5e-4, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, at_least=0)
-    """Weight of the value loss."""
+    """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
 
 
 @dataclass

@@ -53,13 +53,16 @@ class CriticTraining:
     kind: Literal["shared", "separate", "none"] = "shared"
     """Critic as a head on the policy's own trunk, as a model of its own, or none."""
     lr: float = setting(1e-3, above=0)
-    """Learning rate of the critic's own parameters."""
+    """Learning rate of the value head."""
     coef: float = setting(0.5, at_least=0)
-    """Weight of the value loss."""
+    """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
     clip: float | None = setting(0.2, above=0)
     """Largest change of a value that the value loss rewards in one update; null for no clipping."""
     warmup: int = setting(0, at_least=0)
     """First iterations in which only the critic learns."""
+    epochs: int = setting(0, at_least=0)
+    """Further passes over each batch, after the policy's update and in minibatches of the same size, in which only the
+    critic's own parameters learn. They minimise the value loss alone, within `clip`; `coef` has no part in them."""
 
     def check_unused(self) -> None:
         """Raise `ConfigError` for a setting of a critic that does not exist."""
@@ -79,9 +82,12 @@ class CriticConfig(CriticTraining):
     was saved there; null for the critic saved with `model.name`, or else a copy of the policy."""
     head: Literal["linear", "mlp"] = "mlp"
     """Value head on the last hidden state: one layer, or two with a hidden width four times the trunk's."""
-    init: Literal["saved", "zeros", "orthogonal"] = "saved"
+    trunk_lr: float | None = setting(None, above=0)
+    """Learning rate of a separate critic's trunk; null for optim.lr."""
+    init: Literal["saved", "zeros", "orthogonal", "default"] = "saved"
     """Start of the value head: the one saved with the model if there is one, and zeros if not; a last layer that
-    predicts 0; or orthogonal weights. Only `saved` also takes up the trunk saved with `model.name`."""
+    predicts 0; orthogonal weights; or PyTorch's default of each layer. Only `saved` also takes up the trunk saved with
+    `model.name`."""
     gain: float = setting(1.0, above=0)
     """Gain of the last layer of an orthogonal head."""
     hidden_gain: float = setting(math.sqrt(2), above=0)
@@ -95,6 +101,8 @@ class CriticConfig(CriticTraining):
         super().check_unused()
         if self.name is not None and self.kind != "separate":
             raise ConfigError(f"critic.name is {self.name!r}; it needs critic.kind: separate")
+        if self.trunk_lr is not None and (self.kind != "separate" or self.detach):
+            raise ConfigError(f"critic.trunk_lr is {self.trunk_lr}; it needs critic.kind: separate, without detach")
         unused = [("gain", self.init != "orthogonal"), ("hidden_gain", self.init != "orthogonal" or self.head != "mlp")]
         for key, is_unused in unused:
             if is_unused and getattr(self, key) != getattr(CriticConfig(), key):

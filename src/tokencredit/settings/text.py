@@ -53,7 +53,7 @@ class PPOConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     """What holds the policy near its starting point."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer and its schedule; the critic's own learning rate is `critic.lr`."""
+    """The optimizer and its schedule; a critic's rates are `critic.lr` and `critic.trunk_lr`."""
     stop: StopConfig = field(default_factory=StopConfig)
     """When a run ends before its last iteration."""
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -182,11 +182,12 @@ class UpdateConfig:
             "reduction": self.reduction,
         }
 
-    def passes(self, advantage: AdvantageConfig, optim: OptimConfig) -> dict[str, Any]:
+    def passes(self, critic: CriticTraining, advantage: AdvantageConfig, optim: OptimConfig) -> dict[str, Any]:
         """Arguments of `learn.learner.UpdateSettings` that language models and agents share."""
         return {
             "epochs": self.epochs,
             "minibatches": self.minibatches,
+            "critic_epochs": critic.epochs,
             "micro_batch_tokens": self.micro_batch_tokens,
             "whiten_minibatches": advantage.whitened_over("minibatch"),
             "target_kl": self.target_kl,

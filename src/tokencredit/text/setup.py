@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.learner import Learner, UpdateSettings
-from tokencredit.learn.objective import Objective, PolicyLoss, PolicyOutputs
-from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.objective import Objective, Passes, PolicyLoss, PolicyOutputs
+from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
 from tokencredit.processes import Processes
@@ -207,12 +207,10 @@ def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
     """The learner of a run: optimizer, schedule, objective and the generator that shuffles."""
     policy, precision, optim = models.policy, models.precision, args.optim
-    groups = [{"params": trainable(policy.lm), "lr": optim.lr, "weight_decay": optim.weight_decay}]
-    if policy.critic is not None:
-        critic = {"params": trainable(policy.critic), "lr": args.critic.lr, "weight_decay": optim.weight_decay}
-        groups.append(critic | {"critic": True})
     hidden = hidden_matrices(policy.lm, exclude=policy.lm.get_output_embeddings().parameters())
-    optimizer = build_optimizer(groups, optim.name, hidden=hidden, eps=optim.eps)
+    if policy.critic is not None and policy.critic.trunk is not None:
+        hidden += hidden_matrices(policy.critic.trunk)
+    optimizer = build_optimizer(parameter_groups(args, policy), optim.name, hidden=hidden, eps=optim.eps)
     exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
     options = {
         "temperature": args.rollout.temperature,
@@ -225,16 +223,44 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
             outputs: PolicyOutputs = model(inputs, policy_loss=loss, **options)
         return outputs
 
+    def critic_values(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        with precision.autocast():
+            return policy.critic_values(inputs)
+
     return Learner(
         policy,
         optimizer,
-        evaluate,
+        Passes(evaluate, critic_values),
         build_objective(args),
         build_update(args),
         schedule(**optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(2 * args.seed + 1),
         processes,
     )
+
+
+def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
+    """The parameters of the policy, of a separate critic's trunk and of the value head, each with its rate."""
+    critic, rate = policy.critic, args.optim.lr
+    parts: list[tuple[str, torch.nn.Module, float]] = [("lr", policy.lm, rate)]
+    if critic is not None and critic.trunk is not None:
+        parts.append(("trunk_lr", critic.trunk, args.critic.trunk_lr or rate))
+    if critic is not None:
+        parts.append(("value_lr", critic.head, args.critic.lr))
+    groups = [
+        {"params": trainable(part), "lr": lr, "weight_decay": args.optim.weight_decay, "metric": metric}
+        for metric, part, lr in parts
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def frozen_parameters(args: PPOConfig, policy: ActorCritic, iteration: int) -> list[torch.nn.Parameter]:
+    """The parameters that the joint steps of an iteration leave alone.
+
+    The policy's while the critic warms up; the critic's own where its loss has no weight, lest old momentum moves them.
+    """
+    frozen = trainable(policy.lm) if iteration <= args.critic.warmup else []
+    return frozen + (trainable(policy.critic) if policy.critic is not None and args.critic.coef == 0 else [])
 
 
 def build_objective(args: PPOConfig) -> Objective:
@@ -251,4 +277,4 @@ def build_update(args: PPOConfig) -> UpdateSettings:
     """The course of a run's updates."""
     model = args.model
     train_mode = model.dropout or model.gradient_checkpointing or model.lora.dropout > 0
-    return UpdateSettings(**args.ppo.passes(args.advantage, args.optim), train_mode=train_mode)
+    return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim), train_mode=train_mode)

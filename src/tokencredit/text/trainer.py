@@ -193,7 +193,7 @@ class PPOTrainer:
         with self.stages("update") as results:
             metrics = results["metrics"] = self.learner.update(
                 experience,
-                frozen=trainable(self.policy.lm) if number <= self.args.critic.warmup else (),
+                frozen=setup.frozen_parameters(self.args, self.policy, number),
                 on_step=partial(self._on_step, number, batch),
             )
         self.pipeline.engine.weights_changed()

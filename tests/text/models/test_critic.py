@@ -7,15 +7,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError
+from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, KLConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import (
+    AdvantageConfig,
+    KLConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
 from tokencredit.text.models.building import build_policy
+from tokencredit.text.models.critic import build_value_head
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.rewards.calls import Term
+from tokencredit.text.scoring_passes import rollout_values
 from tokencredit.text.trainer import PPOTrainer
 
+WORDS = ["acting", "plot", "film", "story", "ending", "music", "cast", "script"]
 NONE = CriticConfig(kind="none")
 GROUPS = {"advantage": AdvantageConfig(estimator="group_relative"), "critic": NONE}
 
@@ -196,6 +208,12 @@ def test_an_adapter_is_not_part_of_a_separate_critics_trunk():
         ({"advantage": AdvantageConfig(n=7)}, r"advantage\.n is 7, which advantage\.estimator gae does not read"),
         (GROUPS | {"critic": CriticConfig(kind="none", lr=0.1)}, r"critic\.lr is 0\.1, and critic\.kind is none"),
         ({"critic": CriticConfig(name="x")}, r"critic\.name is 'x'; it needs critic\.kind: separate"),
+        (GROUPS | {"critic": CriticConfig(kind="none", epochs=1)}, r"critic\.epochs is 1, and critic\.kind is none"),
+        ({"critic": CriticConfig(trunk_lr=0.1)}, r"critic\.trunk_lr is 0\.1; it needs critic\.kind: separate"),
+        (
+            {"critic": CriticConfig(kind="separate", detach=True, trunk_lr=0.1)},
+            r"critic\.trunk_lr is 0\.1; it needs critic\.kind: separate, without detach",
+        ),
         ({"critic": CriticConfig(gain=0.1)}, r"critic\.gain is 0\.1; it needs critic\.init: orthogonal"),
         (
             {"critic": CriticConfig(head="linear", init="orthogonal", hidden_gain=0.1)},
@@ -206,6 +224,100 @@ def test_an_adapter_is_not_part_of_a_separate_critics_trunk():
 def test_a_setting_that_changes_nothing_is_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         small(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_bit(kind, tmp_path):
+    weights, values = {}, {}
+    for epochs in (0, 150):
+        changes = {
+            "critic": CriticConfig(kind=kind, lr=1e-2, clip=None, epochs=epochs),
+            "optim": OptimConfig(lr=1e-3, warmup=0, weight_decay=0.01),
+            "ppo": UpdateConfig(epochs=2, minibatches=1, micro_batch_tokens=64),
+            "prompts": PromptsConfig(text=[f"The {word}" for word in WORDS]),  # no two texts share a state
+            "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
+        }
+        trainer = PPOTrainer(args=small(tmp_path / str(epochs), **changes))
+        scored = trainer.collect()
+        batch, experience = trainer.credit.give(scored)
+        metrics = trainer.update(1, batch, experience)
+        assert metrics.get("critic_steps", 0) == epochs
+        weights[epochs] = {name: x.clone() for name, x in trainer.policy.lm.state_dict().items()}
+        with torch.no_grad():
+            now = rollout_values(trainer.policy, scored.rollout, None)
+        values[epochs] = explained_variance(now, experience.returns, experience.mask).item()
+    assert all(torch.equal(x, weights[150][name]) for name, x in weights[0].items())
+    assert values[0] < 0.9 < 0.99 < values[150]
+    assert metrics["critic_value_loss"] < 0.01 * metrics["value_loss"]
+
+
+def test_steps_of_the_critic_alone_compute_no_vocabulary(tmp_path):
+    trainer = PPOTrainer(args=small(tmp_path, critic=CriticConfig(epochs=1)))
+    _, experience = trainer.credit.give(trainer.collect())
+    vocabulary = trainer.policy.lm.config.vocab_size
+    with Shapes() as shapes:
+        trainer.learner._critic_steps(experience, lambda *_: None)
+    assert shapes.sizes
+    assert vocabulary not in shapes.sizes
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the sizes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.sizes |= set(out.shape)
+        return out
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("trunk_lr", [None, 3e-5])
+def test_a_separate_critics_trunk_has_the_policys_rate_or_its_own(name, trunk_lr, tmp_path):
+    """Groups by rate and optimizer: Muon takes the hidden matrices of both trunks, AdamW all else."""
+    optim = OptimConfig(name=name, lr=2e-4, warmup=0, schedule="constant")
+    args = small(tmp_path, critic=CriticConfig(kind="separate", lr=5e-3, trunk_lr=trunk_lr), optim=optim)
+    trainer = PPOTrainer(args=args)
+    names = {id(p): n for n, p in trainer.policy.named_parameters()}
+    rates, by_muon = {}, set()
+    for group in trainer.learner.optimizer.param_groups:
+        for parameter in group["params"]:
+            rates[names[id(parameter)]] = group["lr"]
+            by_muon |= {names[id(parameter)]} if "ns_steps" in group else set()
+    assert set(rates) == set(names.values())
+    expected = {"lm": 2e-4, "critic.trunk": trunk_lr or 2e-4, "critic.head": 5e-3}
+    for parameter, rate in rates.items():
+        assert rate == next(lr for part, lr in expected.items() if parameter.startswith(part)), parameter
+    assert trainer.learner.set_rates(1) == {"lr": 2e-4, "trunk_lr": trunk_lr or 2e-4, "value_lr": 5e-3}
+    hidden = {"wte", "wpe", "embed_tokens", "lm_head", "embed_out"}
+    matrices = {
+        n
+        for n, p in trainer.policy.named_parameters()
+        if p.dim() == 2 and not n.startswith("critic.head") and not hidden & set(n.split("."))
+    }
+    assert by_muon == (matrices if name == "muon" else set())
+    if name == "muon":
+        assert {n.split(".")[0] for n in by_muon} == {"lm", "critic"}
+
+
+def test_a_head_of_default_init_is_that_of_nn_linear():
+    for kind in ("linear", "mlp"):
+        torch.manual_seed(5)
+        head = build_value_head(kind, 8, "default")
+        torch.manual_seed(5)
+        layers = {"linear": lambda: [torch.nn.Linear(8, 1)], "mlp": mlp}[kind]()
+        for weights, expected in zip(head.parameters(), [p for x in layers for p in x.parameters()], strict=True):
+            assert torch.equal(weights, expected)
+            assert weights.abs().sum() > 0
+
+
+def mlp():
+    last = torch.nn.Linear(32, 1)  # which is made first
+    return [torch.nn.Linear(8, 32), last]
 
 
 def test_a_model_without_a_name_gets_a_new_critic(tmp_path, tokenizer, monkeypatch):

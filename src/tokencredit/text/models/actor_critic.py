@@ -115,9 +115,21 @@ class ActorCritic(nn.Module):
         assert stats.logprobs is not None
         values = None
         if self.critic is not None:
-            states = hidden if self.critic.trunk is None else self.critic_hidden(inputs)
-            values = torch.zeros_like(stats.logprobs).masked_scatter(mask, self.critic(states[mask]))
+            values = self._values(hidden if self.critic.trunk is None else self.critic_hidden(inputs), mask)
         return PolicyOutputs(total, stats.logprobs, values, stats.entropy, stats.kl)
+
+    def critic_values(self, inputs: Inputs) -> Tensor:
+        """Values `[batch, time]` as `forward` gives them, with a gradient for the critic's own parameters alone."""
+        assert self.critic is not None
+        shared = self.critic.trunk is None
+        with torch.set_grad_enabled(not shared):
+            states = self.response_hidden(inputs) if shared else self.critic_hidden(inputs)
+        return self._values(states, inputs["mask"])
+
+    def _values(self, states: Tensor, mask: Tensor) -> Tensor:
+        """The critic's values of acted tokens, 0 elsewhere."""
+        assert self.critic is not None
+        return states.new_zeros(mask.shape, dtype=torch.float32).masked_scatter(mask, self.critic(states[mask]))
 
     def logprobs(self, hidden: Tensor, inputs: Inputs, temperature: float) -> Tensor:
         """Log-probabilities `[batch, time]` of responses, nats, from their `response_hidden`."""

@@ -59,7 +59,8 @@ def build_value_head(
 
     With `zeros` an untrained critic predicts 0 rather than noise. With `orthogonal` the last layer starts with a row of
     norm `gain`, and a layer before it with orthogonal columns of norm `hidden_gain`; √2 and 1 are the usual choice
-    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
+    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2). `default` leaves each layer as `nn.Linear`
+    makes it.
     """
     last = nn.Linear(size if kind == "linear" else 4 * size, 1)
     layers: list[nn.Module] = [last] if kind == "linear" else [nn.Linear(size, 4 * size), nn.GELU(), last]
@@ -67,9 +68,9 @@ def build_value_head(
         assert isinstance(layer, nn.Linear)
         if init == "orthogonal":
             nn.init.orthogonal_(layer.weight, gain if layer is last else hidden_gain)
-        elif layer is last:
+        elif init == "zeros" and layer is last:
             nn.init.zeros_(layer.weight)
-        if init == "orthogonal" or layer is last:
+        if init == "orthogonal" or (init == "zeros" and layer is last):
             nn.init.zeros_(layer.bias)
     return last if kind == "linear" else nn.Sequential(*layers)
 
@@ -130,7 +131,7 @@ def build_critic(
     """
     if args.kind == "none":
         return None, []
-    init = "orthogonal" if args.init == "orthogonal" else "zeros"
+    init = "zeros" if args.init == "saved" else args.init
     head = build_value_head(args.head, width(trunk or lm), init, args.gain, args.hidden_gain)
     critic, saved = Critic(head, trunk, detach=args.detach), saved_critic(args.name or model.name)
     if saved is None or args.init != "saved":
