@@ -251,7 +251,9 @@ def test_saved_folders(bomb, tmp_path):
             read_dataset(str(folder))
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "choices.json", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html"]
+)
 @pytest.mark.parametrize("command", ["report", "doctor", "generate", "evaluate", "play"])
 def test_files_of_a_run(bomb, command, name, tmp_path, capsys):
     run = tmp_path / "run"

@@ -194,6 +194,7 @@ SAMPLES = [
     | {"ref_logprobs": [-1.5, -1.0], "new_logprobs": [-0.5, -2.0]}
     for i in (1, 2, 24)
 ]
+CHOICES = {"model.dtype": "bfloat16"}
 SUMMARY = {"reward_first": 0.1, "reward_last": 1.0, "iterations": 24, "seconds": 1.0, "stopped_by": "iterations"}
 
 
@@ -273,6 +274,10 @@ def test_sweeps(kinds, folder):
 
 FILES = {
     "config.yaml": (yaml.safe_dump(TEXT_CONFIG).encode(), [as_yaml(swapped(TEXT_CONFIG)), as_yaml(values)]),
+    "choices.json": (
+        json.dumps(CHOICES).encode(),
+        [as_json(swapped(CHOICES)), as_json(values)],
+    ),
     "metrics.jsonl": (lines(METRICS), [with_line(METRICS), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
     "samples.jsonl": (lines(SAMPLES), [with_line(SAMPLES), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
     "summary.json": (json.dumps(SUMMARY).encode(), [as_json(swapped(SUMMARY)), as_json(values)]),

@@ -62,3 +62,12 @@ def test_two_processes_train_as_one_does_and_resume_together_or_as_one(tmp_path)
     _, resumed, _ = train([], tmp_path / "fewer", ["--resume"])
     assert resumed[:2] == together[:2]
     assert [m["iteration"] for m in resumed] == [1, 2, 3]
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_the_first_process_chooses_the_number_format_for_all(tmp_path):
+    few = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "4", "--ppo.minibatches", "1"]
+    few += ["--run.iterations", "1", "--run.show_every", "0", "--run.dir"]
+    shown, *_ = train(TOGETHER, tmp_path / "two", few, ACCELERATE_USE_CPU="true")
+    chosen = json.loads((tmp_path / "two" / "choices.json").read_text())["model.dtype"]
+    assert shown.count("model.dtype auto: ") == shown.count(f"model.dtype auto: {chosen}, ") == 1

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import RunFolder, replacing
+from tokencredit.runs.folder import CHOICES, RunFolder, as_chosen, read_choices, replacing
 
 
 @contextmanager
@@ -132,3 +132,31 @@ def test_a_really_full_disk(tmp_path):
         assert (folder.path / "metrics.jsonl").read_text() == '{"iteration": 1}\n'
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_choices_are_read_back_or_else_taken_from_an_old_configuration(tmp_path):
+    assert read_choices(tmp_path / "nowhere") == {}
+    (tmp_path / "config.yaml").write_text("model: {dtype: auto}")
+    assert read_choices(tmp_path) == {}
+    (tmp_path / "config.yaml").write_text("model: {dtype: bfloat16}")
+    assert read_choices(tmp_path) == {"model.dtype": "bfloat16"}
+    (tmp_path / CHOICES).write_text("{}")
+    assert read_choices(tmp_path) == {}
+    (tmp_path / CHOICES).write_text('{"model.dtype": "float32", "of a newer version": 1}')
+    assert read_choices(tmp_path) == {"model.dtype": "float32"}
+
+
+def test_a_choice_that_no_run_makes_is_named(tmp_path):
+    (tmp_path / CHOICES).write_text('{"model.dtype": "float8"}')
+    with pytest.raises(ConfigError, match=r"choices\.json: model\.dtype is 'float8'; it must be float32 or bfloat16"):
+        read_choices(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [({"dtype": "auto"}, "bfloat16"), ({"dtype": "float32"}, "float32"), ({}, "bfloat16")]
+)
+def test_a_choice_stands_in_for_auto_alone(model, dtype):
+    config = {"seed": 1, "model": {"name": "a"} | model}
+    assert as_chosen(config, {"model.dtype": "bfloat16"}) == {"seed": 1, "model": {"name": "a", "dtype": dtype}}
+    assert config["model"] == {"name": "a"} | model, "the configuration is left as it was"
+    assert as_chosen(config, {}) == config

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import FORMAT, write_manifest
 from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
+from tokencredit.runs.resuming import changes
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import OptimConfig, RunConfig
@@ -27,8 +28,8 @@ def config(folder, iterations=4, trackers=(), **groups):
     return PPOConfig(run=replace(run, trackers=list(trackers)), **groups)
 
 
-def record(args):
-    return RunRecord(args.run, Processes(), TEXT)
+def record(args, choices=None):
+    return RunRecord(args.run, Processes(), TEXT, choices)
 
 
 def iterate(made, numbers, reward=1.0):
@@ -38,17 +39,17 @@ def iterate(made, numbers, reward=1.0):
         made.checkpoint(number, {"weights": torch.tensor([float(number)])}, {"own": number})
 
 
-def begun(folder, iterations=2, **options):
+def begun(folder, iterations=2, choices=None, **options):
     args = config(folder, **options)
-    made = record(args)
+    made = record(args, choices)
     made.begin(args, 0, 0)
     iterate(made, range(1, iterations + 1))
     return args, made
 
 
-def resumed(args):
+def resumed(args, choices=None):
     """The iterations done, the state that was loaded, and the keys that had changed."""
-    made, loaded = record(args), []
+    made, loaded = record(args, choices), []
 
     def load(state, changed):
         loaded.append((state, changed))
@@ -133,6 +134,46 @@ def test_what_decides_the_state_cannot_change(changed, key, tmp_path):
     args, _ = begun(tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"^{key} is .*, but this run was begun with .*; it cannot change any more"):
         resumed(replace(args, **changed))
+
+
+def test_a_choice_stands_beside_the_setting_and_is_no_change_of_it(tmp_path):
+    choices = {"model.dtype": "bfloat16"}
+    args, _ = begun(tmp_path / "run", choices=choices)
+    for _ in range(2):
+        assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["dtype"] == "auto"
+        assert json.loads((tmp_path / "run" / "choices.json").read_text()) == choices
+        assert resumed(args, choices)[2] == set()
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigError, match=rf"model.dtype is '{dtype}', but this run was begun with 'auto'"):
+            resumed(replace(args, model=ModelConfig(dtype=dtype)), {})
+
+
+def test_a_setting_that_left_no_choice_cannot_become_auto(tmp_path):
+    args, _ = begun(tmp_path / "run", model=ModelConfig(dtype="bfloat16"), choices={})
+    assert json.loads((tmp_path / "run" / "choices.json").read_text()) == {}
+    with pytest.raises(ConfigError, match=r"model\.dtype is 'auto', but this run was begun with 'bfloat16'"):
+        resumed(replace(args, model=ModelConfig()), {"model.dtype": "bfloat16"})
+    assert resumed(args, {})[2] == set()
+
+
+def test_a_run_of_a_version_that_wrote_its_choice_into_config_yaml_goes_on_by_either(tmp_path):
+    args, _ = begun(tmp_path / "run", model=ModelConfig(dtype="bfloat16"))
+    assert not (tmp_path / "run" / "choices.json").exists()
+    auto, choices = replace(args, model=ModelConfig()), {"model.dtype": "bfloat16"}
+    for _ in range(2):
+        assert resumed(args, {})[2] == set()
+        assert changes(tmp_path / "run" / "config.yaml", asdict(auto)) == {}, "as a sweep asks"
+    assert resumed(auto, choices)[2] == set()
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["dtype"] == "auto"
+    assert json.loads((tmp_path / "run" / "choices.json").read_text()) == choices
+
+
+def test_a_kill_between_the_two_files_leaves_a_run_that_can_be_resumed(tmp_path):
+    args = config(tmp_path / "run")
+    record(args, {"model.dtype": "float32"}).begin(args, 0, 0)
+    (tmp_path / "run" / "choices.json").unlink()
+    assert resumed(args, {"model.dtype": "bfloat16"}) == (0, None, None)
+    assert json.loads((tmp_path / "run" / "choices.json").read_text()) == {"model.dtype": "bfloat16"}
 
 
 def test_how_the_critic_learns_can_change(tmp_path):

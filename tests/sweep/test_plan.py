@@ -218,3 +218,27 @@ def test_a_run_that_was_begun_with_other_settings_is_named(tmp_path):
     run.config["optim"]["lr"] = 0.5
     with pytest.raises(ConfigError, match=r"plain/seed-1 in .* was begun with other settings: optim.lr is 0.5 and was"):
         refuse_changed([run])
+
+
+def test_what_a_run_chose_for_itself_is_no_other_setting(tmp_path):
+    text = {"world": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
+    (run,) = expand(text, configure)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
+    (run.folder / "choices.json").write_text('{"model.dtype": "bfloat16"}')
+    refuse_changed([run])
+    (run,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
+    with pytest.raises(ConfigError, match=r"other settings: model\.dtype is 'bfloat16' and was 'auto'"):
+        refuse_changed([run])
+
+
+def test_a_run_of_a_version_that_wrote_its_choice_into_config_yaml_goes_on(tmp_path):
+    text = {"world": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
+    (old,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
+    old.folder.mkdir(parents=True)
+    (old.folder / "config.yaml").write_text(yaml.safe_dump(old.config))
+    (run,) = expand(text, configure)
+    refuse_changed([run])
+    (old.folder / "choices.json").write_text("{}")  # nothing was left open: bfloat16 was asked for
+    with pytest.raises(ConfigError, match=r"other settings: model\.dtype is 'auto' and was 'bfloat16'"):
+        refuse_changed([run])

@@ -65,6 +65,7 @@ def test_a_run_leaves_its_files(run):
     folder, _, summary = run
     assert {p.name for p in folder.iterdir()} == {
         "config.yaml",
+        "choices.json",
         "report.html",
         "metrics.jsonl",
         "samples.jsonl",

@@ -15,6 +15,13 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tokencredit.errors import ConfigError
+from tokencredit.runs.jsonl import read_object
+from tokencredit.settings.yaml import flat, read_yaml
+
+CHOICES = "choices.json"
+"""The file of a run's choices; config.yaml keeps the settings as they were asked for."""
+LEFT_OPEN = {"model.dtype": ("float32", "bfloat16")}
+"""Settings that may be `auto`, and the values that a run may choose for them."""
 
 
 class RunFolder:
@@ -160,3 +167,30 @@ def flush(path: Path) -> None:
 def beside(target: Path, ending: str) -> Path:
     """The hidden name under which something is on its way to its own name, or away from it."""
     return target.with_name(f".{target.name}.{ending}")
+
+
+def read_choices(run: Path) -> dict[str, str]:
+    """The choices of a run for settings that may be `auto`, by their keys; none if there is no run yet.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    file, config = run / CHOICES, run / "config.yaml"
+    if not file.is_file():  # no run, or one of an older version, which wrote its choices into config.yaml
+        settings = flat(read_yaml(config)) if config.is_file() else {}
+        return {key: settings[key] for key, values in LEFT_OPEN.items() if settings.get(key) in values}
+    choices = read_object(file, file.read_text(encoding="utf-8", errors="replace"))
+    for key, values in LEFT_OPEN.items():
+        if key in choices and choices[key] not in values:
+            raise ConfigError(f"{file}: {key} is {choices[key]!r}; it must be {' or '.join(values)}")
+    return {key: choices[key] for key in LEFT_OPEN if key in choices}
+
+
+def as_chosen(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+    """A configuration in plain dicts, with a run's choices in place of `auto`."""
+    settings = dict(config)
+    for key, value in choices.items():
+        group, _, name = key.partition(".")
+        if settings.get(group, {}).get(name, "auto") == "auto":
+            settings[group] = settings.get(group, {}) | {name: value}
+    return settings

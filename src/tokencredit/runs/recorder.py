@@ -20,8 +20,8 @@ from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import size_of, versions, write_manifest, write_process, write_state
 from tokencredit.runs.console import Screen
-from tokencredit.runs.diagnosis import diagnose
-from tokencredit.runs.folder import RunFolder, beside, recover, replacing
+from tokencredit.runs.diagnosis import Finding, diagnose
+from tokencredit.runs.folder import CHOICES, RunFolder, as_chosen, beside, recover, replacing
 from tokencredit.runs.history import History
 from tokencredit.runs.jsonl import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
@@ -40,18 +40,19 @@ BAD_STEPS_KEPT = 20
 class RunRecord:
     """Writes a run down. Every process has one; only the main process's writes and speaks."""
 
-    def __init__(self, args: RunConfig, processes: Processes, world: World):
+    def __init__(self, args: RunConfig, processes: Processes, world: World, choices: Mapping[str, str] | None = None):
         """Choose the folder; nothing is written before `begin`.
 
         Args:
             args: length of the run, and its files.
             processes: the job that trains together.
             world: the kind of world that it trains in.
+            choices: what was chosen for settings that are `auto`, by their keys; None in a world without such settings.
 
         Raises:
             ConfigError: a tracker is not installed.
         """
-        self.args, self.processes, self.world = args, processes, world
+        self.args, self.processes, self.world, self.choices = args, processes, world, choices
         self.folder = RunFolder(args.dir)
         require_installed(args.trackers)
         self.main = processes.main
@@ -83,6 +84,8 @@ class RunRecord:
             # AdamW remembers two numbers a weight.
             self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
             self._write_config()
+            if self.choices is not None:
+                self._write_choices(self.choices)
         self._start()
         for line in foreign_code(config):
             self.event(line)
@@ -123,6 +126,8 @@ class RunRecord:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
             (path / "summary.json").unlink(missing_ok=True)
             self._write_config()
+            if self.choices:  # without any, a folder of an older version, which has no such file, stays one
+                self._write_choices(self.choices)
         self.processes.wait()
         self._reread()
         self._start()
@@ -149,10 +154,17 @@ class RunRecord:
         samples = read_samples(self.folder.path / "samples.jsonl", {1, last})
         self.first_samples = [sample for sample in samples if sample["iteration"] == 1]
         self.last_samples = [sample for sample in samples if sample["iteration"] == last]
-        self.warned = {finding.name for finding in diagnose(self.history, self.config, ended=False)}
+        self.warned = {finding.name for finding in self._diagnose(ended=False)}
 
     def _write_config(self) -> None:
         self.folder.write("config.yaml", dump_yaml(self.config))
+
+    def _write_choices(self, choices: Mapping[str, str]) -> None:
+        self.folder.write(CHOICES, json.dumps(choices, indent=2) + "\n")
+
+    def _diagnose(self, *, ended: bool) -> list[Finding]:
+        """What is wrong with the run so far, by the settings that it really has."""
+        return diagnose(self.history, as_chosen(self.config, self.choices or {}), ended=ended)
 
     def _start(self) -> None:
         self.started = time.perf_counter()
@@ -178,7 +190,7 @@ class RunRecord:
         self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
         self.folder.append("samples.jsonl", *samples)
         self.screen.iteration(metrics)
-        for finding in diagnose(self.history, self.config, ended=False):
+        for finding in self._diagnose(ended=False):
             if finding.name not in self.warned:
                 self.warned.add(finding.name)
                 self.screen.say(f"iteration {number}: {finding.line()}")
@@ -258,7 +270,7 @@ class RunRecord:
                 save(folder, summary)
             self.folder.write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
             self.screen.finish(summary, self.first_samples, self.last_samples)
-            self.screen.findings(diagnose(self.history, self.config))
+            self.screen.findings(self._diagnose(ended=True))
         self.trackers.end()
         return summary
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint
+from tokencredit.runs.folder import CHOICES, LEFT_OPEN
 from tokencredit.settings.yaml import flat, read_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
@@ -84,9 +85,11 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     """The settings that differ from those in a run's config.yaml: before and now, by their keys.
 
     A setting that the file lacks, because it is newer, has not changed; nor has a run that moved. Entries of a list
-    may come and go.
+    may come and go. What a run chose for a setting that is `auto` is no change.
     """
     then, now = flat(read_yaml(file)), flat(config)
+    if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml, in place of `auto`
+        now |= {key: then[key] for key in LEFT_OPEN if now.get(key) == "auto" and key in then}
     both = {key: (then.get(key), now.get(key)) for key in now | then if (key in then and key in now) or "[" in key}
     return {key: values for key, values in both.items() if values[0] != values[1] and key != "run.dir"}
 

@@ -31,8 +31,8 @@ class ModelConfig:
     name: str = "builtin:reviews"
     """A Hugging Face hub id, a folder, or `builtin:reviews`."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Number format of the model passes; auto is bfloat16 where the machine is faster in it. All else, the weights
-    included, stays in float32."""
+    """Compute dtype of the model passes; auto is bfloat16 where the machine is faster in it, which is timed once per
+    machine; a run keeps its choice. All else, the weights included, stays in float32."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """A low-rank adapter, trained instead of the model's own weights; needs PEFT."""
     dropout: bool = False

@@ -51,7 +51,7 @@ class Models:
     tokenizer: PreTrainedTokenizerBase
     precision: Precision
     notes: list[str]
-    """Where the critic comes from, if that is worth saying."""
+    """What `model.dtype: auto` stands for, and where the critic comes from, if that is worth saying."""
 
     def engine(self, budget: int | None) -> LocalEngine:
         """The local engine for the policy."""
@@ -144,7 +144,7 @@ def build_models(
         reference.requires_grad_(False).to(precision.device)
     elif args.kl.coef > 0:
         reference = policy
-    return Models(policy, reference, tokenizer, precision, notes)
+    return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes])
 
 
 def load_run_models(
@@ -180,7 +180,7 @@ def load_run_models(
         )
     with preserved():
         lm, tokenizer = load_start(replace(args, model=replace(plain, name=name)), None, None)
-        precision = choose(args.model.dtype, width(lm), processes)
+        precision = choose(args.model.dtype, width(lm), processes, run)
         base = None
         if reference and args.kl.coef > 0:
             base = ActorCritic(load_language_model(plain)[0]).requires_grad_(False).to(precision.device)

@@ -83,16 +83,15 @@ class PPOTrainer:
         if model is not None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = replace(args, model=replace(args.model, name=name))
+        self.args = args
         self.processes = Processes()
         setup.check_batch_size(args, self.processes.count)
         with rng.preserved():
             torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
             lm, self.tokenizer = setup.load_start(args, model, processing_class)
-            precision = choose(args.model.dtype, width(lm), self.processes)
-            # What `auto` stood for is written down, so that the run's configuration makes the same run again.
-            self.args = args = replace(args, model=replace(args.model, dtype=precision.dtype))
-            self.record = RunRecord(args.run, self.processes, TEXT)
+            precision = choose(args.model.dtype, width(lm), self.processes, args.run.dir)
+            self.record = RunRecord(args.run, self.processes, TEXT, precision.choices)
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 import torch
 
+from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.text.models import precision
 from tokencredit.text.models.precision import Precision, bfloat16_helps, choose
@@ -8,17 +11,75 @@ from tokencredit.text.models.precision import Precision, bfloat16_helps, choose
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _new_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def faster(monkeypatch, half):
+    """Let bfloat16 take this share of float32's time."""
+    monkeypatch.setattr(precision, "_seconds", lambda layers, inputs, enabled: half if enabled else 1.0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_asked_for_is_taken(dtype, monkeypatch):
     monkeypatch.setattr(precision, "bfloat16_helps", lambda *_: pytest.fail("nothing to try out"))
     processes = Processes()
-    assert choose(dtype, 64, processes) == Precision(dtype, processes.device)
+    chosen = choose(dtype, 64, processes, None)
+    assert chosen == Precision(dtype, processes.device)
+    assert (chosen.choices, chosen.notes) == ({}, [])
 
 
 @pytest.mark.parametrize(("half", "expected"), [(0.7, "bfloat16"), (0.8, "float32"), (3.0, "float32")])
 def test_auto_takes_bfloat16_where_it_is_clearly_faster(half, expected, monkeypatch):
-    monkeypatch.setattr(precision, "_seconds", lambda layers, inputs, enabled: half if enabled else 1.0)
-    assert choose("auto", 64, Processes()).dtype == expected
+    faster(monkeypatch, half)
+    chosen = choose("auto", 64, Processes(), None)
+    assert chosen.dtype == expected
+    assert chosen.choices == {"model.dtype": expected}
+    (note,) = chosen.notes
+    assert note.startswith(f"model.dtype auto: {expected}, timed now, and kept for later runs in ")
+
+
+def test_a_machine_is_timed_once_per_width_and_stays_with_the_result(monkeypatch, tmp_path):
+    faster(monkeypatch, 0.5)
+    assert choose("auto", 64, Processes(), None).dtype == "bfloat16"
+    faster(monkeypatch, 2.0)
+    again = choose("auto", 64, Processes(), tmp_path / "no run yet")
+    assert again.dtype == "bfloat16"
+    assert again.notes[0].startswith("model.dtype auto: bfloat16, as timed on 2")
+    assert choose("auto", 32, Processes(), None).dtype == "float32"
+
+
+@pytest.mark.parametrize("file", ["choices.json", "config.yaml"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_keeps_what_it_chose_also_one_of_a_version_that_wrote_it_into_its_configuration(
+    dtype, file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(precision, "bfloat16_helps", lambda *_: pytest.fail("nothing to try out"))
+    old = {"model": {"dtype": dtype}}
+    (tmp_path / file).write_text(json.dumps({"model.dtype": dtype} if file == "choices.json" else old))
+    chosen = choose("auto", 64, Processes(), tmp_path)
+    assert chosen.dtype == dtype
+    assert chosen.choices == {"model.dtype": dtype}
+    assert chosen.notes == [f"model.dtype auto: {dtype}, as when this run began"]
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    assert choose(other, 64, Processes(), tmp_path).dtype == other
+
+
+@pytest.mark.parametrize("text", ['{"model.dtype": "float16"}', '{"model.dtype": ["float32"]}', "[]", "{"])
+def test_a_choice_that_cannot_be_read_is_named(text, tmp_path):
+    (tmp_path / "choices.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"choices\.json"):
+        choose("auto", 64, Processes(), tmp_path)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_gpu_is_asked_and_not_timed(native, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    half, reason = precision.remembered_choice(64, torch.device("cuda"))
+    assert half == native
+    assert reason == f"since this GPU {'computes in' if native else 'only emulates'} bfloat16"
+    assert not (tmp_path / "cache").exists()
 
 
 def test_trying_out_draws_no_random_numbers_of_the_run():

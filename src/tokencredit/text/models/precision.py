@@ -6,12 +6,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
 from tokencredit.processes import Processes
+from tokencredit.runs.folder import read_choices
+from tokencredit.text.models.machine_cache import measured_once, processor
+
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: dict[bool, Dtype] = {True: "bfloat16", False: "float32"}
+"""By whether bfloat16 helps."""
 
 ROWS = 256
 REPEATS = 20
@@ -23,13 +30,25 @@ WORTH = 0.75
 class Precision:
     """The compute dtype of a model's passes on a device; weights stay float32."""
 
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     device: torch.device
+    reason: str | None = None
+    """Where the choice of `auto` comes from; None for a dtype that was asked for."""
 
     @property
     def half(self) -> bool:
         """True in bfloat16, where a pass with a KV cache and a pass over the whole text differ."""
         return self.dtype == "bfloat16"
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The settings that were `auto`, and what they stand for."""
+        return {} if self.reason is None else {"model.dtype": self.dtype}
+
+    @property
+    def notes(self) -> list[str]:
+        """The choice of `auto` in words, for a run's events."""
+        return [] if self.reason is None else [f"model.dtype auto: {self.dtype}, {self.reason}"]
 
     def autocast(self) -> torch.autocast:
         """A context for passes in this dtype."""
@@ -42,17 +61,41 @@ class Precision:
             yield
 
 
-def choose(dtype: Literal["float32", "bfloat16", "auto"], width: int, processes: Processes) -> Precision:
+def choose(
+    dtype: Literal["float32", "bfloat16", "auto"], width: int, processes: Processes, run: str | Path | None
+) -> Precision:
     """The dtype asked for, the same on every process; `auto` is bfloat16 where this machine computes faster in it.
 
     Args:
         dtype: `float32`, `bfloat16` or `auto`.
         width: of the model's hidden states, on which it depends whether bfloat16 pays.
-        processes: the job.
+        processes: the job, whose first process chooses.
+        run: the run's folder, if one is given; a run that was begun there keeps its choice.
+
+    Raises:
+        ConfigError: the folder's choices cannot be read.
     """
-    if dtype == "auto":
-        dtype = "bfloat16" if processes.first(bfloat16_helps(width, processes.device)) else "float32"
-    return Precision(dtype, processes.device)
+    if dtype != "auto":
+        return Precision(dtype, processes.device)
+    before = None if run is None else read_choices(Path(run)).get("model.dtype")
+    if before is not None:
+        half, reason = before == "bfloat16", "as when this run began"
+    elif processes.main:
+        half, reason = remembered_choice(width, processes.device)
+    else:
+        half, reason = False, "as the first process chose"
+    return Precision(DTYPES[processes.first(half)], processes.device, reason)
+
+
+def remembered_choice(width: int, device: torch.device) -> tuple[bool, str]:
+    """True if bfloat16 helps on this machine, and where that comes from: processors are timed once, then remembered."""
+    if device.type == "cuda":
+        half = bfloat16_helps(width, device)
+        return half, f"since this GPU {'computes in bfloat16' if half else 'only emulates bfloat16'}"
+    # The number of threads is left out: a sweep changes it with --jobs, and its runs are to agree.
+    key = {"processor": processor(), "device": device.type, "torch": torch.__version__, "width": width}
+    dtype, origin = measured_once("dtype", key, tuple(DTYPES.values()), lambda: DTYPES[bfloat16_helps(width, device)])
+    return dtype == "bfloat16", origin
 
 
 def bfloat16_helps(width: int, device: torch.device) -> bool:

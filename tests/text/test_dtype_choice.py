@@ -1,0 +1,135 @@
+"""What `model.dtype: auto` chose is remembered beside the setting, and everything that reads a run goes by it."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import pytest
+import yaml
+
+from tokencredit.cli import main
+from tokencredit.report.comparison_stats import group_runs
+from tokencredit.report.reading import read_run
+from tokencredit.runs.resuming import changes
+from tokencredit.settings.parsing import read_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import EvalConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text.evaluation import evaluate_run
+from tokencredit.text.models import precision
+from tokencredit.text.policy import load
+from tokencredit.text.trainer import PPOTrainer
+
+pytestmark = pytest.mark.slow
+
+OTHER = {"bfloat16": "float32", "float32": "bfloat16"}
+
+
+def settings(folder, iterations=2):
+    """As people write them: nothing on the number format."""
+    return PPOConfig(
+        rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
+        ppo=UpdateConfig(epochs=1, minibatches=1),
+        eval=EvalConfig(samples=4, max_new_tokens=6),
+        run=RunConfig(dir=str(folder), iterations=iterations, save_every=1, trackers=[], show_every=0),
+    )
+
+
+def new_machine(monkeypatch, folder, dtype):
+    """A machine on which nothing was timed yet, and which is faster in a format."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(precision, "_seconds", lambda _, __, half: 1.0 if half == (dtype == "bfloat16") else 2.0)
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def run(request, tmp_path_factory):
+    """A run on a machine that is faster in a format, as of this version and as of those before it."""
+    folder, dtype = tmp_path_factory.mktemp("chosen"), request.param
+    with pytest.MonkeyPatch.context() as patch:
+        new_machine(patch, folder / "cache", dtype)
+        PPOTrainer(args=settings(folder / "run")).train()
+    shutil.copytree(folder / "run", folder / "old")
+    config = yaml.safe_load((folder / "old" / "config.yaml").read_text())
+    config["model"]["dtype"] = dtype
+    (folder / "old" / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "old" / "choices.json").unlink()
+    return folder, dtype
+
+
+@pytest.fixture(params=["run", "old"])
+def copy(request, run, tmp_path, monkeypatch):
+    """A copy of either, on a machine that is faster in the other format."""
+    folder, dtype = run
+    new_machine(monkeypatch, tmp_path / "cache", OTHER[dtype])
+    return shutil.copytree(folder / request.param, tmp_path / "run"), dtype
+
+
+def test_the_setting_stays_as_it_was_asked_and_the_choice_stands_beside_it(run):
+    folder, dtype = run
+    assert read_config(folder / "run" / "config.yaml", PPOConfig) == settings(folder / "run")
+    assert json.loads((folder / "run" / "choices.json").read_text()) == {"model.dtype": dtype}
+    (file,) = (folder / "cache" / "tokencredit").iterdir()
+    first = lines(folder / "run" / "events.jsonl")[0]["event"]
+    assert first == f"model.dtype auto: {dtype}, timed now, and kept for later runs in {file}"
+    assert changes(folder / "run" / "config.yaml", asdict(settings(folder / "run"))) == {}
+
+
+def test_a_resumed_run_keeps_its_format_on_another_machine(copy):
+    folder, dtype = copy
+    trainer = PPOTrainer(args=settings(folder, iterations=3))
+    assert trainer.pipeline.precision.dtype == dtype
+    trainer.train(resume_from_checkpoint=True)
+    told = [line["event"] for line in lines(folder / "events.jsonl")]
+    assert [event for event in told if "is now" in event] == ["run.iterations is now 3; it was 2"]
+    assert json.loads((folder / "choices.json").read_text()) == {"model.dtype": dtype}
+
+
+def test_the_command_resumes_in_the_same_format(copy):
+    folder, dtype = copy
+    assert main(["train", "--resume", str(folder), "--run.iterations", "3"]) == 0
+    assert len(lines(folder / "metrics.jsonl")) == 3
+    assert read_run(folder).config["model"]["dtype"] == dtype
+    assert changes(folder / "config.yaml", asdict(settings(folder, 3))) == {}, "a sweep that asks for auto goes on"
+
+
+def test_a_begun_run_does_not_change_its_format(copy, capsys):
+    folder, dtype = copy
+    assert main(["train", "--resume", str(folder), "--model.dtype", OTHER[dtype], "--run.iterations", "3"]) == 2
+    assert f"model.dtype is '{OTHER[dtype]}', but this run was begun with " in capsys.readouterr().err
+
+
+def test_whoever_reads_the_run_goes_by_its_choice(copy):
+    folder, dtype = copy
+    for which in ("policy", "base"):
+        assert load(folder, which).pipeline.precision.dtype == dtype
+    assert read_run(folder).config["model"]["dtype"] == dtype
+    assert evaluate_run(folder, read_config(folder / "config.yaml", PPOConfig), "policy")["eval/reward"] >= 0
+
+
+def test_the_same_configuration_may_choose_otherwise_on_another_machine(run, tmp_path, monkeypatch):
+    folder, dtype = run
+    new_machine(monkeypatch, tmp_path / "cache", OTHER[dtype])
+    config = str(folder / "run" / "config.yaml")
+    args = ["--config", config, "--run.dir", str(tmp_path / "again"), "--run.iterations", "1"]
+    assert main(["train", *args]) == 0
+    assert json.loads((tmp_path / "again" / "choices.json").read_text()) == {"model.dtype": OTHER[dtype]}
+
+
+def test_a_damaged_choice_is_named_and_nothing_is_changed(run, tmp_path, capsys):
+    folder = shutil.copytree(run[0] / "run", tmp_path / "run")
+    (folder / "choices.json").write_text('{"model.dtype": "float64"}')
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for command in (["train", "--resume"], ["report"], ["doctor"], ["generate"], ["evaluate"]):
+        assert main([*command, str(folder)]) == 2, command
+        assert "choices.json: model.dtype is 'float64'; it must be float32 or bfloat16" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_runs_of_two_formats_are_no_curve_though_both_asked_for_auto(run, tmp_path):
+    folders = [shutil.copytree(run[0] / "run", tmp_path / name) for name in ("one", "same", "other")]
+    (folders[2] / "choices.json").write_text(json.dumps({"model.dtype": OTHER[run[1]]}))
+    groups = group_runs([read_run(folder) for folder in folders])
+    assert [len(group.runs) for group in groups] == [2, 1]
