@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
@@ -42,6 +44,9 @@ CONTROL = [
     *QUIET,
 ]
 CONTROL += ["--env.normalize_rewards", "true", "--env.number", "2"]
+LENGTHS = {"text": {"iterations": 7, "save_every": 2}, "control": {"iterations": 300, "save_every": 50}}
+"""Of the runs of a sweep, by its world; all other settings have their defaults."""
+VARIANTS = {"plain": {}, "another": {"ppo.clip": 0.1}}
 STARTS = 5.0
 """About the seconds that a process needs before its first iteration."""
 MEASURES_TIME = ("seconds", "tokens_per_second", "steps_per_second")
@@ -125,7 +130,13 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Two runs have the same metrics, each iteration once, the same samples and the same final weights."""
+    """Two runs, or those of two sweeps, have the same metrics, each iteration once, samples and final weights."""
+    if not (one / "metrics.jsonl").exists():
+        names = [folder.relative_to(one) for folder in sorted(one.glob("*/seed-*/"))]
+        assert len(names) == len(VARIANTS)
+        for name in names:
+            assert_same(one / name, other / name)
+        return
     left, right = metrics(one), metrics(other)
     assert [row["iteration"] for row in right] == list(range(1, len(right) + 1))
     assert left == right
@@ -134,6 +145,50 @@ def assert_same(one: Path, other: Path) -> None:
         expected, found = load_file(file), load_file(other / "policy" / file.relative_to(one / "policy"))
         assert expected.keys() == found.keys()
         assert all((expected[name] == found[name]).all() for name in expected), file.name
+
+
+def sweep_file(place: Path, world: str, **settings: Any) -> Path:
+    """A sweep as people write it, into `place / "run"`, or `place / "whole"` for the one left in peace."""
+    file = place / "run.yaml"
+    base = {"run": LENGTHS[world]} | settings
+    for name in ("whole", "run"):
+        asked = {"world": world, "dir": str(place / name), "seeds": [1], "base": base, "variants": VARIANTS}
+        file.with_name(f"{name}.yaml").write_text(yaml.safe_dump(asked, sort_keys=False))
+    return file
+
+
+def begin_sweep(file: Path, *flags: str) -> Life:
+    """Start a sweep, or go on with it; the command is the same."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tokencredit.cli", "sweep", str(file), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    return Life(process, file.with_suffix(""))
+
+
+def finish_sweep(file: Path, *flags: str) -> str:
+    """Do what is left of a sweep, which must end well; what it said."""
+    code, out, err = begin_sweep(file, *flags).end(600)
+    assert code == 0, f"exit code {code}\n{out[-2000:]}\n{err[-2000:]}"
+    return out
+
+
+def iterations_of(folder: Path) -> int:
+    """Iterations that all runs of a sweep have written down."""
+    return sum(file.read_bytes().count(b"\n") for file in folder.glob("*/seed-*/metrics.jsonl"))
+
+
+def runs_alive(folder: Path) -> list[int]:
+    """Processes of a sweep's runs, by the folder in their commands."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{folder}{os.sep}" in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+    return found
 
 
 MOMENTS = {"starting": 1, "training": 5, "saving": 4}
@@ -395,6 +450,59 @@ def trouble_service(place: Path, chance: random.Random, trouble: str, calls: ran
     return "stopped, then resumed" if stops else "went on by itself", place / "whole", place / "run"
 
 
+def kill_sweep(place: Path, chance: random.Random, world: str, kills: int, **settings: Any) -> Outcome:
+    """SIGKILL to a sweep and all its runs at once, as when a machine goes off, again and again."""
+    file = sweep_file(place, world, **settings)
+    finish_sweep(place / "whole.yaml")
+    for _ in range(kills):
+        life, least = begin_sweep(file), [iterations_of(place / "run")]
+
+        def grows(least: list[int] = least) -> bool:
+            least.append(iterations_of(place / "run"))  # a run that is resumed goes back to its checkpoint first
+            return least[-1] > min(least)
+
+        assert life.wait_for(grows, 600), life.end()
+        time.sleep(chance.uniform(0, 1.0))
+        life.kill()
+        for process in runs_alive(place / "run"):
+            os.kill(process, signal.SIGKILL)
+    done = iterations_of(place / "run")
+    finish_sweep(file)
+    return f"killed {kills} times, by then {done} iterations", place / "whole", place / "run"
+
+
+def orphan_sweep(place: Path, chance: random.Random, world: str, at_once: bool, **settings: Any) -> Outcome:
+    """SIGKILL to a sweep alone; it goes on at once, beside the runs that it left behind, or once they have ended."""
+    file = sweep_file(place, world, **settings)
+    finish_sweep(place / "whole.yaml", "--jobs", "2")
+    life = begin_sweep(file, "--jobs", "2")
+    assert life.wait_for(lambda: len(list((place / "run").glob("*/seed-1/metrics.jsonl"))) == len(VARIANTS), 600)
+    time.sleep(chance.uniform(0, 1.0))
+    life.kill()
+    left = runs_alive(place / "run")
+    assert left, "the runs were over before"
+    if at_once:
+        for process in left:
+            os.kill(process, signal.SIGSTOP)  # or they could be over before the next sweep looks
+        life = begin_sweep(file, "--jobs", "2")
+        assert life.process.stdout is not None
+        said = [life.process.stdout.readline() for _ in left]
+        for process in left:
+            os.kill(process, signal.SIGCONT)
+        code, out, err = life.end(600)
+        assert code == 0, f"exit code {code}\n{out[-2000:]}\n{err[-2000:]}"
+        assert all("a process that an earlier sweep began is still at it" in line for line in said), said
+    else:
+        while runs_alive(place / "run"):
+            time.sleep(0.1)
+        assert "still at it" not in finish_sweep(file, "--jobs", "2")
+    for log in (place / "run").glob("*/seed-1.log"):
+        text, last = log.read_text(), f"iteration {LENGTHS[world]['iterations']}/{LENGTHS[world]['iterations']}"
+        assert text.count(last) == 1, f"{log}: done {text.count(last)} times"
+        assert "resumed" not in text, f"{log}: begun twice"
+    return f"{len(left)} runs left behind", place / "whole", place / "run"
+
+
 def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Outcome]]]:
     """What is done to runs, with its name in the table."""
     yield "SIGKILL, a language model", partial(kill, command=TEXT, iterations=10 * kills, kills=kills)
@@ -405,6 +513,13 @@ def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Ou
         ("Ctrl-C twice", 130, [signal.SIGINT, signal.SIGINT]),
     ):
         yield name, lambda place, chance, code=code, numbers=numbers: ask_to_stop(place, chance, code, *numbers)
+    for world, what in (("text", "language models"), ("control", "agents")):
+        yield f"SIGKILL, a sweep of {what}", partial(kill_sweep, world=world, kills=max(1, kills // 10))
+        yield f"SIGKILL, a sweep of {what} alone", partial(orphan_sweep, world=world, at_once=False)
+        yield (
+            f"SIGKILL, a sweep of {what} alone, goes on at once",
+            partial(orphan_sweep, world=world, at_once=True),
+        )
     for number in range(1, 6):
         yield f"checkpoint cut short, {number}", partial(damage, break_file=damage_newest)
     yield "metrics.jsonl ends in half a line", partial(damage, break_file=half_a_line)
@@ -426,6 +541,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, help="of language models; a third as many of agents")
     parser.add_argument("--iterations", type=int, default=2000, help="of the run whose memory is watched")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="only what has this in its name")
     options = parser.parse_args()
     chance, table = random.Random(options.seed), Table("what was done", "what happened", "as if nothing had been")
     failed = 0
@@ -435,7 +551,10 @@ def main() -> int:
         print(f"{what}: {happened} [{'yes' if good else 'NO'}]", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         for what, trial in trials(options.kills):
+            if options.only not in what:
+                continue
             place = Path(folder) / re.sub(r"\W+", "-", what)
             place.mkdir()
             try:
@@ -445,10 +564,12 @@ def main() -> int:
             except Exception as error:
                 row(what, f"{type(error).__name__}: {error}"[:500], False)
                 failed = 1
-        grown = growth(Path(folder) / "long", options.iterations)
-        row(f"{options.iterations:,} iterations", f"memory grew by {grown:.1f} MB", grown < 10)
+        if not options.only:
+            grown = growth(Path(folder) / "long", options.iterations)
+            row(f"{options.iterations:,} iterations", f"memory grew by {grown:.1f} MB", grown < 10)
+            failed = failed or grown >= 10
     Console(width=140).print(table)
-    return int(failed or grown >= 10)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,23 @@
 
 import random
 import signal
+from pathlib import Path
 
 import pytest
 
-from chaos import CONTROL, TEXT, assert_same, finish, growth, killed, metrics, stopped
+from chaos import (
+    CONTROL,
+    TEXT,
+    VARIANTS,
+    assert_same,
+    finish,
+    growth,
+    kill_sweep,
+    killed,
+    metrics,
+    orphan_sweep,
+    stopped,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +51,25 @@ def test_signals_save_first_and_then_stop_at_once(code, signals, tmp_path):
     assert (tmp_path / "run" / "policy").is_dir() is once
     if once:
         assert (tmp_path / "run" / "checkpoints" / f"{done:06d}").is_dir()
+
+
+SMALL = {"rollout": {"batch_size": 8, "max_new_tokens": 6}}
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
+def test_a_sweep_of_language_models_goes_on_after_a_kill(tmp_path):
+    """With the number format left open; tests/sweep/test_runner.py does the same with agents."""
+    _, whole, cut = kill_sweep(tmp_path, random.Random(0), "text", kills=1, **SMALL)
+    assert_same(whole, cut)
+    events = [(cut / name / "seed-1" / "events.jsonl").read_text() for name in VARIANTS]
+    assert any("resumed" in text or "begins anew" in text for text in events)
+    assert all("model.dtype auto: " in text for text in events)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
+def test_a_sweep_of_language_models_that_was_killed_alone_is_not_run_twice(tmp_path):
+    _, whole, cut = orphan_sweep(tmp_path, random.Random(0), "text", at_once=True, **SMALL)
+    assert_same(whole, cut)
 
 
 def test_memory_does_not_grow(tmp_path):
