@@ -28,7 +28,7 @@ TRL_FIELDS = [
 def rows(heading: str) -> list[list[str]]:
     """The cells of the tables of a section, without their headers."""
     section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-    text = next(part for part in section if part.startswith(heading))
+    text = next(part for part in section if part.startswith(heading)).split("\n### ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in cells if not row[1].startswith(("here", "---"))]
@@ -134,3 +134,105 @@ def test_the_yaml_says_the_same_as_the_script(folder):
     assert said.pop("model") == {"name": "policy"}  # model there
     assert {group: set(settings) for group, settings in said.items()} == script
     assert config.reward[0].reward_model == "reward-model"
+
+
+def methods() -> dict[str, dict[str, object]]:
+    """The settings of each column of the table of methods without a critic."""
+    header, _, *lines = [
+        line for line in PAGE.split("### GRPO, Dr. GRPO, RLOO")[1].splitlines() if line.startswith("|")
+    ]
+    names = [cell.strip(" `") for cell in header.strip("|").split("|")][1:]
+    found: dict[str, dict[str, object]] = {name: {} for name in names}
+    for line in lines:
+        key, *values = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        for name, value in zip(names, values, strict=True):
+            if value:
+                found[name][key] = float(value) if "e-" in value else yaml.safe_load(value)
+    return found
+
+
+METHODS = methods()
+LONGEST, SIZE = 8, 16
+"""Tokens of a completion, and completions of a batch, in the tests below."""
+
+
+def group_scores(scores: torch.Tensor, scale: bool) -> torch.Tensor:
+    """GRPO's advantages, one group of scores after another."""
+    credit = []
+    for group in scores.tolist():
+        mean = sum(group) / len(group)
+        deviation = (sum((s - mean) ** 2 for s in group) / (len(group) - 1)) ** 0.5
+        credit += [(s - mean) / (deviation if scale else 1.0) for s in group]
+    return torch.tensor(credit)
+
+
+def leave_one_out_scores(scores: torch.Tensor) -> torch.Tensor:
+    """RLOO's advantages."""
+    return torch.tensor([s - sum(g[:i] + g[i + 1 :]) / (len(g) - 1) for g in scores.tolist() for i, s in enumerate(g)])
+
+
+def formula(name: str, logprobs: torch.Tensor, ref: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor):
+    """The page's formulas for one step, where the ratio is 1 and has the gradient of log π."""
+    tokens, ratio = mask.float(), (logprobs - logprobs.detach()).exp()
+    kl = (ref - logprobs).exp() - (ref - logprobs) - 1
+    groups = scores.view(-1, METHODS[name]["rollout.per_prompt"])
+    if name == "GRPO":
+        credit = group_scores(groups, scale=True)[:, None]
+        return -(((ratio * credit - METHODS[name]["kl.coef"] * kl) * tokens).sum(1) / tokens.sum(1)).mean()
+    if name == "Dr. GRPO":
+        return -(ratio * group_scores(groups, scale=False)[:, None] * tokens).sum() / (SIZE * LONGEST)
+    if name == "RLOO":
+        price = METHODS[name]["kl.coef"] * ((logprobs - ref).detach() * tokens).sum(1)
+        credit = leave_one_out_scores((scores - price).view(groups.shape))
+        # −A log π has this gradient; its value differs by a constant, since the ratio stands for log π.
+        return -(credit[:, None] * ratio * tokens).sum(1).mean() / LONGEST
+    return -(ratio * group_scores(groups, scale=True)[:, None] * tokens).sum() / tokens.sum()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_column_is_a_configuration(name):
+    assert list(METHODS) == ["GRPO", "Dr. GRPO", "RLOO", "GRPOTrainer"]
+    config = PPOConfig.from_dict(METHODS[name])
+    for key, value in METHODS[name].items():
+        group, setting = key.split(".")
+        assert getattr(getattr(config, group), setting) == value, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_each_column_has_the_loss_and_the_gradient_of_its_formula(name, tmp_path):
+    """In the second iteration, when the policy is no longer its reference."""
+    settings = {"model.dtype": "float32", "optim.max_grad_norm": None, "run.dir": str(tmp_path / "run")}
+    settings |= {"rollout.batch_size": SIZE, "rollout.max_new_tokens": LONGEST, "rollout.stop": ["y"]}
+    trainer = PPOTrainer(
+        args=PPOConfig.from_dict(METHODS[name] | settings | {"optim.lr": 3e-4}),
+        reward_funcs=lambda completions, **_: [c.count("a") - 0.1 * len(c.split()) for c in completions],
+    )
+    trainer.learner.set_rates(1)
+    trainer.update(1, *trainer.credit.give(trainer.collect()))
+    scored = trainer.collect()
+    rollout = scored.rollout
+    assert len(set(rollout.mask.sum(1).tolist())) > 1, "completions of different lengths"
+    inputs = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)
+    attention = torch.cat([rollout.prompt_mask, rollout.mask], 1).long()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+
+    def logprobs(model):
+        start = rollout.prompt_ids.shape[1] - 1
+        logits = model.lm(input_ids=inputs, attention_mask=attention, position_ids=positions).logits[:, start:-1]
+        return logits.log_softmax(-1).gather(-1, rollout.response_ids[..., None]).squeeze(-1)
+
+    reference = PPOTrainer(args=trainer.args).policy  # the model that both began with
+    with torch.no_grad():
+        before = logprobs(reference)
+    assert (before - rollout.logprobs)[rollout.mask].abs().max() > 1e-3
+    loss = formula(name, logprobs(trainer.policy), before, scored.scores, rollout.mask)
+    weights = [p for p in trainer.policy.lm.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(loss, weights)
+    for weight in weights:
+        weight.grad = None
+    record = trainer.learner.backward(trainer.credit.give(scored)[1])
+    assert sum(float(micro.loss) for micro in record) == pytest.approx(float(loss.detach()), abs=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    for weight, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-3, atol=1e-5 * largest)

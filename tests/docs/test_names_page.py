@@ -1,0 +1,127 @@
+"""docs/names.md: every name of others has a row, and every name of ours in it exists."""
+
+import json
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+
+from tokencredit.control.trainer import ControlTrainer
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.trainer import PPOTrainer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "names.md").read_text(encoding="utf-8")
+SECTIONS = {text.partition("\n")[0]: text for text in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
+
+
+def listed(name: str) -> list[str]:
+    """The names in a file beside this one."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of a section's tables, without their headers."""
+    lines = [line for line in SECTIONS[section].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if not row[1].startswith(("here", "---"))]
+
+
+ROWS = [(section, *row) for section in SECTIONS for row in rows(section)]
+
+
+def keys(kind: type, prefix: str = "") -> set[str]:
+    """Every key of a configuration, groups included."""
+    hints, found = get_type_hints(kind), set()
+    for field in fields(kind):
+        found.add(prefix + field.name)
+        for inner in (hints[field.name], *get_args(hints[field.name])):
+            if is_dataclass(inner):
+                found |= keys(inner, f"{prefix}{field.name}.")
+    return found
+
+
+AGENTS, TEXTS = keys(ControlConfig), keys(PPOConfig)
+
+
+@pytest.mark.parametrize(
+    ("section", "file"),
+    [("CleanRL", "cleanrl_arguments.txt"), ("The Berkeley homework", "cs285_arguments.txt")],
+)
+def test_every_argument_of_theirs_has_one_row(section, file):
+    named = [name for row in rows(section) for name in re.findall(r"`--([\w-]+)`", row[0])]
+    assert sorted(named) == sorted(listed(file))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Metrics, fields of a sample and of the summary that a small run of each world writes."""
+    folder = tmp_path_factory.mktemp("names")
+    run = {"iterations": 1, "trackers": [], "show_every": 0}
+    text = {"model.dtype": "float32", "rollout": {"batch_size": 4, "max_new_tokens": 4}, "ppo": {"minibatches": 1}}
+    agent = {"steps": 32, "eval": {"episodes": 1}}
+    PPOTrainer(args=PPOConfig.from_dict(text | {"run": run | {"dir": str(folder / "text")}})).train()
+    ControlTrainer(ControlConfig.from_dict(agent | {"run": run | {"dir": str(folder / "agent")}})).train()
+    found = {}
+    for world in ("text", "agent"):
+        files = [folder / world / name for name in ("metrics.jsonl", "samples.jsonl", "summary.json")]
+        texts = [
+            file.read_text().splitlines()[0] if file.suffix == ".jsonl" else file.read_text() for file in files[::2]
+        ]
+        found[world] = {name for text in texts for name in json.loads(text)}
+    found["text"] |= json.loads((folder / "text" / "samples.jsonl").read_text().splitlines()[0]).keys()
+    return found
+
+
+def ours(section: str, cell: str) -> list[str]:
+    """The names of ours in a cell."""
+    names = re.findall(r"`([^`]+)`", cell)
+    assert names or cell == "none", f"{section}: {cell}"
+    return names
+
+
+@pytest.mark.slow
+def test_every_name_of_ours_exists(written):
+    agents, texts = AGENTS | written["agent"], TEXTS | written["text"]
+    for section, _, cell, _ in ROWS:
+        known = agents | texts if section == "Symbols of papers" else agents
+        assert [name for name in ours(section, cell) if name not in known] == [], cell
+    assert len({name for section, _, cell, _ in ROWS for name in ours(section, cell)}) > 60
+
+
+def test_every_setting_in_the_text_exists():
+    groups = {key.partition(".")[0] for key in AGENTS | TEXTS if "." in key}
+    named = {name for name in re.findall(r"`([a-z]+\.[a-z_]+)(?:: [^`]*)?`", PAGE) if name.split(".")[0] in groups}
+    assert len(named) > 40
+    assert named <= AGENTS | TEXTS | {"ppo.py"}
+
+
+def test_every_value_in_the_text_is_one_that_the_setting_may_have():
+    """Of agents; with what else the value needs."""
+    needs = {
+        "advantage.estimator": {"critic.kind": "separate"},
+        "critic.kind": {"advantage.estimator": "reward_to_go"},
+        "kl.place": None,  # of texts
+        "env.id": None,
+    }
+    given = re.findall(r"`([a-z_]+(?:\.[a-z_]+)?): ([^`]+)`", PAGE)
+    assert len(given) > 10
+    for key, value in given:
+        if needs.get(key, {}) is not None:
+            ControlConfig.from_dict({key: yaml.safe_load(value)} | needs.get(key, {}))
+
+
+def test_the_homeworks_command_is_a_configuration():
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    config = ControlConfig.from_dict(yaml.safe_load(block))
+    assert config.env.number * config.steps == 5000
+    assert (config.optim.lr, config.critic.lr, config.advantage.gamma) == (0.01, 0.01, 0.95)
+    assert (config.run.iterations, config.optim.schedule) == (100, "constant")
+
+
+def test_the_contents_are_the_sections():
+    assert re.findall(r"^- \[(.+)\]\(#.+\)$", PAGE, flags=re.MULTILINE) == list(SECTIONS)
