@@ -4,12 +4,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
+from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.rewards.calls import Term
+from tokencredit.text.rewards.models import Classifier
 from tokencredit.text.scoring_passes import evaluate_rollout
 from tokencredit.text.trainer import PPOTrainer
 
@@ -93,3 +105,89 @@ def test_what_is_not_finite_is_no_batch(tmp_path):
     with pytest.raises(UnusableBatch, match="reward term 'odd' is nan") as caught:
         trainer.collect()
     assert len(caught.value.texts) == len(caught.value.rollout.mask) == 4
+
+
+CHAT = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"
+VOCABULARY = ["[UNK]", "[PAD]", "The", "sky", "is", "blue", "not", "green", "."]
+
+
+class Says:
+    """An engine that always writes the same."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def generate(self, prompts, settings, uniforms, per_prompt=1):
+        ids = torch.tensor([self.ids] * len(prompts.ids))
+        mask, numbers = torch.ones_like(ids, dtype=torch.bool), torch.full(ids.shape, -1.0)
+        return Rollout(prompts.ids, prompts.mask, ids, mask, numbers, numbers, torch.zeros(len(ids)).bool())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tokenizers):
+    """A policy with each tokenizer, and a classifier that knows whole words alone."""
+    parent = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    for name, tokenizer in tokenizers.items():
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer))).save_pretrained(parent / name)
+        tokenizer.save_pretrained(parent / name)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    reader = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    config = DistilBertConfig(dim=16, hidden_dim=16, n_layers=1, n_heads=2, vocab_size=len(VOCABULARY))
+    model = DistilBertForSequenceClassification(config)
+    for parameter in model.parameters():  # the usual small initialisation makes all texts alike
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.5)
+    model.save_pretrained(parent / "classifier")
+    reader.save_pretrained(parent / "classifier")
+    return parent
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "wordpiece", "bytes"])
+def test_a_classifier_reads_the_words_that_were_written(kind, folders, tokenizers, tmp_path):
+    """After "The sky is", " blue" is a word of its own: for rewards, samples and whoever asks for whole texts."""
+    tokenizer = tokenizers[kind]
+    whole, prompt = (tokenizer(text)["input_ids"] for text in ("The sky is blue.", "The sky is"))
+    trainer = trainer_of(
+        tmp_path, model=ModelConfig(name=str(folders / kind), dtype="float32"), prompts=PromptsConfig(text="The sky is")
+    )
+    trainer.pipeline.engine = Says([*whole[len(prompt) :], tokenizer.eos_token_id])
+    classifier = Classifier(str(folders / "classifier"), "LABEL_1")
+    trainer.pipeline.terms = [Term("seen", 1.0, classifier)]
+    scored = trainer.collect()
+    assert scored.completions == [" blue."] * 4
+    assert scored.texts() == ["The sky is blue."] * 4
+    read = classifier.reader.tokenizer.convert_ids_to_tokens(classifier.reader.encode("The sky is", " blue."))
+    assert read == ["The", "sky", "is", "blue", "."]
+    assert scored.scores.tolist() == pytest.approx(classifier([""], ["The sky is blue."]) * 4, abs=1e-6)
+    [glued] = classifier([""], ["The sky isblue."])
+    assert abs(glued - scored.scores[0].item()) > 1e-3, "the classifier tells them apart"
+    batch = trainer.credit.give(scored)[0]
+    sample = batch.samples(tokenizer, scored.rollout.logprobs)[0]
+    assert sample["prompt"] + "".join(sample["tokens"]).removesuffix("</s>").rstrip() == "The sky is blue."
+
+
+def test_a_prefill_and_what_was_sampled_are_one_turn_of_the_assistant(folders, tokenizers, tmp_path):
+    tokenizer = tokenizers["sentencepiece"]
+    trainer = trainer_of(tmp_path, model=ModelConfig(name=str(folders / "sentencepiece"), dtype="float32"))
+    chatty = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=CHAT)
+    question = [{"role": "user", "content": "Look up."}]
+    rows = [{"prompt": [*question, {"role": "assistant", "content": "The sky is"}]}]
+    prompts = Prompts(rows, chatty).batch(0, 2)
+    blue = tokenizer(" blue")["input_ids"][1:]
+    assert tokenizer.decode([*tokenizer("is")["input_ids"], *blue]) == "is blue"
+    trainer.pipeline.engine, seen = Says(blue), {}
+
+    def see(prompts, completions, completion_ids, **columns):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids)
+        return [[1.0] * len(ids) for ids in completion_ids]
+
+    trainer.pipeline.terms = [Term("see", 1.0, see)]
+    scored = trainer.pipeline.collect(prompts, trainer.args.rollout, torch.rand(2, 6))
+    assert seen["prompts"] == [question] * 2
+    assert seen["completions"] == [[{"role": "assistant", "content": "The sky is blue"}]] * 2
+    assert seen["ids"] == [blue] * 2, "rewards of single tokens are those of the sampled ones"
+    assert scored.completions == [" blue"] * 2
+    assert scored.texts() == ["[user] Look up.[assistant] The sky is blue"] * 2, "what was read, and what was written"

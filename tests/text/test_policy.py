@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
@@ -87,6 +87,24 @@ def test_logprobs_and_values_are_those_of_the_runs_own_states(run):
     assert policy.tokens(text, sample["prompt"]) == sample["tokens"]
     assert policy.logprobs(text, sample["prompt"]) == pytest.approx(sample["new_logprobs"], abs=2e-5)
     assert len(policy.values(text, sample["prompt"])) == len(sample["tokens"])
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "wordpiece", "bytes"])
+@pytest.mark.parametrize(("prompt", "text"), [("The sky is", " blue."), ("I was sing", "ing"), ("", "The sky")])
+def test_a_text_is_tokenized_as_it_stands_after_its_prompt(kind, prompt, text, tokenizers, tmp_path):
+    """With the space that it begins with, and without one where it has none."""
+    tokenizer = tokenizers[kind]
+    if (kind, text) == ("wordpiece", "ing"):
+        pytest.skip("WordPiece cannot begin within a word")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer))).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = Policy(tmp_path, PPOConfig(model=ModelConfig(name=str(tmp_path), dtype="float32")), "base")
+    tokens = policy.tokens(text, prompt)
+    whole = tokenizer(prompt + text)["input_ids"]
+    rated = len(whole) - (len(tokenizer(prompt)["input_ids"]) if prompt else 1)
+    assert len(policy.logprobs(text, prompt)) == len(tokens) == rated
+    assert text.endswith("".join(tokens)) if not prompt else "".join(tokens) == text
 
 
 def test_loading_draws_nothing_from_the_global_generators(run):

@@ -94,7 +94,7 @@ class Batch:
             "terms": {name: _rounded(values[row]) for name, values in scored.terms.items()},
             "truncated": bool(rollout.truncated[row]),
             "token_ids": ids,
-            "tokens": [tokenizer.decode([i]) for i in ids],
+            "tokens": rollout.tokens(row, tokenizer),
             "logprobs": numbers(rollout.logprobs),
             "new_logprobs": numbers(new_logprobs),
             "rewards": numbers(self.rewards),

@@ -181,7 +181,7 @@ class Pipeline:
         lengths = rollout.mask.sum(1).tolist()
         scores, wrong = None, "a reward term is not finite in another process"
         try:
-            scores = score(self.terms, prompts.prompts, prompts.answers(completions), columns, lengths)
+            scores = score(self.terms, prompts.questions(), prompts.answers(completions), columns, lengths)
         except NonFiniteReward as error:
             wrong = str(error)
         if not self.processes.all(scores is not None) or scores is None:

@@ -13,6 +13,7 @@ from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
+from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.loading import room_for_prompts
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
@@ -130,7 +131,7 @@ class Policy:
 
     def tokens(self, text: str, prompt: str = "") -> list[str]:
         """The texts of the tokens that `logprobs` and `values` rate."""
-        return [str(self.tokenizer.decode([i])) for i in self._read(text, prompt).response_ids[0].tolist()]
+        return self._read(text, prompt).tokens(0, self.tokenizer)
 
     def _nothing(self) -> list[int]:
         """The tokens before a text without a prompt."""
@@ -138,10 +139,29 @@ class Policy:
         ids: list[int] = self.tokenizer("", add_special_tokens=add_bos is None)["input_ids"]
         return [self.tokenizer.bos_token_id] if add_bos else ids
 
+    def _ids(self, text: str, prompt: str, prompt_ids: list[int]) -> list[int]:
+        """Token ids of a text after its prompt.
+
+        Tokenizers like SentencePiece's put a space before a text. Where that space is too much, the text is tokenized
+        behind something: its prompt, or a line break, with which nothing merges.
+        """
+
+        def tokenized(text: str) -> list[int]:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            return ids
+
+        reader = Detokenizer(self.tokenizer, prompt_ids)
+        for lead in ("", prompt, "\n"):
+            first, both = tokenized(lead), tokenized(lead + text)
+            ids = both[len(first) :]
+            if both[: len(first)] == first and reader.text(ids) == text:
+                return ids
+        return tokenized(text)
+
     def _read(self, text: str, prompt: str) -> Rollout:
         """The text as a rollout of one row; the prompt is tokenized as those of the run are."""
         before = self.prompts(prompt, 1, 0).ids[0].tolist() if prompt else self._nothing()
-        ids = before + self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = before + self._ids(text, prompt, before)
         start = len(before) or 1
         if len(ids) <= start:
             raise ConfigError(f"{text!r} has no token to rate" + ("" if before else "; give a prompt before it"))

@@ -92,6 +92,34 @@ def test_conversations_go_through_the_chat_template(chatty):
     assert (polite.ids == chatty.bos_token_id).sum() == 1
 
 
+def test_an_answer_that_was_begun_is_one_message_with_its_completion(chatty):
+    """As in TRL: the reward sees one assistant's turn, the prefill and what was sampled, and a prompt without it."""
+    begun = {"role": "assistant", "content": "It was", "name": "Ann"}
+    rows = [{"prompt": QUESTION}, {"prompt": [*QUESTION, begun]}]
+    batch = Prompts(rows, chatty).batch(0, 2)
+    assert batch.questions() == [QUESTION, QUESTION]
+    assert batch.answers([" fine", " good"]) == [
+        [{"role": "assistant", "content": " fine"}],
+        [{"role": "assistant", "content": "It was good", "name": "Ann"}],
+    ]
+    assert batch.continued([" fine", " good"])[1].endswith("[user] How was the film?\n[assistant] It was good")
+    assert batch.prompts[1] == [*QUESTION, begun], "the data is left as it is"
+    texts = Prompts(["One"], chatty).batch(0, 1)
+    assert (texts.questions(), texts.answers([" two"])) == (["One"], [" two"])
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_a_prefill_ends_as_the_model_reads_it(trims, chatty):
+    """A template may trim the space at its end; the model then writes the space by itself."""
+    strict = deepcopy(chatty)
+    strict.chat_template = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] | trim }}")
+    rows = [{"prompt": [*QUESTION, {"role": "assistant", "content": "It was "}]}]
+    batch = Prompts(rows, strict if trims else chatty).batch(0, 1)
+    assert batch.texts[0].endswith("It was" if trims else "It was ")
+    [[message]] = batch.answers([" good" if trims else "good"])
+    assert message["content"] == "It was good"
+
+
 def test_a_table_adds_nothing_to_messages(chatty):
     named = [{"role": "user", "content": "How?", "name": "Ann"}]
     rows = Dataset.from_list([{"prompt": QUESTION}, {"prompt": named}])

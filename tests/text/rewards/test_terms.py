@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2Config,
@@ -45,6 +46,7 @@ from tokencredit.text.rewards.texts import joined, plain
 BUILTIN = "builtin:reviews"
 PROMPTS = ["This movie was really", "This movie was really"]
 COMPLETIONS = [" wonderful, and I loved every minute.", " awful. I hated the script, and the acting was worse."]
+DECODER = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 24, "num_labels": 1}
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
@@ -77,10 +79,11 @@ def saved(folder, model, tokenizer, **changes):
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory, tokenizer):
-    """A decoder with one output and no pad token, as TRL's RewardTrainer saves GPT-2."""
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=24, vocab_size=len(tokenizer), num_labels=1)
+    """A decoder with one output that pads with its end-of-sequence token, as TRL's RewardTrainer saves GPT-2."""
+    eos = tokenizer.eos_token_id
+    config = GPT2Config(**DECODER, vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=eos)
     folder = tmp_path_factory.mktemp("models") / "scorer"
-    return saved(folder, GPT2ForSequenceClassification(config), tokenizer, pad_token=None)
+    return saved(folder, GPT2ForSequenceClassification(config), tokenizer, pad_token=tokenizer.eos_token)
 
 
 def alone(folder, text, limit=None):
@@ -173,7 +176,7 @@ def test_the_roberta_family_has_fewer_positions_than_it_says(tmp_path, tokenizer
 
 
 def test_a_reward_model_reads_its_last_token_whatever_stands_beside_it(reward_model):
-    """Without a pad token of its own; the end-of-sequence token that takes its place is then not read."""
+    """Its end-of-sequence token is its pad token, so RewardTrainer never read it, and it is not read here."""
     terms = build_terms([RewardTerm(reward_model=reward_model, batch_size=2)], "cpu")
     assert terms[0].name == "scorer"
     completions = [" a", " wonderful film, and I loved it", " bad", ""]
@@ -185,11 +188,93 @@ def test_a_reward_model_reads_its_last_token_whatever_stands_beside_it(reward_mo
 def test_a_reward_model_with_a_pad_token_reads_the_end_of_sequence_as_it_did_in_training(tmp_path, tokenizer):
     tokenizer = AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy"))
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=24, vocab_size=len(tokenizer), num_labels=1)
+    config = GPT2Config(**DECODER, vocab_size=len(tokenizer))
     folder = saved(tmp_path / "padded", GPT2ForSequenceClassification(config), tokenizer)
     scorer = RewardModel("padded", *load(folder, "cpu"))
     expected = [alone(folder, p + c + tokenizer.eos_token)[0] for p, c in zip(PROMPTS, [" good", " b"], strict=True)]
     assert scorer(PROMPTS, [" good", " b"]) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize(
+    ("in_config", "in_tokenizer", "read"),
+    [
+        ("other", None, "last"),
+        ("other", "other", "last"),
+        ("other", "eos", "last"),
+        (None, "other", "last"),
+        (None, "eos", "last"),
+        (None, None, "last"),
+        (-1, None, "last"),  # as in the first Llama's config.json
+        ("text", None, "last"),
+        ("eos", None, "before"),
+        ("eos", "eos", "before"),
+    ],
+)
+def test_a_decoder_is_read_where_it_was_trained(in_config, in_tokenizer, read, batch_size, tokenizer):
+    """At the appended end-of-sequence token; before it only where the model's own pad token is the same.
+
+    `text` is a token that stands within the texts, and `last` and `before` are worked out from the logits of each
+    position of each text by itself.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy"))
+    ids = {"other": 7, "eos": tokenizer.eos_token_id, "text": tokenizer(" film")["input_ids"][0]}
+    tokenizer.pad_token = None if in_tokenizer is None else tokenizer.convert_ids_to_tokens(ids[in_tokenizer])
+    torch.manual_seed(0)
+    pad = ids.get(in_config, in_config)
+    model = GPT2ForSequenceClassification(
+        GPT2Config(**DECODER, initializer_range=0.3, vocab_size=len(tokenizer), pad_token_id=pad)
+    ).eval()
+    texts = [" a film", " good", " a wonderful film, and I loved it", "", " film", " not a film that I liked"]
+    position = {"last": -1, "before": -2}[read]
+    expected = []
+    for text in texts:
+        row = torch.tensor([tokenizer("I say" + text + tokenizer.eos_token)["input_ids"]])
+        with torch.no_grad():
+            expected.append(model.score(model.transformer(row).last_hidden_state)[0, position, 0].item())
+            assert model(row).logits[0, 0].item() == pytest.approx(expected[-1], abs=1e-4), "as the model reads it"
+    scorer = RewardModel("scorer", model, tokenizer, batch_size=batch_size)
+    assert scorer(["I say"] * len(texts), texts) == pytest.approx(expected, abs=1e-4)
+    assert model.config.pad_token_id == pad, "the model is left as it was"
+    assert min(abs(a - b) for a in expected for b in expected if a != b) > 1e-3
+
+
+def test_a_vocabulary_that_leaves_no_token_to_pad_with(tokenizers):
+    """A text that has all its tokens, beside one that would need padding."""
+    tokenizer = tokenizers["unigram"]
+    config = GPT2Config(**DECODER | {"n_positions": 64}, vocab_size=len(tokenizer), initializer_range=0.3)
+    reader = Reader("small", GPT2ForSequenceClassification(config), tokenizer)
+    reader.encode = lambda prompt, completion: list(range(len(tokenizer))) if completion == "all" else [5]
+    together = reader.logits(["", ""], ["all", "one"])
+    alone = [reader.model(torch.tensor([reader.encode("", text)])).logits[0] for text in ("all", "one")]
+    torch.testing.assert_close(together, torch.stack(alone))
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlnet", "fnet"])
+def test_padding_changes_no_score(kind, tokenizer):
+    """BERT masks it; XLNet reads its last position and FNet mixes all of them, so texts of one length share a batch."""
+    shapes = {
+        "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
+        "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48},
+        "fnet": {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48},
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **shapes[kind], vocab_size=len(tokenizer), initializer_range=0.3, num_labels=3)
+    model = AutoModelForSequenceClassification.from_config(config)
+    reader = Reader(kind, model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
+    assert reader.pads == (kind == "bert")
+    texts = [" a film", " good", " a wonderful film, and I loved it", " films", " not a film that I liked"]
+    with torch.no_grad():
+        alone = [model(torch.tensor([reader.encode("I say", text)])).logits[0] for text in texts]
+    torch.testing.assert_close(reader.logits(["I say"] * 5, texts), torch.stack(alone), atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_cannot_read_a_text_is_refused(tokenizer):
+    config = AutoConfig.for_model("xmod", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    config.vocab_size = len(tokenizer)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(ConfigError, match=r"'many' cannot read a text: ValueError: Input language unknown"):
+        RewardModel("many", model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
 
 
 def test_a_long_text_of_a_reward_model_keeps_its_end(reward_model):
@@ -235,6 +320,7 @@ def test_plain_texts_of_messages():
     assert joined(chat, answer) == "Be kind.\nHi\nHello"
     assert joined("Be", " kind") == "Be kind"
     assert plain([{"role": "assistant", "content": None}]) == ""
+    assert plain([{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}]) == "Hi"
 
 
 # What cannot be loaded
@@ -297,13 +383,6 @@ def test_a_vocabulary_that_does_not_match_its_tokenizer(tmp_path, reward_model):
     rows = len(tokenizer) - 1
     with pytest.raises(ConfigError, match=rf"tokenizer of .* has {rows + 1} tokens, but its model knows {rows}"):
         build_terms([RewardTerm(reward_model=str(tmp_path / "model"))], "cpu")
-
-
-def test_a_tokenizer_that_cannot_pad(reward_model):
-    model, tokenizer = load(reward_model, "cpu")
-    tokenizer.eos_token = tokenizer.pad_token = None
-    with pytest.raises(ConfigError, match="has neither a pad token nor an end-of-sequence token"):
-        Reader("scorer", model, tokenizer)
 
 
 def test_two_terms_of_one_name_are_refused():

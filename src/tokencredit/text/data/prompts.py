@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.data.datasets import column_names, column_values, from_python, read_dataset
+from tokencredit.text.rewards.texts import answer, prefilled
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -47,11 +48,15 @@ class PromptBatch:
         """Each prompt, as the model reads it, with its completion."""
         return [text + completion for text, completion in zip(self.texts, completions, strict=True)]
 
+    def questions(self) -> list[Prompt]:
+        """Prompts as reward terms see them: a conversation ends before the answer that its completion goes on with."""
+        return [prompt[:-1] if prefilled(prompt) else prompt for prompt in self.prompts]
+
     def answers(self, completions: Sequence[str]) -> list[Prompt]:
-        """Completions in the format of their prompts: texts, or a message of the assistant's."""
+        """Completions in the format of their prompts: texts, or a message of the assistant's, its prefill included."""
         return [
-            completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
-            for prompt, completion in zip(self.prompts, completions, strict=True)
+            completion if isinstance(prompt, str) else [answer(prompt, text, completion)]
+            for prompt, text, completion in zip(self.prompts, self.texts, completions, strict=True)
         ]
 
 
@@ -219,7 +224,7 @@ class Prompts:
         """The text that a prompt is to the model: a conversation through the chat template, ready for an answer."""
         if isinstance(prompt, str):
             return self._encodable(index, prompt)
-        unfinished = prompt[-1]["role"] == "assistant"  # the answer has been begun
+        unfinished = prefilled(prompt)
         try:
             rendered = self.tokenizer.apply_chat_template(
                 prompt,

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.detokenizer import Detokenizer
 
 
 @dataclass
@@ -58,11 +59,16 @@ class Rollout:
         return columns
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The completions without special tokens."""
-        return [
-            str(tokenizer.decode(ids[mask], skip_special_tokens=True))
-            for ids, mask in zip(self.response_ids, self.mask, strict=True)
-        ]
+        """The completions without special tokens, each as it reads after its prompt."""
+        prompts = [tuple(ids[own].tolist()) for ids, own in zip(self.prompt_ids, self.prompt_mask, strict=True)]
+        readers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
+        rows = zip(prompts, self.response_ids, self.mask, strict=True)
+        return [readers[prompt].text(ids[acted].tolist()) for prompt, ids, acted in rows]
+
+    def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The text of each token of a completion, special ones included."""
+        prompt = self.prompt_ids[row][self.prompt_mask[row]].tolist()
+        return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row][self.mask[row]].tolist())
 
 
 class Engine(Protocol):

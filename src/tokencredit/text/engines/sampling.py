@@ -17,23 +17,28 @@ from transformers import (
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.cache import sampling_cache
+from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, positions
+
+CONTEXT = 16
+"""Tokens of a prompt that are read again at each step, to look for stop strings."""
 
 
 class Decoding:
     """Completions that grow by a token per step, and the rows that are still going."""
 
-    def __init__(self, batch: int, settings: SamplingConfig, ends: Tensor):
+    def __init__(self, batch: int, settings: SamplingConfig, ends: Tensor, readers: Sequence[Detokenizer]):
         """Begin with nothing drawn.
 
         Args:
             batch: completions.
             settings: how to draw and when to stop.
             ends: tokens that end a completion.
+            readers: of each completion, if texts can end it.
         """
         shape, device = (batch, settings.max_new_tokens), ends.device
-        self.settings, self.ends = settings, ends
+        self.settings, self.ends, self.readers = settings, ends, readers
         self.response_ids = torch.full(shape, int(ends[0]), device=device)
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
         self.logprobs = torch.zeros(shape, device=device)
@@ -66,12 +71,13 @@ class Decoding:
             self.values = torch.zeros_like(self.logprobs)
         self.values[self.rows, step] = values
 
-    def ended(self, step: int, tokens: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    def ended(self, step: int, tokens: Tensor) -> Tensor:
         """True for each row that ends with this step's token."""
         settings = self.settings
         ended = torch.isin(tokens, self.ends) if settings.stop_at_eos else torch.zeros_like(tokens, dtype=torch.bool)
         if settings.stop and step + 1 >= settings.min_new_tokens:
-            ended |= says_any(settings.stop, self.response_ids[self.rows, : step + 1], tokenizer)
+            readers = [self.readers[row] for row in self.rows.tolist()]
+            ended |= says_any(settings.stop, self.response_ids[self.rows, : step + 1], readers)
         return ended
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
@@ -115,7 +121,8 @@ def sample(
     """
     batch, limit = uniforms.shape
     attention_mask, position_ids = positions(prompts.mask, limit)
-    state = Decoding(batch, settings, torch.tensor(list(end_ids), device=prompts.ids.device))
+    readers = stop_readers(prompts, tokenizer) if settings.stop else []
+    state = Decoding(batch, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
     critic = model.critic if model.critic is not None and model.critic.trunk is None else None
     cache = sampling_cache(model.lm.config)
     width = prompts.ids.shape[1]
@@ -133,7 +140,7 @@ def sample(
         tokens = state.draw(step, model.logits(hidden), uniforms, inputs)
         if critic is not None:
             state.keep_values(step, critic(hidden))
-        ended = state.ended(step, tokens, tokenizer)
+        ended = state.ended(step, tokens)
         if ended.any():
             state.truncated[state.rows[ended]] = False
             state.rows, tokens = state.rows[~ended], tokens[~ended]
@@ -156,9 +163,18 @@ def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:
     return warpers
 
 
-def says_any(stops: Sequence[str], ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def stop_readers(prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase) -> list[Detokenizer]:
+    """For each row, a reader of completions with their special tokens, which may be what ends them.
+
+    Decoders look back a few tokens, so the prompt's last ones stand for all of it and each step stays cheap.
+    """
+    rows = zip(prompts.ids, prompts.mask, strict=True)
+    return [Detokenizer(tokenizer, ids[own][-CONTEXT:].tolist(), skip_special_tokens=False) for ids, own in rows]
+
+
+def says_any(stops: Sequence[str], ids: Tensor, readers: Sequence[Detokenizer]) -> Tensor:
     """Which rows of token ids contain one of the texts."""
-    texts = tokenizer.batch_decode(ids)
+    texts = [reader.text(row) for reader, row in zip(readers, ids.tolist(), strict=True)]
     return torch.tensor([any(stop in text for stop in stops) for text in texts], device=ids.device)
 
 

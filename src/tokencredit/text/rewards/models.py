@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from safetensors import SafetensorError
@@ -42,13 +43,13 @@ class Reader:
         Args:
             name: what messages call it.
             model: its class ends in `ForSequenceClassification`.
-            tokenizer: the model's; its padding and truncation are set here.
+            tokenizer: the model's; its side of truncation is set here.
             text: `both` reads prompt and completion, `completion` the completion alone.
             batch_size: texts in the model at once.
             append_eos: put the end-of-sequence token, if there is one, after plain texts.
 
         Raises:
-            ConfigError: the tokenizer has more tokens than the model, or none to pad with.
+            ConfigError: the tokenizer has more tokens than the model, or the model cannot read a text.
         """
         rows = model.get_input_embeddings().get_parameter("weight").shape[0]
         if len(tokenizer) > rows:
@@ -56,19 +57,15 @@ class Reader:
                 f"the tokenizer of {name!r} has {len(tokenizer)} tokens, but its model knows {rows}; "
                 "they do not belong together"
             )
-        if tokenizer.pad_token_id is None:
-            if tokenizer.eos_token_id is None:
-                raise ConfigError(f"the tokenizer of {name!r} has neither a pad token nor an end-of-sequence token")
-            tokenizer.pad_token = tokenizer.eos_token
-        # A decoder is read at its last token that is no padding, and finds it by this id.
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        tokenizer.padding_side, tokenizer.truncation_side = "right", "left"
+        tokenizer.truncation_side = "left"
         fuse_gelu(model)
         self.name, self.model, self.tokenizer = name, model.eval(), tokenizer
         self.text, self.batch_size = text, batch_size
-        self.limit = context(model, tokenizer)
+        self.limit, self.vocabulary = context(model, tokenizer), rows
         self.eos = (tokenizer.eos_token or "") if append_eos else ""
         self.warned = False
+        self.pads = self._ignores_padding()
+        """Texts of different lengths share a batch."""
 
     @torch.no_grad()
     def logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
@@ -76,11 +73,54 @@ class Reader:
         ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         logits = torch.empty(len(ids), self.model.config.num_labels)
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            inputs = self.tokenizer.pad({"input_ids": [ids[row] for row in rows]}, return_tensors="pt")
-            logits[rows] = self.model(**inputs.to(self.model.device)).logits.float().cpu()
+        for _, group in groupby(order, key=lambda row: 0 if self.pads else len(ids[row])):
+            alike = list(group)
+            for start in range(0, len(alike), self.batch_size):
+                rows = alike[start : start + self.batch_size]
+                logits[rows] = self._read([ids[row] for row in rows])
         return logits
+
+    def _read(self, texts: list[list[int]]) -> Tensor:
+        """`[batch, labels]`: for each text the logits that the model gives for it alone.
+
+        A decoder is read at its last token other than the pad token of its configuration, as it was trained. Without
+        one it is read at the last token, so it is padded with a token that none of the texts has.
+        """
+        config = self.model.config.get_text_config()
+        own = config.pad_token_id
+        pad = own if own is not None and 0 <= own < self.vocabulary else self._unused(texts)
+        if pad is None and len(texts) > 1:
+            return torch.cat([self._read([text]) for text in texts])
+        width = max(map(len, texts))
+        ids = torch.tensor([text + [pad or 0] * (width - len(text)) for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+        config.pad_token_id = pad
+        try:
+            device = self.model.device
+            logits: Tensor = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            return logits.float().cpu()
+        finally:
+            config.pad_token_id = own
+
+    def _unused(self, texts: list[list[int]]) -> int | None:
+        """A token that none of the texts has, if there is one."""
+        used = set().union(*texts)
+        return next((token for token in range(self.vocabulary) if token not in used), None)
+
+    @torch.no_grad()
+    def _ignores_padding(self) -> bool:
+        """True if a padded text has the logits that it has alone; XLNet's, FNet's and ConvBERT's have not.
+
+        Raises:
+            ConfigError: the model cannot read a text.
+        """
+        short, long = self.encode("", "Yes"), self.encode("", "Yes and no")
+        try:
+            padded, alone = self._read([short, long])[0], self._read([short])[0]
+        except Exception as error:
+            raise ConfigError(f"{self.name!r} cannot read a text: {type(error).__name__}: {error}") from error
+        tolerance = torch.finfo(self.model.dtype).eps ** 0.5
+        return torch.allclose(padded, alone, rtol=tolerance, atol=tolerance)
 
     def encode(self, prompt: Text, completion: Text) -> list[int]:
         """Token ids of what the model reads of one completion, the end of it if it is too long."""
@@ -105,7 +145,8 @@ class Reader:
                 self.warned = True
             arguments = {"truncation": True, "max_length": self.limit}
             ids = self.tokenizer(text, add_special_tokens=special, **arguments)["input_ids"]
-        return ids or [self.tokenizer.pad_token_id]  # a model cannot read nothing at all
+        stand_ins = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return ids or [next(i for i in stand_ins if i is not None)]  # a model cannot read nothing at all
 
 
 class Classifier:
@@ -214,7 +255,7 @@ def context(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int |
     """The longest text in tokens that a model can read; None if that has no known end."""
     limits = [tokenizer.model_max_length]  # a huge number where the tokenizer does not know
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None:
+    if positions is not None and positions > 0:  # XLNet's −1 stands for no end
         # The RoBERTa family counts positions from after the padding's own.
         table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
