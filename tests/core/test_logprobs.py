@@ -1,4 +1,6 @@
 import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -282,17 +284,76 @@ def test_half_precision():
 
 def test_autocast_is_the_same_forward_and_backward():
     (hidden, weight, bias), _, targets, _ = make(0, dtype=torch.float32)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    # Numbers of bfloat16: some processors round the operands, others do not.
+    leaves = [x.bfloat16().float().requires_grad_() for x in (hidden, weight, bias)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logprobs, _ = token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2])
     logprobs.sum().backward()
-    halves = [x.bfloat16().requires_grad_() for x in (hidden, weight, bias)]
+    halves = [x.detach().bfloat16().requires_grad_() for x in leaves]
     expected, _ = token_logprobs(halves[0], halves[1], targets, bias=halves[2])
     expected.sum().backward()
     assert torch.equal(logprobs, expected)
     for leaf, half in zip(leaves, halves, strict=True):
         assert leaf.grad.dtype == torch.float32, "sums over tokens are not rounded to half precision"
         assert torch.equal(leaf.grad.bfloat16(), half.grad)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_logits_are_not_rounded_to_half_precision(autocast, half, device):
+    """Those of 16 would be to multiples of 1/8 in bfloat16, and of 1/64 in float16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*size, generator=generator).to(half) for size in ((3, 5, 64), (5000, 64)))
+    ref = (torch.randn(3, 5, 64, generator=generator).to(half), weight.flip(0), None)
+    targets = torch.randint(5000, (3, 5), generator=generator)
+    wide = [x.double() for x in (hidden, weight, *ref[:2])]
+    assert (wide[0] @ wide[1].T).abs().max() > 16
+    expected = token_stats(wide[0], wide[1], targets, ref=(wide[2], wide[3], None), entropy=True)
+    given = [(x.float() if autocast else x).to(device) for x in (hidden, weight, *ref[:2])]
+    with torch.autocast(device, dtype=half, enabled=autocast):
+        stats = token_stats(given[0], given[1], targets.to(device), ref=(*given[2:], None), entropy=True)
+        _, of_loss = token_loss(given[0], given[1], targets.to(device), lambda now, at: now.logprobs.sum())
+    for x, exact in zip((*stats, of_loss.logprobs), (*expected, expected.logprobs), strict=True):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x.cpu().double(), exact, rtol=1e-4, atol=1e-4)
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """The most numbers of a tensor in some dtype that is no view of `known`."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.numel = known.untyped_storage().data_ptr(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != self.known:
+            self.numel[result.dtype] = max(self.numel[result.dtype], result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_gradients_there_is_no_second_copy_of_the_weight(dtype):
+    hidden, weight = torch.randn(4, 64), torch.randn(20_000, 64).to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), LargestNewTensor(weight) as largest:
+        token_loss(hidden, weight, torch.zeros(4, dtype=torch.int64), lambda now, at: now.logprobs.sum())
+    assert largest.numel[torch.bfloat16] < weight.numel() / 2
+    assert largest.numel[torch.float32] < weight.numel() / 2
+
+
+def test_the_process_keeps_its_precision():
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    hidden, weight, targets = torch.randn(8, 64), torch.randn(500, 64), torch.zeros(8, dtype=torch.int64)
+
+    def project(_):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return token_logprobs(hidden, weight, targets)[0]
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(project, range(200)))
+    assert matmul.fp32_precision == before
 
 
 def test_large_logits_are_finite():

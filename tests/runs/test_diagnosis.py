@@ -96,6 +96,13 @@ def test_each_disease_is_named(name):
     assert finding.advice in finding.line()
 
 
+@pytest.mark.parametrize(("dtype", "rounding", "mismatch"), [("float32", 1e-4, 2e-3), ("bfloat16", 0.1, 0.3)])
+def test_a_ratio_may_be_off_by_what_the_number_format_rounds(dtype, rounding, mismatch):
+    config = CONFIG | {"model": {"dtype": dtype}}
+    assert names([row | {"first_ratio_error": rounding} for row in healthy()], config) == []
+    assert names([row | {"first_ratio_error": mismatch} for row in healthy()], config) == ["mismatch"]
+
+
 def test_every_check_has_its_disease():
     assert {check.__name__ for check in (*CHECKS, *FINAL_CHECKS)} == {*DISEASES, "still_warming"}
 

@@ -1,5 +1,6 @@
 """Runs of the built-in world that are made ill on purpose, each in its own way: the diagnosis names it."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -59,6 +60,36 @@ class Scaled:
         setattr(self, f"before_{stage}", change)
 
 
+class Hotter:
+    """An engine that draws at another temperature than it is asked for."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def generate(self, prompts, settings, uniforms, per_prompt=1):
+        return self.engine.generate(prompts, replace(settings, temperature=1.4), uniforms, per_prompt)
+
+    def weights_changed(self):
+        self.engine.weights_changed()
+
+
+class DropoutInUpdates:
+    """Switches the layers' dropout on for updates."""
+
+    @staticmethod
+    def switch(trainer, rate):
+        for module in trainer.policy.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = rate
+                module.train(rate > 0)
+
+    def before_update(self, trainer):
+        self.switch(trainer, 0.1)
+
+    def after_update(self, trainer, metrics):
+        self.switch(trainer, 0.0)
+
+
 FAST = partial(OptimConfig, warmup=0, schedule="constant", max_grad_norm=None)
 STILL = {"optim": FAST(lr=1e-12), "critic": CriticConfig(lr=1e-12)}
 LOOSE = KLConfig(coef=1e-6)
@@ -116,3 +147,22 @@ def test_an_illness_made_on_purpose_is_named(name, tmp_path, capsys):
     findings = {finding.name: finding for finding in diagnose(found.metrics, found.config)}
     assert name in findings
     assert findings[name].title in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cause", [None, "temperature", "dropout"])
+def test_rounding_is_no_mismatch_in_either_number_format(dtype, cause, tmp_path):
+    """Completions of unequal length, which sampling and updates pad and batch apart."""
+    args = PPOConfig(
+        model=ModelConfig(dtype=dtype),
+        rollout=RolloutConfig(batch_size=64, max_new_tokens=48),
+        ppo=UpdateConfig(epochs=1, micro_batch_tokens=400),
+        run=RunConfig(dir=str(tmp_path / "run"), iterations=2, trackers=[], show_every=0),
+    )
+    trainer = PPOTrainer(args=args, callbacks=[DropoutInUpdates()] if cause == "dropout" else None)
+    if cause == "temperature":
+        trainer.pipeline.engine = Hotter(trainer.pipeline.engine)
+    trainer.train()
+    found = read_run(tmp_path / "run")
+    named = {finding.name for finding in diagnose(found.metrics, found.config)}
+    assert ("mismatch" in named) == (cause is not None)

@@ -37,7 +37,8 @@ def token_logprobs(
     """Log-probability of each target, and the entropy of the distribution it was drawn from if asked for.
 
     log π(x) = zₓ − log Σᵥ exp zᵥ and H = −Σᵥ π(v) log π(v), in nats, with z = softcap(W h + b) / temperature and
-    softcap(y) = cap · tanh(y / cap) (Gemma Team 2024, arXiv 2408.00118, section 2). The softmax is in float32 at least.
+    softcap(y) = cap · tanh(y / cap) (Gemma Team 2024, arXiv 2408.00118, section 2). z and the softmax are in float32 at
+    least, under autocast too, where at most W and h are rounded.
 
     Args:
         hidden: h, the last hidden states, [..., D].
@@ -279,7 +280,7 @@ def _unrows(x: Tensor, mask: Tensor | None, shape: torch.Size) -> Tensor:
 
 
 def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype that autocast would compute a projection in, or else the wider of its operands'."""
+    """Autocast's dtype if it is on, or else the wider of the operands'; what is computed in it: see `Shaping`."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

@@ -3,9 +3,14 @@
 The logits of a batch, [batch, time, vocabulary], are the largest tensor of language-model training by far, and autograd
 would keep several of that size. Here they never exist: the projection is computed for a chunk of tokens and reduced to
 a few numbers a token, so that memory is bounded by chunk × vocabulary whatever the batch.
+
+Logits are in float32 at least. In bfloat16, of 8 bits, a logit of 16 is rounded to the nearest 1/8 and two passes that
+round apart disagree by that much; in half precision only the operands of a product may be rounded, not its result.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +22,9 @@ from tokencredit.core.masked import at_least_float32
 __all__ = ["Linear", "TokenLoss", "TokenStats"]
 
 WEIGHT_ROWS = 4096
-"""Rows of the weight whose gradient is in memory in half precision at once."""
+"""Rows of the weight that are in memory in another precision than their own at once, or whose gradient is."""
+
+PROCESS_SETTING = threading.Lock()
 
 
 class TokenStats(NamedTuple):
@@ -40,23 +47,25 @@ class Room(NamedTuple):
 
     logits: Tensor
     """[rows, vocabulary] in float32 at least."""
-    product: Tensor
-    """The same in the projection's dtype; the very same tensor where that is float32."""
+    gradient: Tensor | None
+    """Their gradient in half precision; None where it takes the place of the logits, or is not wanted."""
 
     @classmethod
-    def take(cls, linear: Linear, size: int) -> "Room":
-        """For chunks of at most `size` of the rows of cast operands."""
+    def take(cls, linear: Linear, size: int, dtype: torch.dtype, gradient: bool = False) -> "Room":
+        """For chunks of at most `size` of the rows, of a projection in `dtype`."""
         hidden, weight, _ = linear
-        rows = min(size, len(hidden))
-        product = weight.new_empty(len(weight), rows).T if in_columns(hidden) else weight.new_empty(rows, len(weight))
-        dtype = at_least_float32(product[:0]).dtype
-        return cls(product if product.dtype == dtype else torch.empty_like(product, dtype=dtype), product)
+        rows, wide = min(size, len(hidden)), torch.promote_types(dtype, torch.float32)
+        if in_columns(hidden.device, dtype):
+            logits = weight.new_empty(len(weight), rows, dtype=wide).T
+        else:
+            logits = weight.new_empty(rows, len(weight), dtype=wide)
+        return cls(logits, torch.empty_like(logits, dtype=dtype) if gradient and dtype != wide else None)
 
 
 class Shaping(NamedTuple):
     """How a projection y becomes logits: z = cap · tanh(y / cap) / temperature, without the tanh if there is no cap.
 
-    The product is computed in `dtype`, everything else in float32 at least.
+    In half precision, `dtype` is that of the products of gradients; all else is in float32 at least, see `multiply`.
     """
 
     temperature: float
@@ -68,14 +77,16 @@ class Shaping(NamedTuple):
         hidden, weight, bias = linear
         return hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
+    def operands(self, linear: Linear) -> Linear:
+        """The operands as `multiply` takes them without a copy of the weight for each chunk."""
+        return self.cast(linear) if linear[1].is_cuda or not is_half(self.dtype) else linear
+
     def logits(self, linear: Linear, part: slice, room: Room) -> Tensor:
-        """Those of some rows, from operands in `dtype`, in their room."""
+        """Those of some rows, from operands of `operands`, in their room."""
         hidden, weight, bias = linear
         hidden = hidden[part]
-        z, product = room.logits[: len(hidden)], room.product[: len(hidden)]
-        torch.mm(hidden, weight.T, out=product)
-        if room.product is not room.logits:
-            z.copy_(product)
+        z = room.logits[: len(hidden)]
+        multiply(hidden, weight, self.dtype, z)
         if bias is not None:
             z.add_(bias)
         if self.softcap is not None:
@@ -124,7 +135,8 @@ class Chunk:
         if entropy:
             entropies = (log_sum - self._mean(y)).squeeze(-1)
         if ref is not None:
-            self.log_ratio = y - shaping.logits(ref, part, Room.take(ref, len(z))).log_softmax(dim=-1)
+            ref_logits = shaping.logits(ref, part, Room.take(ref, len(z), shaping.dtype))
+            self.log_ratio = y - ref_logits.log_softmax(dim=-1)
             kl = (self._mean(self.log_ratio) - log_sum).squeeze(-1)
         self.log_sum = log_sum
         self.stats = TokenStats(None if chosen is None else (chosen - log_sum).squeeze(-1), entropies, kl)
@@ -161,9 +173,7 @@ class Chunk:
             grad.mul_(self.shaping.slope(self.y.add_(self.peak)))
         elif self.shaping.temperature != 1.0:
             grad.div_(self.shaping.temperature)
-        if self.room.product is self.room.logits:
-            return grad
-        return self.room.product[: len(grad)].copy_(grad)
+        return grad if self.room.gradient is None else self.room.gradient[: len(grad)].copy_(grad)
 
 
 class Gradients:
@@ -173,7 +183,7 @@ class Gradients:
     """
 
     def __init__(self, needed: Sequence[bool], operands: Linear, linear: Linear) -> None:
-        """`linear` holds the operands as the projection takes them, cast."""
+        """`linear` holds the operands in the dtype of the products."""
         self.operands, self.linear = operands, linear
         self.empty = True
         self.sums = [
@@ -227,11 +237,11 @@ class ChunkedStats(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The statistics, each `[rows]` or None."""
         with torch.autocast(hidden.device.type, enabled=False):
-            linear = shaping.cast((hidden, weight, bias))
-            cast_ref = None if ref is None else shaping.cast(ref)
-            room = Room.take(linear, size)
+            linear = shaping.operands((hidden, weight, bias))
+            linear_ref = None if ref is None else shaping.operands(ref)
+            room = Room.take(linear, size, shaping.dtype)
             chunks = [
-                Chunk(part, linear, targets, cast_ref, shaping, entropy, room).stats for part in parts(hidden, size)
+                Chunk(part, linear, targets, linear_ref, shaping, entropy, room).stats for part in parts(hidden, size)
             ]
         ctx.save_for_backward(hidden, weight, bias, targets, *(ref or (None, None, None)))
         ctx.shaping, ctx.size, ctx.entropy = shaping, size, entropy
@@ -244,12 +254,12 @@ class ChunkedStats(torch.autograd.Function):
         hidden, weight, bias, targets, *ref = ctx.saved_tensors
         shaping = ctx.shaping
         with torch.autocast(hidden.device.type, enabled=False):
-            linear = shaping.cast((hidden, weight, bias))
-            cast_ref = None if ref[0] is None else shaping.cast(ref)
-            gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), linear)
-            room = Room.take(linear, ctx.size)
+            linear = shaping.operands((hidden, weight, bias))
+            linear_ref = None if ref[0] is None else shaping.operands(ref)
+            gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), shaping.cast(linear))
+            room = Room.take(linear, ctx.size, shaping.dtype, gradient=True)
             for part in parts(hidden, ctx.size):
-                chunk = Chunk(part, linear, targets, cast_ref, shaping, ctx.entropy, room)
+                chunk = Chunk(part, linear, targets, linear_ref, shaping, ctx.entropy, room)
                 gradients.add(part, chunk.gradient(TokenStats(*(None if g is None else g[part] for g in grads))))
         return *gradients.results(), None, None, None, None, None
 
@@ -274,14 +284,15 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The loss and the statistics; `wanted` says whether gradients are."""
         with torch.autocast(hidden.device.type, enabled=False):
-            linear = shaping.cast((hidden, weight, bias))
-            cast_ref = None if ref is None else shaping.cast(ref)
-            gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), linear)
-            room = Room.take(linear, size)
+            linear = shaping.operands((hidden, weight, bias))
+            linear_ref = None if ref is None else shaping.operands(ref)
+            cast = shaping.cast(linear) if wanted else linear
+            gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), cast)
+            room = Room.take(linear, size, shaping.dtype, gradient=wanted)
 
             def project(part: slice) -> Chunk:
                 """The statistics of some rows."""
-                return Chunk(part, linear, targets, cast_ref, shaping, entropy, room)
+                return Chunk(part, linear, targets, linear_ref, shaping, entropy, room)
 
             if additive or len(hidden) <= size:
                 total, stats = one_pass(project, parts(hidden, size), loss, gradients, wanted)
@@ -346,13 +357,54 @@ def differentiate(loss: TokenLoss, stats: TokenStats, at: slice, wanted: bool) -
     return at_least_float32(share.detach()), slopes
 
 
-def in_columns(hidden: Tensor) -> bool:
-    """Whether the logits of these states, in the projection's dtype, are better laid out a token a column.
+def multiply(hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+    """hidden @ weight.T into `out`, [rows, vocabulary] in float32 at least, for a projection in `dtype`.
+
+    In half precision CUDA multiplies rounded operands into float32. Processors have no such product in PyTorch: they
+    multiply float32, in which the weight is there already, with leave to round the operands inside.
+    """
+    if not is_half(dtype):
+        torch.mm(hidden, weight.T, out=out)
+    elif out.is_cuda:
+        torch.mm(hidden.to(dtype), weight.to(dtype).T, out_dtype=out.dtype, out=out)
+    else:
+        hidden = hidden.to(out.dtype)
+        # A weight that is in half precision itself is never there in float32 as a whole.
+        size = len(weight) if weight.dtype == out.dtype else WEIGHT_ROWS
+        for rows in parts(weight, size):
+            with operands_rounded(dtype):
+                torch.mm(hidden, weight[rows].to(out.dtype).T, out=out[:, rows])
+
+
+@contextmanager
+def operands_rounded(dtype: torch.dtype) -> Iterator[None]:
+    """Let products of float32 on processors round their operands to `dtype`, if that is bfloat16 and faster.
+
+    oneDNN does so where there are AMX instructions. Without them it keeps float32, and is still 2.4 times as fast as
+    MKL on an AMD EPYC. The setting belongs to the whole process, so one thread at a time has it, for one product.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    with PROCESS_SETTING:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """True for bfloat16 and float16."""
+    return dtype.itemsize < 4
+
+
+def in_columns(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether logits of a projection in `dtype` are better laid out a token a column.
 
     For few tokens the library that multiplies float32 on processors is 1.5 times as fast at weight times states as at
     states times weight (MKL 2024.2 on an AMD EPYC, 8 to 128 tokens).
     """
-    return hidden.device.type == "cpu" and hidden.dtype == torch.float32
+    return device.type == "cpu" and dtype == torch.float32
 
 
 def parts(hidden: Tensor, size: int) -> Iterator[slice]:

@@ -79,7 +79,8 @@ class Engine(Protocol):
     ) -> Rollout:
         """Sample a completion for each row of prompts.
 
-        The log-probabilities are those that a full pass of the policy gives, so that an update's ratio starts at 1.
+        The log-probabilities are those that a full pass of the policy gives, so that an update's ratio starts at 1 up
+        to rounding.
 
         Args:
             prompts: one row per completion.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
-from tokencredit.core.projection import TokenStats, in_columns
+from tokencredit.core.projection import TokenStats, in_columns, multiply
 from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
 from tokencredit.text.models.critic import Critic
 
@@ -60,9 +60,16 @@ class ActorCritic(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of hidden states, in float32."""
-        projection = self.lm.get_output_embeddings()
-        half = torch.is_autocast_enabled(hidden.device.type)
-        if in_columns(hidden) and projection.bias is None and not half:
+        projection, device = self.lm.get_output_embeddings(), hidden.device
+        if torch.is_autocast_enabled(device.type):
+            states = hidden.flatten(0, -2)
+            logits = states.new_empty(len(states), len(projection.weight), dtype=torch.float32)
+            with torch.autocast(device.type, enabled=False):
+                multiply(states, projection.weight, torch.get_autocast_dtype(device.type), logits)
+            logits = logits.unflatten(0, hidden.shape[:-1])
+            if projection.bias is not None:
+                logits += projection.bias
+        elif in_columns(device, hidden.dtype) and projection.bias is None:
             columns = nn.functional.linear(projection.weight, hidden.flatten(0, -2))
             logits = columns.T.unflatten(0, hidden.shape[:-1])
         else:
