@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test fast lint types format benchmark bench chaos study findings world
+.PHONY: install train test fast lint types format benchmark bench families chaos study findings world
 
 install: .venv/installed
 
@@ -41,6 +41,10 @@ benchmark: install
 # The tables of benchmarks/RESULTS.md; TRL gets an environment of its own.
 bench: install .trl-venv/installed
 	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
+
+# Every family of language models that the installed Transformers knows, tiny, through a run: benchmarks/families.md.
+families: install
+	$(BIN)/python benchmarks/families.py --write benchmarks/families.md
 
 # The runs behind docs/findings.md, for hours, and their metrics into benchmarks/findings-data. `make study SEEDS=1` takes the first
 # seed of each alone; the same command goes on where it was.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from tokencredit.core.losses import RatioStats, ratio_stats
 from tokencredit.core.masked import whiten
 from tokencredit.learn.experience import Experience, like_lengths
+from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
 from tokencredit.learn.rng import from_text, to_text
@@ -43,8 +43,6 @@ class UpdateSettings:
     """Largest norm of the gradient; None for no limit."""
     grad_norm_type: float = 2.0
     """2 for the L2 norm, inf for the largest element."""
-    train_mode: bool = False
-    """Put the model into training mode during updates, for dropout and gradient checkpointing."""
 
 
 class NonFiniteUpdate(ArithmeticError):
@@ -110,6 +108,7 @@ class Learner:
         self.wrapped = processes.wrap(model)
         self._evaluate, self._critic_values = passes
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.training_modules = training_modules(model)
 
     def set_rates(self, iteration: int) -> dict[str, float]:
         """Set the learning rates of an iteration, counted from 1; returns them by the names of their metrics."""
@@ -142,7 +141,7 @@ class Learner:
         records: list[list[StepRecord]] = []
         grad_norms: list[float] = []
         bad_steps = 0
-        with self._train_mode():
+        with training(self.training_modules):
             for rows in self._minibatches(experience, settings.epochs):
                 minibatch = self._whitened(experience.select(rows))
                 record, grad_norm = self._gradient(minibatch, frozen)
@@ -179,18 +178,6 @@ class Learner:
         load_trained_weights(self.model, shared["weights"])
         load_optimizer_state(self.optimizer, shared["optimizer"])
         self.generator.set_state(from_text(own["shuffling"]))
-
-    @contextmanager
-    def _train_mode(self) -> Iterator[None]:
-        """Training mode, if it is wanted; else modes are left alone, since PyTorch's layers compute by them."""
-        if not self.settings.train_mode:
-            yield
-            return
-        self.model.train()
-        try:
-            yield
-        finally:
-            self.model.eval()
 
     def _minibatches(self, experience: Experience, epochs: int) -> Iterator[Tensor]:
         """Rows of each minibatch, but for those without a token in the loss in any process.

@@ -36,7 +36,8 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     """A low-rank adapter, trained instead of the model's own weights; needs PEFT."""
     dropout: bool = False
-    """Whether updates use the model's own dropout; the ratio then no longer starts at 1."""
+    """Dropout of the model itself, in updates; the ratio then no longer starts at 1. Other noise, such as a router's
+    jitter, is always off."""
     gradient_checkpointing: bool = False
     """Whether updates compute activations twice to hold fewer of them."""
     compile: bool = False

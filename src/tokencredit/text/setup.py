@@ -22,7 +22,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.building import build_policy, check_projection, skip_draws
+from tokencredit.text.models.building import build_policy, skip_draws
+from tokencredit.text.models.checks import check_policy
 from tokencredit.text.models.critic import saved_critic
 from tokencredit.text.models.loading import (
     check_language_model,
@@ -120,7 +121,7 @@ def load_start(
         lm = check_language_model(args.model, model.float(), tokenizer)
     else:
         lm, tokenizer = load_language_model(args.model, tokenizer)
-    check_projection(args.model.name, lm)
+    check_policy(args.model.name, lm)
     return lm, tokenizer
 
 
@@ -275,6 +276,4 @@ def build_objective(args: PPOConfig) -> Objective:
 
 def build_update(args: PPOConfig) -> UpdateSettings:
     """The course of a run's updates."""
-    model = args.model
-    train_mode = model.dropout or model.gradient_checkpointing or model.lora.dropout > 0
-    return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim), train_mode=train_mode)
+    return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim))

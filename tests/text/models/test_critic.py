@@ -1,6 +1,7 @@
 """Critics of every kind, and none; a critic that a run saved is taken up again."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -363,3 +364,44 @@ def test_a_detached_separate_critic_trains_its_head_alone(tmp_path):
     assert not any(p.requires_grad for p in trainer.policy.critic.trunk.parameters()), (
         "processes need not wait for them"
     )
+
+
+def saved_encoder(kind, folder, tokenizer):
+    """An encoder with the policy's vocabulary, as people have it on disk."""
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    if kind == "distilbert":
+        shape = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "cls_token_id": 0, "sep_token_id": 0}
+    AutoModel.from_config(CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **shape, **ids)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "modernbert"])
+def test_a_critic_that_sees_the_future_is_refused(kind, tokenizer, tmp_path):
+    saved_encoder(kind, tmp_path / "encoder", tokenizer)
+    critic = CriticConfig(kind="separate", name=str(tmp_path / "encoder"))
+    with pytest.raises(ConfigError, match=r"the separate critic .*encoder.* is not causal: its state before a token depends"):
+        PPOTrainer(args=small(tmp_path / "run", critic=critic))
+
+
+def test_a_critic_with_other_ids_for_the_same_tokens_is_refused(model_folders, tokenizer, tmp_path):
+    """As many tokens, two of which have changed places."""
+    folder = tmp_path / "critic"
+    shutil.copytree(model_folders["llama"], folder)
+    file = folder / "tokenizer.json"
+    state = json.loads(file.read_text())
+    vocabulary = state["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(state))
+    critic = CriticConfig(kind="separate", name=str(folder))
+    with pytest.raises(
+        ConfigError, match=r"critic\.name is .* other ids for 2 of the policy's \d+ tokens, such as 301"
+    ):
+        PPOTrainer(args=small(tmp_path / "run", critic=critic))
+    for path in folder.glob("*token*"):
+        path.unlink()
+    PPOTrainer(args=small(tmp_path / "run", critic=critic))  # without a tokenizer the sizes are compared

@@ -9,10 +9,8 @@ from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.loading import end_ids, fuse_gelu, load_language_model, resolve, room_for_prompts
-from tokencredit.text.setup import load_start
 
 
 @pytest.fixture
@@ -101,28 +99,6 @@ def test_a_model_that_cannot_end_a_text(tmp_path, model_folders):
         path.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"no end-of-sequence token.*set eos_token in its tokenizer_config\.json"):
         load_language_model(ModelConfig(name=str(tmp_path / "model")))
-
-
-def test_a_model_that_shapes_its_logits_in_an_unknown_way(tmp_path, tokenizer):
-    from transformers import CohereConfig, CohereForCausalLM
-
-    torch.manual_seed(0)
-    config = CohereConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        logit_scale=5.0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=0,
-        bos_token_id=0,
-    )
-    CohereForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="shapes its logits in a way that is not supported: CohereForCausalLM"):
-        load_start(PPOConfig(model=ModelConfig(name=str(tmp_path))), None, None)
 
 
 def test_a_tokenizer_of_another_model(tmp_path, model_folders):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -95,6 +96,43 @@ class Decoding:
         )
 
 
+class CachedSteps:
+    """Hidden states of completions that grow by a token per step, from a KV cache."""
+
+    def __init__(self, model: ActorCritic, prompt_mask: Tensor, limit: int):
+        """Begin before prompts with this mask, `[batch, prompt]`, and at most `limit` tokens after them."""
+        self.model, self.end = model, prompt_mask.shape[1]
+        self.attention_mask, self.position_ids = positions(prompt_mask, limit)
+        self.cache = sampling_cache(model.lm.config)
+        self.rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
+
+    def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
+        """Read the prompts, each once for `per_prompt` consecutive rows; returns the states after them."""
+        each, end = self.rows[::per_prompt], self.end
+        mask, position_ids = self.attention_mask[each, :end], self.position_ids[each, :end]
+        hidden = self.model.hidden(prompt_ids[each], mask, position_ids, self.cache)[:, -1]
+        if per_prompt == 1:
+            return hidden
+        self._take(torch.arange(len(hidden), device=hidden.device).repeat_interleave(per_prompt))
+        return hidden.repeat_interleave(per_prompt, dim=0)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Read a token `[rows, 1]` of each row that is still going; returns the states after them, `[rows, width]`."""
+        self.end += 1
+        mask, position_ids = self.attention_mask[:, : self.end], self.position_ids[:, self.end - 1 : self.end]
+        return self.model.hidden(tokens, mask[self.rows], position_ids[self.rows], self.cache)[:, -1]
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with some of the rows that are still going; `kept` is true for them."""
+        self.rows = self.rows[kept]
+        self._take(kept.nonzero().squeeze(-1))
+
+    def _take(self, rows: Tensor) -> None:
+        """Let the cache hold these of its rows."""
+        # Layers with a recurrent state have neither `batch_repeat_interleave` nor `batch_select_indices`.
+        self.cache.reorder_cache(cast(torch.LongTensor, rows))
+
+
 @torch.no_grad()
 def sample(
     model: ActorCritic,
@@ -120,23 +158,13 @@ def sample(
         per_prompt: consecutive rows with the same prompt, which is then read once; it divides `batch`.
     """
     batch, limit = uniforms.shape
-    attention_mask, position_ids = positions(prompts.mask, limit)
     readers = stop_readers(prompts, tokenizer) if settings.stop else []
     state = Decoding(batch, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
     critic = model.critic if model.critic is not None and model.critic.trunk is None else None
-    cache = sampling_cache(model.lm.config)
-    width = prompts.ids.shape[1]
+    steps = CachedSteps(model, prompts.mask, limit)
     inputs = prompts.ids
     for step in range(limit):
-        if step == 0:
-            each = slice(None, None, per_prompt)
-            hidden = model.hidden(inputs[each], prompts.mask[each], position_ids[each, :width], cache)[:, -1]
-            if per_prompt > 1:
-                hidden = hidden.repeat_interleave(per_prompt, dim=0)
-                cache.batch_repeat_interleave(per_prompt)
-        else:
-            end, rows = width + step, state.rows
-            hidden = model.hidden(inputs, attention_mask[rows, :end], position_ids[rows, end - 1 : end], cache)[:, -1]
+        hidden = steps.next(inputs) if step else steps.prompts(inputs, per_prompt)
         tokens = state.draw(step, model.logits(hidden), uniforms, inputs)
         if critic is not None:
             state.keep_values(step, critic(hidden))
@@ -146,7 +174,7 @@ def sample(
             state.rows, tokens = state.rows[~ended], tokens[~ended]
             if len(tokens) == 0:
                 break
-            cache.batch_select_indices((~ended).nonzero().squeeze(-1))
+            steps.keep(~ended)
         inputs = tokens.unsqueeze(-1)
     return state.rollout(prompts)
 

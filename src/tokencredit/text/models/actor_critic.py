@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ from tokencredit.core.logprobs import token_logprobs, token_loss
 from tokencredit.core.projection import TokenStats, in_columns, multiply
 from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
 from tokencredit.text.models.critic import Critic
+from tokencredit.text.models.loading import trunk_of
 
 Inputs = dict[str, Tensor]
 """Prompts and their responses, by name:
@@ -50,16 +55,18 @@ class ActorCritic(nn.Module):
         self.lm = lm
         self.critic = critic
         self.trunk_hidden = torch.compile(trunk_hidden, dynamic=True) if compiled else trunk_hidden
-        self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+        self.softcap, self.factor = logit_softcap(lm), logit_factor(lm)
         object.__setattr__(self, "adapter", adapter)  # it holds the same weights, which must not be registered twice
         self.eval()
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
         """Last normalised hidden states `[batch, time, width]`; `cache`, if given, is read and extended."""
-        return trunk_hidden(self.lm.get_decoder(), input_ids, attention_mask, position_ids, cache)
+        trunk = trunk_of(self.lm)
+        return trunk_hidden(trunk, input_ids, trunk_inputs(trunk, attention_mask, position_ids, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of hidden states, in float32."""
+        hidden = self.scaled(hidden)
         projection, device = self.lm.get_output_embeddings(), hidden.device
         if torch.is_autocast_enabled(device.type):
             states = hidden.flatten(0, -2)
@@ -76,6 +83,10 @@ class ActorCritic(nn.Module):
             logits = projection(hidden).float()
         capped: Tensor = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
         return capped
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """Hidden states times the factor of the model's logits; what the vocabulary projection takes."""
+        return hidden if self.factor == 1 else hidden * self.factor
 
     def forward(
         self,
@@ -104,10 +115,10 @@ class ActorCritic(nn.Module):
         ref = None
         if reference is not None:
             ref_projection = reference.lm.get_output_embeddings()
-            ref = (inputs["ref_hidden"], ref_projection.weight, ref_projection.bias)
+            ref = (reference.scaled(inputs["ref_hidden"]), ref_projection.weight, ref_projection.bias)
         projection = self.lm.get_output_embeddings()
         total, stats = token_loss(
-            hidden,
+            self.scaled(hidden),
             projection.weight,
             inputs["response_ids"],
             loss,
@@ -142,7 +153,7 @@ class ActorCritic(nn.Module):
         """Log-probabilities `[batch, time]` of responses, nats, from their `response_hidden`."""
         projection = self.lm.get_output_embeddings()
         logprobs, _ = token_logprobs(
-            hidden,
+            self.scaled(hidden),
             projection.weight,
             inputs["response_ids"],
             bias=projection.bias,
@@ -154,7 +165,7 @@ class ActorCritic(nn.Module):
 
     def response_hidden(self, inputs: Inputs) -> Tensor:
         """Hidden states `[batch, time, width]` of the states before each response token."""
-        return self._read(self.lm.get_decoder(), inputs)
+        return self._read(trunk_of(self.lm), inputs)
 
     def critic_hidden(self, inputs: Inputs) -> Tensor:
         """The same from the trunk of a separate critic."""
@@ -169,8 +180,8 @@ class ActorCritic(nn.Module):
         padding = int((~prompt_mask).all(0).sum())
         prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
         input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
-        attention_mask, position_ids = positions(prompt_mask, length - 1)
-        hidden = self.trunk_hidden(trunk, input_ids, attention_mask, position_ids)[:, prompt_ids.shape[1] - 1 :]
+        others = trunk_inputs(trunk, *positions(prompt_mask, length - 1))
+        hidden = self.trunk_hidden(trunk, input_ids, others)[:, prompt_ids.shape[1] - 1 :]
         return nn.functional.pad(hidden, (0, 0, 0, response_ids.shape[1] - length))
 
 
@@ -195,15 +206,50 @@ def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor
     return mask, (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def trunk_hidden(
-    trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None
-) -> Tensor:
-    """Last normalised hidden states `[batch, time, width]` of a transformer without its head."""
-    hidden: Tensor = trunk(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=cache,
-        use_cache=cache is not None,
-    ).last_hidden_state
+def trunk_hidden(trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Last normalised hidden states `[batch, time, width]` of a language model without its head."""
+    hidden: Tensor = trunk(input_ids=input_ids, **inputs).last_hidden_state
     return hidden
+
+
+def trunk_inputs(trunk: nn.Module, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> dict[str, Any]:
+    """Inputs of a trunk beside the token ids, as far as its forward pass takes them, by its names."""
+    takes = arguments_of(type(trunk).forward)
+    if "cache_params" in takes:  # the past is in its state, and the mask is for the tokens at hand
+        attention_mask = attention_mask[:, -position_ids.shape[1] :]
+    inputs: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
+    inputs["use_cache"] = cache is not None
+    inputs = {name: x for name, x in inputs.items() if name in takes or "kwargs" in takes}
+    if cache is not None:
+        name = cache_argument(trunk)
+        assert name is not None, "checked at the start of a run"
+        inputs[name] = cache
+    return inputs
+
+
+@lru_cache
+def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's arguments."""
+    return frozenset(signature(function).parameters)
+
+
+def cache_argument(trunk: nn.Module) -> str | None:
+    """Name under which a trunk takes its KV cache or recurrent state; None if it takes none, or one of its own kind."""
+    takes = arguments_of(type(trunk).forward)
+    return next((name for name in ("past_key_values", "cache_params") if name in takes), None)
+
+
+def logit_factor(lm: PreTrainedModel) -> float:
+    """Factor by which a model multiplies its vocabulary projection."""
+    config = lm.config.get_text_config()
+    # The same name divides in Granite and multiplies in HyperCLOVA X; a check at the start finds any other use.
+    powers = {"logit_scale": 1, "lm_head_multiplier": 1}
+    powers["logits_scaling"] = 1 if config.model_type == "hyperclovax" else -1
+    return math.prod(float(getattr(config, name, None) or 1.0) ** power for name, power in powers.items())
+
+
+def logit_softcap(lm: PreTrainedModel) -> float | None:
+    """Bound c of a model's logits, c · tanh(z / c); None for no bound."""
+    config = lm.config.get_text_config()
+    caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+    return next((cap for cap in caps if cap is not None), None)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.text.models.actor_critic import ActorCritic, positions
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.checks import check_checkpointing, check_critic
 from tokencredit.text.models.critic import build_critic, build_trunk
 from tokencredit.text.models.loading import add_adapter, lora_config, width
 
@@ -38,12 +39,28 @@ def build_policy(
     if model.lora.rank or peft_config is not None:
         adapter = add_adapter(lm, peft_config or lora_config(model.lora))
     values, notes = build_critic(critic, model, lm, trunk)
+    if trunk is not None:
+        check_critic(critic.name or model.name, ActorCritic(lm, values))
     if model.gradient_checkpointing:
         for part in filter(None, (lm, trunk)):
-            # Newer versions of Transformers warn about the older name.
-            enable = getattr(part, "activation_checkpointing_enable", part.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})
+            enable_checkpointing(part)
+        if not model.dropout:
+            check_checkpointing(model.name, ActorCritic(lm))
     return ActorCritic(lm, values, adapter=adapter, compiled=model.compile), notes
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Let a model compute activations twice to hold fewer of them.
+
+    Raises:
+        ConfigError: its code cannot.
+    """
+    # Newer versions of Transformers warn about the older name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"model.gradient_checkpointing is true: {error} Leave it out") from error
 
 
 def check_compiler(model: ModelConfig) -> None:
@@ -53,22 +70,6 @@ def check_compiler(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.compile needs a C++ compiler, and there is no {compiler!r}; install g++, or leave it out"
         )
-
-
-@torch.no_grad()
-def check_projection(name: str, lm: PreTrainedModel) -> None:
-    """Make sure that hidden states and output projection give the very logits that the model itself gives.
-
-    Raises:
-        ConfigError: they do not, because the model scales or shapes its logits in a way of its own.
-    """
-    ids = torch.arange(min(4, lm.config.get_text_config().vocab_size), device=lm.device).unsqueeze(0)
-    model = ActorCritic(lm)
-    mask, position_ids = positions(torch.ones_like(ids, dtype=torch.bool), 0)
-    ours = model.logits(model.hidden(ids, mask, position_ids))
-    theirs = lm(input_ids=ids, attention_mask=mask).logits.float()
-    if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
-        raise ConfigError(f"{name!r} shapes its logits in a way that is not supported: {type(lm).__name__}")
 
 
 def skip_draws(lm: PreTrainedModel, models: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.text.models.loading import check_vocabulary, load_model, resolve, width
+from tokencredit.text.models.loading import check_vocabulary, load_model, load_tokenizer, resolve, trunk_of, width
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
 """A saved critic, beside the policy's own files."""
@@ -99,7 +101,7 @@ def build_trunk(
     """The trunk of a separate critic: a saved critic's, that of `critic.name`, or a copy of the policy's.
 
     Raises:
-        ConfigError: it cannot be loaded, or has another vocabulary.
+        ConfigError: it cannot be loaded, or has another vocabulary: by its tokenizer, or by its size if there is none.
     """
     if args.kind != "separate":
         return None
@@ -114,11 +116,34 @@ def build_trunk(
     elif args.name is not None:
         name, folder = args.name, resolve(args.name, "policy")
     else:
-        trunk: PreTrainedModel = deepcopy(lm.get_decoder())
+        trunk: PreTrainedModel = deepcopy(trunk_of(lm))
         return trunk
     trunk = load_model(AutoModel, name, folder, model)
     check_vocabulary(name, trunk, tokenizer)
+    check_same_tokens(name, tokenizer, model)
     return trunk
+
+
+def check_same_tokens(name: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Make sure that a critic's tokenizer, if its folder has one, has the policy's tokens under the same ids.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    folder = resolve(name, "policy")
+    # Of a folder without its files some classes would make an empty tokenizer.
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if not any(cached_file(folder, file, _raise_exceptions_for_missing_entries=False) for file in files):
+        return
+    ids = load_tokenizer(replace(model, name=name)).get_vocab()
+    others = {token: i for token, i in tokenizer.get_vocab().items() if ids.get(token) != i}
+    if others:
+        token, i = min(others.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"critic.name is {name!r}, whose tokenizer has other ids for {len(others)} of the policy's "
+            f"{len(tokenizer)} tokens, such as {ids.get(token)} for {token!r}, which is {i} in the policy; take a "
+            "critic with the policy's vocabulary"
+        )
 
 
 def build_critic(

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn.modes import disable_noise
 from tokencredit.settings.model import LoraConfig, ModelConfig
 
 HUB_TIMEOUT = 10
@@ -90,14 +91,13 @@ def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Switch a model's dropout off unless asked not to, make sure that it can be trained here, and return it.
+    """Switch off a model's noise, make sure that it can be trained here, and return it; its dropout may be kept.
 
     Raises:
         ConfigError: it cannot end a text, or its tokenizer is another model's.
     """
     fuse_gelu(lm)
-    if not args.dropout:
-        disable_dropout(lm)
+    disable_noise(lm, dropout=not args.dropout)
     if not end_ids(lm, tokenizer):
         raise ConfigError(
             f"the tokenizer of {args.name!r} has no end-of-sequence token, so no completion could ever end; "
@@ -177,16 +177,6 @@ def fuse_gelu(model: nn.Module) -> None:
                 setattr(module, name, nn.GELU(approximate="tanh"))
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to 0, those of layers and those that attention reads from a number."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if name.endswith("dropout") and isinstance(value, float):
-                setattr(module, name, 0.0)
-
-
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """What tells whether a model and a tokenizer are those that they were: `model` and `tokenizer`, in hexadecimal."""
     weights = [f"{name} {int(torch.hash_tensor(p).view(torch.int64))}" for name, p in lm.named_parameters()]
@@ -247,8 +237,7 @@ def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrain
             folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=args.trust_remote_code
         )
     fuse_gelu(model)
-    if not args.dropout:
-        disable_dropout(model)
+    disable_noise(model, dropout=not args.dropout)
     return model
 
 
@@ -258,7 +247,9 @@ def _naming(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"cannot load {what}: {error}") from error
+        # A class that the library does not know for this use is followed by a list of all that it knows.
+        reason = str(error).partition("\nModel type should be one of")[0]
+        raise ConfigError(f"cannot load {what}: {reason}") from error
 
 
 def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -270,6 +261,15 @@ def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTok
         )
 
 
+def trunk_of(lm: PreTrainedModel) -> PreTrainedModel:
+    """A language model without its output projection."""
+    trunk = lm.get_decoder()
+    # Llama 4 for text answers with itself, ModernBERT's decoder with its projection.
+    return trunk if trunk is not lm and isinstance(trunk, PreTrainedModel) else lm.model
+
+
 def width(model: PreTrainedModel) -> int:
-    """The size of a model's hidden states."""
-    return int(model.config.get_text_config().hidden_size)
+    """The size of a model's last hidden states."""
+    config = model.config.get_text_config()
+    # Some sizes of OPT project their states down before the vocabulary.
+    return int(getattr(config, "word_embed_proj_dim", config.hidden_size))

@@ -1,0 +1,177 @@
+"""Checks at the start of a run: what it computes of a model must be what the model itself computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tokencredit.errors import ConfigError
+from tokencredit.learn.modes import checkpointing_modules, training
+from tokencredit.learn.rng import preserved
+from tokencredit.text.engines.sampling import CachedSteps
+from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
+from tokencredit.text.models.loading import trunk_of
+
+TOLERANCE = 1e-3
+"""Largest difference that rounding may explain in float32, in nats; of states, as a share of the largest."""
+SAME_PROMPT = (slice(0, 2), slice(2, 4))
+"""Rows of the example with the same prompt."""
+
+
+def check_policy(name: str, lm: PreTrainedModel) -> None:
+    """Make sure that a run samples from and trains the very distribution that a language model itself gives.
+
+    Its hidden states and output projection must give its own logits. A state must be the same in a pass over its row
+    alone, in a pass with padding, and with a cache in which a row ends early; it must depend on no later token.
+
+    Raises:
+        ConfigError: a difference, with its size, or a pass that fails.
+    """
+    title = _title(name, lm)
+    if lm.config.is_encoder_decoder:
+        raise ConfigError(f"{title} has an encoder; model.name must be a causal language model without one")
+    with _passes(title):
+        model, trunk = ActorCritic(lm), trunk_of(lm)
+        if cache_argument(trunk) is None:
+            raise ConfigError(
+                f"{title} cannot be sampled from: {type(trunk).__name__} takes no KV cache (past_key_values or "
+                "cache_params); take a model of another architecture"
+            )
+        inputs = _example(lm.config.get_text_config().vocab_size, lm.device)
+        alone = check_causal(title, model.response_hidden, inputs)
+        _check_projection(title, model, alone, inputs)
+        expected = _logprobs(model, alone)
+        padded = _logprobs(model, model.response_hidden(inputs))
+        _compare(title, padded, expected, "for a prompt that is padded on the left")
+        for rows, time, hidden in _cached_states(model, inputs):
+            _compare(title, _logprobs(model, hidden), expected[rows, time], "with its cache")
+
+
+def check_critic(name: str, policy: ActorCritic) -> None:
+    """Make sure that the values of a policy's separate critic depend neither on later tokens nor on padding.
+
+    Raises:
+        ConfigError: they do, or a pass fails.
+    """
+    assert policy.critic is not None
+    trunk = policy.critic.trunk
+    assert trunk is not None
+    title = f"the separate critic {_title(name, trunk)}"
+    with _passes(title):
+        inputs = _example(trunk.config.get_text_config().vocab_size, trunk.device)
+        alone = check_causal(title, policy.critic_hidden, inputs)
+        if not _close(policy.critic_hidden(inputs), alone, TOLERANCE * alone.abs().max()):
+            raise ConfigError(f"{title} gives other states for a prompt that is padded on the left; take another model")
+
+
+def check_checkpointing(name: str, policy: ActorCritic) -> None:
+    """Make sure that gradient checkpointing, which needs training mode, changes no log-probability.
+
+    Raises:
+        ConfigError: it does.
+    """
+    title = _title(name, policy.lm)
+    with _passes(title):
+        inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
+        expected = _logprobs(policy, policy.response_hidden(inputs))
+        with training(checkpointing_modules(policy)):
+            now = _logprobs(policy, policy.response_hidden(inputs))
+        _compare(title, now, expected, "with model.gradient_checkpointing")
+
+
+def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:
+    """States `[batch, time, width]` of the example, its rows read without padding.
+
+    Raises:
+        ConfigError: states after the same prompt differ by the tokens that follow.
+    """
+    states = [read({key: x[rows] for key, x in inputs.items()}) for rows in SAME_PROMPT]
+    for first, second in (group[:, 0] for group in states):
+        if not _close(first, second, TOLERANCE / 10 * first.abs().max()):
+            raise ConfigError(
+                f"{title} is not causal: its state before a token depends on the tokens that follow; take a model "
+                "that reads from left to right"
+            )
+    return torch.cat(states)
+
+
+def _example(vocabulary: int, device: torch.device) -> Inputs:
+    """Two prompts of 2 and 5 tokens, each before two responses of 3; ids from the middle of the vocabulary."""
+    ids = (torch.arange(22, device=device) + vocabulary // 2) % vocabulary
+    prompt_ids = ids[:10].view(2, 5).repeat_interleave(2, dim=0)
+    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
+    prompt_mask[:2, :3] = False
+    response_ids = ids[10:].view(4, 3)
+    mask = torch.ones_like(response_ids, dtype=torch.bool)
+    return {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "response_ids": response_ids, "mask": mask}
+
+
+def _check_projection(title: str, model: ActorCritic, alone: Tensor, inputs: Inputs) -> None:
+    """Compare the logits of the rows without padding with the model's own."""
+    rows = SAME_PROMPT[1]
+    ids = torch.cat([inputs["prompt_ids"], inputs["response_ids"][:, :-1]], dim=1)[rows]
+    ours = model.logits(alone[rows])
+    theirs = model.lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -ours.shape[1] :].float()
+    if ours.shape != theirs.shape or not _close(ours, theirs, _rounding(theirs)):
+        raise ConfigError(f"{title} shapes its logits in a way that is not supported; take another model")
+
+
+def _cached_states(model: ActorCritic, inputs: Inputs) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Rows, time and states of sampling's passes over the example; the second row ends after its first token."""
+    steps = CachedSteps(model, inputs["prompt_mask"], inputs["mask"].shape[1])
+    yield steps.rows, 0, steps.prompts(inputs["prompt_ids"], per_prompt=2)
+    yield steps.rows, 1, steps.next(inputs["response_ids"][:, :1])
+    steps.keep(steps.rows != 1)
+    yield steps.rows, 2, steps.next(inputs["response_ids"][steps.rows, 1:2])
+
+
+def _logprobs(model: ActorCritic, hidden: Tensor) -> Tensor:
+    """Log-probabilities of all tokens, nats, in a state."""
+    return model.logits(hidden).log_softmax(dim=-1)
+
+
+def _compare(title: str, now: Tensor, expected: Tensor, when: str) -> None:
+    """Raise `ConfigError` if log-probabilities differ."""
+    if not _close(now, expected, _rounding(expected)):
+        size = float((now - expected).abs().max())
+        raise ConfigError(
+            f"{title} gives other log-probabilities {when}, by up to {size:.2g} nats; a run would train on other "
+            "probabilities than it samples with; take a model of another architecture"
+        )
+
+
+def _rounding(expected: Tensor) -> Tensor:
+    """Largest difference that rounding may explain for each of these log-probs or logits."""
+    return TOLERANCE * (1 + expected.abs() / 10)
+
+
+def _close(now: Tensor, expected: Tensor, largest: Tensor) -> bool:
+    """True if no difference is above the largest that is allowed; not for NaN."""
+    return bool(((now - expected).abs() <= largest).all())
+
+
+@contextmanager
+def _passes(title: str) -> Iterator[None]:
+    """A context for passes through a model that may be unfit for them; global RNG state stays as it was.
+
+    Raises:
+        ConfigError: for whatever its code raises.
+    """
+    with preserved(), torch.no_grad():
+        try:
+            yield
+        except (ConfigError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # anybody's code: the library's, or the model's own with trust_remote_code
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{title} cannot be used here: a pass through it ends in {type(error).__name__}: {reason}"
+            ) from error
+
+
+def _title(name: str, model: nn.Module) -> str:
+    return f"{name!r} ({type(model).__name__})" if name else type(model).__name__

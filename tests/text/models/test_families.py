@@ -1,0 +1,163 @@
+"""Families of models that differ in what a run relies on: cache, state, logits, positions.
+
+benchmarks/families.py has all.
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.sampling import sample
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.checks import check_policy
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.loading import width
+from tokencredit.text.setup import load_start
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 64}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
+MAMBA = SMALL | {"state_size": 8}
+BART = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+TRAINED = {
+    "mamba": MAMBA,  # a recurrent state, and no position ids
+    "mamba2": MAMBA | {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "jamba": SHAPE | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
+    "lfm2": SHAPE | {"layer_types": ["conv", "full_attention"]},
+    "granite": SHAPE | {"logits_scaling": 3.0},
+    "cohere": SHAPE | {"logit_scale": 5.0},
+    "gemma2": SHAPE | {"final_logit_softcapping": 2.0, "sliding_window": 4},
+    "opt": SMALL | {"num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 16, "max_position_embeddings": 64},
+    "llama4_text": SHAPE | {"intermediate_size_mlp": 48, "num_local_experts": 2},  # its decoder has a name of its own
+}
+REFUSED = {
+    "rwkv": (SMALL, "RwkvForCausalLM.* cannot be sampled from: RwkvModel takes no KV cache"),
+    "bart": (BART, r"BartForCausalLM.* gives other log-probabilities .* padded on the left, by up to [\d.]+ nats"),
+    "openai-gpt": (
+        {"n_embd": 32, "n_layer": 1, "n_head": 2},
+        "OpenAIGPTLMHeadModel.* cannot be sampled from: OpenAIGPTModel takes no KV cache",
+    ),
+    "bert": (SMALL | {"num_attention_heads": 4, "intermediate_size": 48}, "BertLMHeadModel.* is not causal"),
+    "modernbert-decoder": (SHAPE, "ModernBertDecoderForCausalLM.* shapes its logits in a way that is not supported"),
+}
+
+
+def build(kind, shape, tokenizer):
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": 0}
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **shape, **ids)).eval()
+    return louder(lm)
+
+
+def louder(lm):
+    """The usual small initialisation makes all texts alike."""
+    for parameter in lm.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    return lm
+
+
+@pytest.fixture(params=TRAINED)
+def lm(request, tokenizer):
+    return build(request.param, TRAINED[request.param], tokenizer)
+
+
+@pytest.mark.parametrize("per_prompt", [1, 3])
+def test_a_rollout_has_the_log_probs_of_the_models_own_pass(lm, per_prompt, tokenizer):
+    model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
+    torch.nn.init.normal_(model.critic.head.weight)
+    texts = ["This movie was really", "A film", "I did not think that the second act"]
+    prompts = Prompts(texts, tokenizer).batch(0, 9, per_prompt)
+    uniforms = torch.rand(9, 6, generator=torch.Generator().manual_seed(0))
+    rollout = sample(model, prompts, uniforms, SamplingConfig(), tokenizer, range(400), per_prompt)
+    assert len(set(rollout.mask.sum(1).tolist())) > 1, "some rows end early"
+    with torch.no_grad():
+        now = model(rollout.inputs(), temperature=1.0)
+        for row, mask in enumerate(rollout.mask):
+            prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]]
+            response = rollout.response_ids[row][mask]
+            logits = lm(torch.cat([prompt, response]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
+            torch.testing.assert_close(rollout.logprobs[row][mask], own, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(now.logprobs[row][mask], own, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.values[rollout.mask], now.values[rollout.mask], atol=1e-4, rtol=1e-4)
+
+
+def test_an_exact_kl_to_the_same_model_is_zero(tokenizer):
+    """The reference's logits are scaled too."""
+    lm = build("granite", TRAINED["granite"], tokenizer)
+    model = ActorCritic(lm)
+    inputs = {"prompt_ids": torch.tensor([[5, 6]]), "prompt_mask": torch.ones(1, 2, dtype=torch.bool)}
+    inputs |= {"response_ids": torch.tensor([[7, 8]]), "mask": torch.ones(1, 2, dtype=torch.bool)}
+    inputs["ref_hidden"] = model.response_hidden(inputs).detach()
+    kl = model(inputs, temperature=1.0, reference=ActorCritic(lm)).kl
+    assert kl.abs().max() < 1e-6
+
+
+def test_a_check_at_the_start_finds_nothing_and_draws_nothing(lm, tokenizer):
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    check_policy("name", lm)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert not lm.training
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_would_train_on_other_numbers_is_refused(kind, tokenizer):
+    shape, message = REFUSED[kind]
+    with pytest.raises(ConfigError, match=message):
+        load_start(PPOConfig(), build(kind, shape, tokenizer), tokenizer)
+
+
+class Forgetful(LlamaModel):
+    """Reads each token as if nothing stood before it."""
+
+    def forward(self, input_ids, past_key_values=None, attention_mask=None, **inputs):
+        mask = attention_mask[:, -input_ids.shape[1] :]
+        return super().forward(input_ids, past_key_values=None, attention_mask=mask, **inputs)
+
+
+class Failing(LlamaModel):
+    """Fails in a pass."""
+
+    def forward(self, input_ids, past_key_values=None, **inputs):
+        raise IndexError("no such\n  row")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Forgetful, r"LlamaForCausalLM gives other log-probabilities with its cache, by up to [\d.]+ nats"),
+        (Failing, "LlamaForCausalLM cannot be used here: a pass through it ends in IndexError: no such row"),
+    ],
+)
+def test_a_trunk_with_a_mistake_is_refused(kind, message, tokenizer):
+    lm = louder(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE)))
+    lm.model = kind(lm.config)
+    with pytest.raises(ConfigError, match=message):
+        check_policy("", louder(lm))
+
+
+def test_a_model_with_an_encoder_is_refused(tokenizer, tmp_path):
+    config = T5Config(vocab_size=len(tokenizer), d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
+    lm = T5ForConditionalGeneration(config)
+    lm.config.eos_token_id = tokenizer.eos_token_id
+    with pytest.raises(ConfigError, match=r"T5ForConditionalGeneration.* has an encoder"):
+        load_start(PPOConfig(), lm, tokenizer)
+    lm.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot load .*T5Config.* AutoModelForCausalLM\.$"):
+        load_start(PPOConfig.from_dict({"model": {"name": str(tmp_path)}}), None, None)
