@@ -451,15 +451,16 @@ def trouble_service(place: Path, chance: random.Random, trouble: str, calls: ran
 
 
 def kill_sweep(place: Path, chance: random.Random, world: str, kills: int, **settings: Any) -> Outcome:
-    """SIGKILL to a sweep and all its runs at once, as when a machine goes off, again and again."""
+    """SIGKILL to a sweep and all its runs at once, as when a machine goes off, past a checkpoint and before one."""
     file = sweep_file(place, world, **settings)
     finish_sweep(place / "whole.yaml")
-    for _ in range(kills):
-        life, least = begin_sweep(file), [iterations_of(place / "run")]
+    for number in range(kills):
+        life, seen = begin_sweep(file), [iterations_of(place / "run")]
+        wanted = 1 if number % 2 else LENGTHS[world]["save_every"] + 1
 
-        def grows(least: list[int] = least) -> bool:
-            least.append(iterations_of(place / "run"))  # a run that is resumed goes back to its checkpoint first
-            return least[-1] > min(least)
+        def grows(seen: list[int] = seen, wanted: int = wanted) -> bool:
+            seen.append(iterations_of(place / "run"))  # a run that is resumed goes back to its checkpoint first
+            return seen[-1] >= min(seen) + wanted
 
         assert life.wait_for(grows, 600), life.end()
         time.sleep(chance.uniform(0, 1.0))
@@ -514,7 +515,7 @@ def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Ou
     ):
         yield name, lambda place, chance, code=code, numbers=numbers: ask_to_stop(place, chance, code, *numbers)
     for world, what in (("text", "language models"), ("control", "agents")):
-        yield f"SIGKILL, a sweep of {what}", partial(kill_sweep, world=world, kills=max(1, kills // 10))
+        yield f"SIGKILL, a sweep of {what}", partial(kill_sweep, world=world, kills=3)
         yield f"SIGKILL, a sweep of {what} alone", partial(orphan_sweep, world=world, at_once=False)
         yield (
             f"SIGKILL, a sweep of {what} alone, goes on at once",

@@ -53,6 +53,7 @@ def ramp(start, end):
 DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
     "negative_kl": {"kl": lambda i: -2.0},
+    "not_moved": {"kl": lambda i: 1e-6 * (-1) ** i},
     "degenerate": {"distinct_2": ramp(0.6, 0.05)},
     "kl_runaway": {"kl": ramp(0.0, 60.0)},
     "entropy_collapse": {"entropy": ramp(2.0, 0.01)},
@@ -116,6 +117,13 @@ def test_a_warm_up_longer_than_the_run():
 def test_the_weightiest_comes_first():
     both = [a | {"first_ratio_error": 0.05} for a in sick("clip_low")]
     assert names(both) == ["mismatch", "clip_low"]
+
+
+def test_a_policy_is_not_expected_to_move_while_the_critic_warms_up():
+    still = [row | {"kl": 1e-6} for row in healthy()]
+    assert "not_moved" not in names(still, CONFIG | {"critic": {"warmup": 30}})
+    assert "not_moved" in names(still, CONFIG | {"critic": {"warmup": 29}})
+    assert "not_moved" not in names(still[:29] + healthy()[29:])
 
 
 def test_short_texts_are_a_sign_of_degeneration():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import CHOICES, RunFolder, as_chosen, read_choices, replacing
+from tokencredit.runs.folder import CHOICES, RunFolder, apply_choices, read_choices, replacing
 
 
 @contextmanager
@@ -157,6 +157,6 @@ def test_a_choice_that_no_run_makes_is_named(tmp_path):
 )
 def test_a_choice_stands_in_for_auto_alone(model, dtype):
     config = {"seed": 1, "model": {"name": "a"} | model}
-    assert as_chosen(config, {"model.dtype": "bfloat16"}) == {"seed": 1, "model": {"name": "a", "dtype": dtype}}
+    assert apply_choices(config, {"model.dtype": "bfloat16"}) == {"seed": 1, "model": {"name": "a", "dtype": dtype}}
     assert config["model"] == {"name": "a"} | model, "the configuration is left as it was"
-    assert as_chosen(config, {}) == config
+    assert apply_choices(config, {}) == config

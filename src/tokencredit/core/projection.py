@@ -25,6 +25,7 @@ WEIGHT_ROWS = 4096
 """Rows of the weight that are in memory in another precision than their own at once, or whose gradient is."""
 
 PROCESS_SETTING = threading.Lock()
+"""Held while a setting of the whole process is another than it was."""
 
 
 class TokenStats(NamedTuple):
@@ -378,12 +379,12 @@ def multiply(hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor) ->
 
 @contextmanager
 def operands_rounded(dtype: torch.dtype) -> Iterator[None]:
-    """Let products of float32 on processors round their operands to `dtype`, if that is bfloat16 and faster.
+    """Let oneDNN round the operands of float32 products on processors to `dtype`, if that is bfloat16 and faster.
 
-    oneDNN does so where there are AMX instructions. Without them it keeps float32, and is still 2.4 times as fast as
-    MKL on an AMD EPYC. The setting belongs to the whole process, so one thread at a time has it, for one product.
+    On an AMD EPYC without AMX instructions it keeps float32, and is 2.4 times as fast as MKL, which has these products
+    otherwise. The setting belongs to the whole process, so one thread at a time has it, for one product.
     """
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a module that makes its attributes itself
     with PROCESS_SETTING:
         before = matmul.fp32_precision
         matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import as_chosen, read_choices
+from tokencredit.runs.folder import apply_choices, read_choices
 from tokencredit.runs.history import WINDOW
 from tokencredit.runs.jsonl import all_of, is_number, is_text, read_metrics, read_object, read_samples
 from tokencredit.settings.yaml import read_yaml
@@ -72,7 +72,7 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
     if not is_text(found.get("stopped_by", "")):
         raise ConfigError(f"{summary}: stopped_by is no text")
     kept = read_samples(path / "samples.jsonl", chosen([row["iteration"] for row in metrics])) if samples else []
-    return Run(path, as_chosen(config, read_choices(path)), metrics, kept, found)
+    return Run(path, apply_choices(config, read_choices(path)), metrics, kept, found)
 
 
 def chosen(iterations: Sequence[int]) -> set[int]:

@@ -101,6 +101,15 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
     }
 
 
+def read_values(folder: Path) -> dict[str, Any]:
+    """The tree of a checkpoint whose tensors are not needed, unverified.
+
+    Raises:
+        DamagedCheckpoint: it is missing, or no JSON object.
+    """
+    return _read_json(folder / STATE)
+
+
 def versions() -> dict[str, str]:
     """Versions of the software that a bit-for-bit repetition depends on."""
     return {"python": platform.python_version(), **{name: version(name) for name in ("tokencredit", "torch", "numpy")}}

@@ -20,7 +20,7 @@ from tokencredit.settings.yaml import flat, read_yaml
 
 CHOICES = "choices.json"
 """The file of a run's choices; config.yaml keeps the settings as they were asked for."""
-LEFT_OPEN = {"model.dtype": ("float32", "bfloat16")}
+AUTO_SETTINGS = {"model.dtype": ("float32", "bfloat16")}
 """Settings that may be `auto`, and the values that a run may choose for them."""
 
 
@@ -178,15 +178,15 @@ def read_choices(run: Path) -> dict[str, str]:
     file, config = run / CHOICES, run / "config.yaml"
     if not file.is_file():  # no run, or one of an older version, which wrote its choices into config.yaml
         settings = flat(read_yaml(config)) if config.is_file() else {}
-        return {key: settings[key] for key, values in LEFT_OPEN.items() if settings.get(key) in values}
+        return {key: settings[key] for key, values in AUTO_SETTINGS.items() if settings.get(key) in values}
     choices = read_object(file, file.read_text(encoding="utf-8", errors="replace"))
-    for key, values in LEFT_OPEN.items():
+    for key, values in AUTO_SETTINGS.items():
         if key in choices and choices[key] not in values:
             raise ConfigError(f"{file}: {key} is {choices[key]!r}; it must be {' or '.join(values)}")
-    return {key: choices[key] for key in LEFT_OPEN if key in choices}
+    return {key: choices[key] for key in AUTO_SETTINGS if key in choices}
 
 
-def as_chosen(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+def apply_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
     """A configuration in plain dicts, with a run's choices in place of `auto`."""
     settings = dict(config)
     for key, value in choices.items():

@@ -21,7 +21,7 @@ from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import size_of, versions, write_manifest, write_process, write_state
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import CHOICES, RunFolder, as_chosen, beside, recover, replacing
+from tokencredit.runs.folder import CHOICES, RunFolder, apply_choices, beside, recover, replacing
 from tokencredit.runs.history import History
 from tokencredit.runs.jsonl import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
@@ -164,7 +164,7 @@ class RunRecord:
 
     def _diagnose(self, *, ended: bool) -> list[Finding]:
         """What is wrong with the run so far, by the settings that it really has."""
-        return diagnose(self.history, as_chosen(self.config, self.choices or {}), ended=ended)
+        return diagnose(self.history, apply_choices(self.config, self.choices or {}), ended=ended)
 
     def _start(self) -> None:
         self.started = time.perf_counter()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint
-from tokencredit.runs.folder import CHOICES, LEFT_OPEN
+from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint, read_values
+from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES
 from tokencredit.settings.yaml import flat, read_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
@@ -76,6 +76,19 @@ def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, A
     return 0, None, []
 
 
+def started_from(run: Path) -> dict[str, Any] | None:
+    """The `origin` of a run of language models, as its newest readable checkpoint holds it; None without one."""
+    for number in reversed(saved(run / "checkpoints")):
+        try:
+            state: Any = read_values(run / "checkpoints" / f"{number:06d}")
+            origin: dict[str, Any] = state["trainer"]["origin"]
+            if {"model", "tokenizer", "given"} <= set(origin):
+                return origin
+        except (DamagedCheckpoint, KeyError, TypeError):
+            continue
+    return None
+
+
 def size(file: Path) -> int:
     """A file's size; 0 if there is none."""
     return file.stat().st_size if file.exists() else 0
@@ -89,7 +102,7 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     """
     then, now = flat(read_yaml(file)), flat(config)
     if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml, in place of `auto`
-        now |= {key: then[key] for key in LEFT_OPEN if now.get(key) == "auto" and key in then}
+        now |= {key: then[key] for key in AUTO_SETTINGS if now.get(key) == "auto" and key in then}
     both = {key: (then.get(key), now.get(key)) for key in now | then if (key in then and key in now) or "[" in key}
     return {key: values for key, values in both.items() if values[0] != values[1] and key != "run.dir"}
 

@@ -12,7 +12,7 @@ from tokencredit.settings.fields import setting
 
 @dataclass
 class LoraConfig:
-    """A low-rank adapter, trained instead of the model's own weights; needs PEFT."""
+    """A new low-rank adapter, trained instead of the model's own weights; needs PEFT."""
 
     rank: int = setting(0, at_least=0)
     """Rank of the adapter; 0 trains the whole model."""
@@ -29,12 +29,15 @@ class ModelConfig:
     """The policy and its reference."""
 
     name: str = "builtin:reviews"
-    """A Hugging Face hub id, a folder, or `builtin:reviews`."""
+    """A Hugging Face hub id, a folder, or `builtin:reviews`; of a model, or of an adapter."""
+    adapter: Literal["continue", "merge"] = "continue"
+    """Use of an adapter that the model has from the start: `continue` trains it further, with its state at the start as
+    the reference; `merge` adds it to the weights, and a new adapter (`lora.rank`) or the whole model is trained."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Compute dtype of the model passes; auto is bfloat16 where the machine is faster in it, which is timed once per
-    machine; a run keeps its choice. All else, the weights included, stays in float32."""
+    machine; a run keeps its choice. All else, weights and logits included, stays in float32."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """A low-rank adapter, trained instead of the model's own weights; needs PEFT."""
+    """A new low-rank adapter, trained instead of the model's own weights; needs PEFT."""
     dropout: bool = False
     """Dropout of the model itself, in updates; the ratio then no longer starts at 1. Other noise, such as a router's
     jitter, is always off."""

@@ -116,8 +116,8 @@ def reference_outputs(
     """Log-probs and KL of a rollout under the reference model, as far as the configuration needs them.
 
     Args:
-        policy: for the exact KL in the reward; its adapter, if it has one, is off during the reference's passes.
-        reference: a model of its own, or `policy` itself where that has an adapter; None for none.
+        policy: for the exact KL in the reward.
+        reference: a model of its own, or `policy` itself, whose adapter then makes way; None for none.
         rollout: what was sampled.
         args: where the KL is paid, and how it is estimated.
         temperature: that of the sampling.
@@ -128,7 +128,7 @@ def reference_outputs(
     full, in_loss = args.estimator == "full", args.place == "loss"
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
-        with nullcontext() if policy.adapter is None else policy.adapter.disable_adapter():
+        with policy.adapter.reference() if reference is policy and policy.adapter else nullcontext():
             hidden = reference.response_hidden(inputs)
             results = {"logprobs": reference.logprobs(hidden, inputs, temperature)}
         if full and in_loss:

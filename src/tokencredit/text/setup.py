@@ -17,22 +17,26 @@ from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
 from tokencredit.processes import Processes
-from tokencredit.settings.model import CriticConfig, LoraConfig
+from tokencredit.runs.resuming import started_from
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.building import build_policy, skip_draws
+from tokencredit.text.models.building import build_policy, check_trained, skip_draws
 from tokencredit.text.models.checks import check_policy
 from tokencredit.text.models.critic import saved_critic
 from tokencredit.text.models.loading import (
     check_language_model,
+    check_origin,
     end_ids,
+    fingerprint,
     load_language_model,
     load_tokenizer,
     room_for_prompts,
-    width,
 )
+from tokencredit.text.models.parts import width
+from tokencredit.text.models.peft_models import attached, merge, on_head, take_over
 from tokencredit.text.models.precision import Precision, choose
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards.calls import Term
@@ -48,7 +52,7 @@ class Models:
 
     policy: ActorCritic
     reference: ActorCritic | None
-    """The policy itself, whose adapter is then switched off, where only an adapter is trained."""
+    """The policy itself, whose adapter is then switched to its start, where only an adapter is trained."""
     tokenizer: PreTrainedTokenizerBase
     precision: Precision
     notes: list[str]
@@ -112,17 +116,44 @@ def load_terms(args: PPOConfig, reward_funcs: Any, device: torch.device) -> list
     return build_terms(args.reward, device) if reward_funcs is None else as_terms(reward_funcs, device)
 
 
+def name_of(model: torch.nn.Module) -> str:
+    """The name that a model from Python was loaded by; empty if it never was."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+
+
 def load_start(
-    args: PPOConfig, model: str | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
+    args: PPOConfig, model: str | torch.nn.Module | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The language model that training starts from, and its tokenizer; a loaded model is taken as it is."""
-    if isinstance(model, PreTrainedModel):
-        tokenizer = tokenizer or load_tokenizer(args.model)
-        lm = check_language_model(args.model, model.float(), tokenizer)
-    else:
+    """The language model that training starts from, and its tokenizer; a loaded model is taken as it is.
+
+    An adapter that the model has is on its layers; `merged` adds it to the weights.
+    """
+    if model is None or isinstance(model, str):
         lm, tokenizer = load_language_model(args.model, tokenizer)
+    else:
+        lm = take_over(model)
+        tokenizer = tokenizer or load_tokenizer(args.model)
+        check_language_model(args.model, lm, tokenizer)
+    if args.model.adapter == "merge" and attached(lm) is None:
+        raise ConfigError(f"model.adapter is merge, and {args.model.name!r} has no adapter; leave it out")
+    if args.model.adapter == "merge":  # the merged model is checked
+        return lm, tokenizer
+    if attached(lm) is not None and on_head(lm):
+        raise ConfigError(
+            f"the adapter of {args.model.name!r} is on the output projection too, where it would be ignored; "
+            "set model.adapter: merge"
+        )
     check_policy(args.model.name, lm)
     return lm, tokenizer
+
+
+def merged(args: ModelConfig, lm: PreTrainedModel) -> PreTrainedModel:
+    """The model with the adapter that it starts from added to its weights, if the configuration asks for that."""
+    if args.adapter == "continue":
+        return lm
+    lm = merge(lm)
+    check_policy(args.name, lm)
+    return lm
 
 
 def build_models(
@@ -135,16 +166,22 @@ def build_models(
     """The policy with its critic, and the reference model, on the device of the passes.
 
     A new critic draws its weights from PyTorch's global generator.
+
+    Raises:
+        ConfigError: a critic or an adapter that cannot be used, or no parameter of the policy is trained.
     """
-    adapted = bool(args.model.lora.rank) or peft_config is not None
+    lm = merged(args.model, lm)
+    adapted = bool(args.model.lora.rank) or peft_config is not None or attached(lm) is not None
     reference = ActorCritic(deepcopy(lm), compiled=args.model.compile) if args.kl.coef > 0 and not adapted else None
     skip_draws(lm, models=1 if reference is None else 2)
     policy, notes = build_policy(lm, tokenizer, args.model, args.critic, peft_config)
+    check_trained(args.model.name, policy)
     policy.to(precision.device)
-    if reference is not None:
+    if reference is None and args.kl.coef > 0:
+        switches = policy.adapter is not None and policy.adapter.hold_reference()
+        reference = policy if switches else ActorCritic(deepcopy(policy.lm), compiled=args.model.compile)
+    if reference is not None and reference is not policy:
         reference.requires_grad_(False).to(precision.device)
-    elif args.kl.coef > 0:
-        reference = policy
     return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes])
 
 
@@ -158,20 +195,22 @@ def load_run_models(
         args: its configuration.
         which: `policy`, `best`, or `base` for the model that it started from.
         processes: the job.
-        reference: also load the reference model, if the run has one.
+        reference: also load the reference model, if the run has one; a note says so if it cannot be had.
         critic: also load the critic, if the run has one.
 
     Raises:
-        ConfigError: the run has no such policy, or not the critic that it should have.
+        ConfigError: the run has no such policy, or not the critic that it should have, or the model it started from
+            cannot be had any more.
     """
     if which != "base" and not (run / which).is_dir():
         raise ConfigError(
             f"{str(run)!r} has no {which}/; a run writes policy/ at its end, and best/ with eval.every; "
             "base (--base) is the model that it started from"
         )
-    name = args.model.name if which == "base" else str(run / which)
     # Once trained, an adapter belongs to its folder, and nothing is trained here.
     plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
+    own = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
+    name = own.name
     values = args.critic if which == "base" else replace(args.critic, name=None, init="saved")
     if not critic:
         values = CriticConfig(kind="none")
@@ -180,13 +219,29 @@ def load_run_models(
             f"{name!r} has no critic, though critic.kind of the run is {values.kind}; its files are incomplete"
         )
     with preserved():
-        lm, tokenizer = load_start(replace(args, model=replace(plain, name=name)), None, None)
+        lm, tokenizer = _load_base(run, args, plain) if which == "base" else load_start(replace(args, model=own))
         precision = choose(args.model.dtype, width(lm), processes, run)
-        base = None
+        base, notes = None, []
         if reference and args.kl.coef > 0:
-            base = ActorCritic(load_language_model(plain)[0]).requires_grad_(False).to(precision.device)
-        policy, notes = build_policy(lm, tokenizer, replace(plain, name=name), values)
-    return Models(policy.requires_grad_(False).to(precision.device), base, tokenizer, precision, notes)
+            try:
+                base = ActorCritic(_load_base(run, args, plain)[0]).requires_grad_(False).to(precision.device)
+            except ConfigError as error:
+                notes = [f"no KL to the model that the run started from: {error}"]
+        policy, more = build_policy(lm, tokenizer, own, values)
+    return Models(policy.requires_grad_(False).to(precision.device), base, tokenizer, precision, notes + more)
+
+
+def _load_base(run: Path, args: PPOConfig, model: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that a run started from, and its tokenizer.
+
+    Raises:
+        ConfigError: the name leads to another model by now, as it may for one that was loaded in Python.
+    """
+    lm, tokenizer = load_start(replace(args, model=model))
+    origin = started_from(run)
+    if origin is not None:
+        check_origin(origin, fingerprint(lm, tokenizer) | {"given": origin["given"]}, model.name)
+    return merged(model, lm), tokenizer
 
 
 def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes: Processes) -> Pipeline:

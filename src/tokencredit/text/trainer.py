@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn import rng
@@ -35,7 +35,8 @@ from tokencredit.text.card import model_card
 from tokencredit.text.credit import Credit
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models.building import save_policy
-from tokencredit.text.models.loading import check_origin, origin, upload, width
+from tokencredit.text.models.loading import check_origin, origin, upload
+from tokencredit.text.models.parts import width
 from tokencredit.text.models.precision import choose
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.scoring_passes import rollout_logprobs
@@ -54,7 +55,7 @@ class PPOTrainer:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | None = None,
+        model: str | torch.nn.Module | None = None,
         reward_funcs: Any = None,
         args: PPOConfig | None = None,
         train_dataset: Rows | None = None,
@@ -66,13 +67,13 @@ class PPOTrainer:
         """Load everything that a run needs; its folder is made by `train`.
 
         Args:
-            model: a hub id, a folder, or a loaded model, which is trained in place.
+            model: a hub id, a folder, or a loaded model or PeftModel, which is trained in place.
             reward_funcs: a function, a reward model, or a list of them; see `rewards.terms.as_terms`.
             args: the configuration.
             train_dataset: rows with prompts, as a `datasets.Dataset` or a list of dicts.
             eval_dataset: the same, for evaluation.
             processing_class: the policy's tokenizer.
-            peft_config: a configuration of PEFT's; only its adapter is then trained.
+            peft_config: a configuration of PEFT's for a new adapter, which alone is then trained.
             callbacks: see `text.callbacks.Callback`.
 
         Raises:
@@ -81,7 +82,7 @@ class PPOTrainer:
         callbacks = check_callbacks(callbacks)
         args = require_config(args or PPOConfig(), PPOConfig)
         if model is not None:
-            name = model if isinstance(model, str) else model.config._name_or_path
+            name = model if isinstance(model, str) else setup.name_of(model)
             args = replace(args, model=replace(args.model, name=name))
         self.args = args
         self.processes = Processes()
@@ -95,6 +96,7 @@ class PPOTrainer:
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            given["peft_config"] = peft_config
             self.origin = origin(lm, self.tokenizer, given)
             models = setup.build_models(args, lm, self.tokenizer, precision, peft_config)
             self.rng = rng.torch_state()

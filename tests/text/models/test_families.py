@@ -24,7 +24,7 @@ from tokencredit.text.engines.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.checks import check_policy
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.loading import width
+from tokencredit.text.models.parts import width
 from tokencredit.text.setup import load_start
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -8,7 +8,7 @@ from threading import Barrier
 
 import pytest
 
-from tokencredit.text.models.machine_cache import cache_file, measured_once, processor
+from tokencredit.text.models.machine_cache import cache_file, measure_once, processor
 
 KEY = {"processor": "one", "width": 64}
 RESULTS = ("yes", "no")
@@ -25,27 +25,27 @@ def never():
 
 
 def test_a_measurement_is_made_once_and_its_origin_is_told(folder):
-    result, origin = measured_once("pays", KEY, RESULTS, lambda: "yes")
+    result, origin = measure_once("pays", KEY, RESULTS, lambda: "yes")
     (file,) = folder.iterdir()
     assert (result, origin) == ("yes", f"timed now, and kept for later runs in {file}")
     record = json.loads(file.read_text())
     assert record == KEY | {"pays": "yes", "date": record["date"]}
-    assert measured_once("pays", KEY, RESULTS, never) == ("yes", f"as timed on {record['date']} ({file})")
+    assert measure_once("pays", KEY, RESULTS, never) == ("yes", f"as timed on {record['date']} ({file})")
 
 
 def test_each_key_has_a_measurement_of_its_own(folder):
-    assert measured_once("pays", KEY, RESULTS, lambda: "yes")[0] == "yes"
-    assert measured_once("pays", KEY | {"width": 65}, RESULTS, lambda: "no")[0] == "no"
-    assert measured_once("pays", KEY, RESULTS, never)[0] == "yes"
+    assert measure_once("pays", KEY, RESULTS, lambda: "yes")[0] == "yes"
+    assert measure_once("pays", KEY | {"width": 65}, RESULTS, lambda: "no")[0] == "no"
+    assert measure_once("pays", KEY, RESULTS, never)[0] == "yes"
     assert len(list(folder.iterdir())) == 2
 
 
 def test_of_two_that_measure_at_once_the_second_takes_the_result_of_the_first(folder):
     def slow():
-        assert measured_once("pays", KEY, RESULTS, lambda: "yes")[0] == "yes"
+        assert measure_once("pays", KEY, RESULTS, lambda: "yes")[0] == "yes"
         return "no"
 
-    result, origin = measured_once("pays", KEY, RESULTS, slow)
+    result, origin = measure_once("pays", KEY, RESULTS, slow)
     assert result == "yes"
     assert origin.startswith("as timed on ")
     assert len(list(folder.iterdir())) == 1
@@ -59,7 +59,7 @@ def test_of_many_that_measure_at_once_all_agree(folder):
             together.wait()
             return RESULTS[number % 2]
 
-        return measured_once("pays", KEY, RESULTS, measure)[0]
+        return measure_once("pays", KEY, RESULTS, measure)[0]
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(one, range(8)))) == 1
@@ -67,7 +67,7 @@ def test_of_many_that_measure_at_once_all_agree(folder):
 
 
 def in_process(number):
-    return measured_once("pays", KEY, RESULTS, lambda: RESULTS[number % 2])[0]
+    return measure_once("pays", KEY, RESULTS, lambda: RESULTS[number % 2])[0]
 
 
 def test_processes_agree():
@@ -83,14 +83,14 @@ def test_a_file_that_holds_something_else_is_replaced(content, folder):
     file = cache_file("pays", KEY)
     folder.mkdir(parents=True)
     file.write_bytes(content)
-    assert measured_once("pays", KEY, RESULTS, lambda: "no")[0] == "no"
-    assert measured_once("pays", KEY, RESULTS, never)[0] == "no"
+    assert measure_once("pays", KEY, RESULTS, lambda: "no")[0] == "no"
+    assert measure_once("pays", KEY, RESULTS, never)[0] == "no"
 
 
 def test_a_folder_that_cannot_be_written_lets_each_measure(folder):
     folder.parent.write_text("a file in the way")
     for result in RESULTS:
-        found, origin = measured_once("pays", KEY, RESULTS, lambda result=result: result)
+        found, origin = measure_once("pays", KEY, RESULTS, lambda result=result: result)
         assert found == result
         assert origin == f"timed now; it cannot be kept in {cache_file('pays', KEY)}: Not a directory"
 
@@ -112,7 +112,7 @@ def test_without_a_home_each_measures(monkeypatch):
 
     monkeypatch.setattr(Path, "home", no_home)
     for result in RESULTS:
-        found, origin = measured_once("pays", KEY, RESULTS, lambda result=result: result)
+        found, origin = measure_once("pays", KEY, RESULTS, lambda result=result: result)
         assert (found, "no cache folder" in origin) == (result, True)
 
 

@@ -84,7 +84,7 @@ def test_a_choice_that_cannot_be_read_is_named(text, tmp_path):
 @pytest.mark.parametrize("native", [True, False])
 def test_a_gpu_is_asked_and_not_timed(native, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
-    half, reason = precision.remembered_choice(64, torch.device("cuda"))
+    half, reason = precision.choose_for_machine(64, torch.device("cuda"))
     assert half == native
     assert reason == f"since this GPU {'computes in' if native else 'only emulates'} bfloat16"
     assert not (tmp_path / "cache").exists()

@@ -49,6 +49,21 @@ def negative_kl(run: Evidence) -> Finding | None:
     )
 
 
+def not_moved(run: Evidence) -> Finding | None:
+    """The policy is still its reference, up to rounding."""
+    moved = run.values("kl", slice(1 + (run.setting("critic.warmup") or 0), None))
+    if len(moved) < SETTLED or not max(map(abs, moved)) < 1e-5 * run.last("length"):
+        return None
+    return Finding(
+        "not_moved",
+        95,
+        "the policy has not moved",
+        run.where("kl"),
+        "Its KL to the reference is 0 but for rounding, so nothing of it is trained, or its gradient is 0.",
+        "raise optim.lr, see in the metrics whether steps and grad_norm are 0, and check what of the model is frozen",
+    )
+
+
 def degenerate(run: Evidence) -> Finding | None:
     """The reward rises while the texts fall apart."""
     if len(run) < SETTLED or not run.gain() > 0.2:
@@ -272,6 +287,7 @@ def still_warming(run: Evidence) -> Finding | None:
 CHECKS: tuple[Check, ...] = (
     mismatch,
     negative_kl,
+    not_moved,
     degenerate,
     kl_runaway,
     entropy_collapse,

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from tokencredit.core.logprobs import token_logprobs, token_loss
 from tokencredit.core.projection import TokenStats, in_columns, multiply
 from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
+from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.models.loading import trunk_of
+from tokencredit.text.models.parts import trunk_of
 
 Inputs = dict[str, Tensor]
 """Prompts and their responses, by name:
@@ -38,17 +39,22 @@ class ActorCritic(nn.Module):
     starts from.
     """
 
-    adapter: Any
+    adapter: Adapter | None
 
     def __init__(
-        self, lm: PreTrainedModel, critic: Critic | None = None, *, adapter: Any = None, compiled: bool = False
+        self,
+        lm: PreTrainedModel,
+        critic: Critic | None = None,
+        *,
+        adapter: Adapter | None = None,
+        compiled: bool = False,
     ):
         """Put the parts together.
 
         Args:
             lm: a causal language model.
             critic: on the model's last hidden states, or on a trunk of its own.
-            adapter: the PEFT model around `lm`, if it has one.
+            adapter: the adapter that is trained on `lm`, if there is one.
             compiled: run whole texts through `torch.compile`; sampling, a token at a time, stays as it is.
         """
         super().__init__()
@@ -56,7 +62,7 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self.trunk_hidden = torch.compile(trunk_hidden, dynamic=True) if compiled else trunk_hidden
         self.softcap, self.factor = logit_softcap(lm), logit_factor(lm)
-        object.__setattr__(self, "adapter", adapter)  # it holds the same weights, which must not be registered twice
+        self.adapter = adapter
         self.eval()
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:

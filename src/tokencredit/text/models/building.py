@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.learn.state import trainable
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.adapters import build_adapter
 from tokencredit.text.models.checks import check_checkpointing, check_critic
 from tokencredit.text.models.critic import build_critic, build_trunk
-from tokencredit.text.models.loading import add_adapter, lora_config, width
+from tokencredit.text.models.parts import width
 
 
 def build_policy(
@@ -30,14 +32,12 @@ def build_policy(
     `peft_config`, if given, takes the place of `model.lora`.
 
     Raises:
-        ConfigError: a critic that cannot be loaded or has another vocabulary, an adapter that fits no layer, or no
-            compiler where one is needed.
+        ConfigError: a critic that cannot be loaded or has another vocabulary, an adapter that fits no layer or would
+            not be trained, or no compiler where one is needed.
     """
     check_compiler(model)
     trunk = build_trunk(critic, model, lm, tokenizer)
-    adapter = None
-    if model.lora.rank or peft_config is not None:
-        adapter = add_adapter(lm, peft_config or lora_config(model.lora))
+    adapter = build_adapter(lm, model, peft_config)
     values, notes = build_critic(critic, model, lm, trunk)
     if trunk is not None:
         check_critic(critic.name or model.name, ActorCritic(lm, values))
@@ -72,6 +72,15 @@ def check_compiler(model: ModelConfig) -> None:
         )
 
 
+def check_trained(name: str, policy: ActorCritic) -> None:
+    """Raise `ConfigError` if no parameter of the policy would be trained."""
+    if not trainable(policy.lm):
+        raise ConfigError(
+            f"no parameter of the model {name!r} requires a gradient, so nothing would be trained: all are frozen; "
+            "call requires_grad_(True) on the model, or train an adapter (model.lora.rank, peft_config)"
+        )
+
+
 def skip_draws(lm: PreTrainedModel, models: int) -> None:
     """Draw from PyTorch's global generator what one-layer heads of so many models would take.
 
@@ -82,7 +91,10 @@ def skip_draws(lm: PreTrainedModel, models: int) -> None:
 
 def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write an ordinary Hugging Face folder (of an adapter, if there is one), with the critic beside it."""
-    (policy.adapter or policy.lm).save_pretrained(folder)
+    if policy.adapter is None:
+        policy.lm.save_pretrained(folder)
+    else:
+        policy.adapter.save(folder)
     tokenizer.save_pretrained(folder)
     if policy.critic is not None:
         policy.critic.save(folder)

@@ -14,7 +14,7 @@ from tokencredit.learn.modes import checkpointing_modules, training
 from tokencredit.learn.rng import preserved
 from tokencredit.text.engines.sampling import CachedSteps
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
-from tokencredit.text.models.loading import trunk_of
+from tokencredit.text.models.parts import trunk_of
 
 TOLERANCE = 1e-3
 """Largest difference that rounding may explain in float32, in nats; of states, as a share of the largest."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,9 @@ from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.text.models.loading import check_vocabulary, load_model, load_tokenizer, resolve, trunk_of, width
+from tokencredit.text.models.loading import check_vocabulary, load_model, load_tokenizer, resolve
+from tokencredit.text.models.parts import width
+from tokencredit.text.models.peft_models import plain_decoder, saved_config
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
 """A saved critic, beside the policy's own files."""
@@ -108,16 +109,15 @@ def build_trunk(
     saved = saved_critic(args.name or model.name) if args.name is not None or args.init == "saved" else None
     if saved is not None and saved.trunk is not None:
         name, folder = saved.name, str(saved.trunk)
-    elif args.name is not None and (Path(args.name).expanduser() / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"critic.name is {args.name!r}, which holds an adapter and no trunk of a critic; give a whole model, or "
-            "the policy/ of a run whose critic.kind was separate"
-        )
     elif args.name is not None:
         name, folder = args.name, resolve(args.name, "policy")
+        if saved_config(folder) is not None:
+            raise ConfigError(
+                f"critic.name is {args.name!r}, which holds an adapter and no trunk of a critic; give a whole model, "
+                "or the policy/ of a run whose critic.kind was separate"
+            )
     else:
-        trunk: PreTrainedModel = deepcopy(trunk_of(lm))
-        return trunk
+        return plain_decoder(lm)
     trunk = load_model(AutoModel, name, folder, model)
     check_vocabulary(name, trunk, tokenizer)
     check_same_tokens(name, tokenizer, model)

@@ -1,4 +1,4 @@
-"""From names to models: loading, checks, adapters, upload."""
+"""From names to models: loading, checks, upload."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import NewGELUActivation
+from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.modes import disable_noise
-from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.model import ModelConfig
+from tokencredit.text.models.peft_models import ADAPTER_CONFIG, load_adapter, saved_config, take_over
 
 HUB_TIMEOUT = 10
 """Seconds for the hub's first answer."""
+TOKENIZER = "tokenizer_config.json"
 
 
 def resolve(name: str, part: str) -> str:
@@ -43,7 +46,7 @@ def resolve(name: str, part: str) -> str:
     looks_like_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if folder.exists() or looks_like_path:
         folder = folder.expanduser()
-        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
         return str(folder)
     return name if _hub_answers(name) else _cached(name)
@@ -79,15 +82,37 @@ def load_language_model(
     Raises:
         ConfigError: the name leads to no causal language model, to no tokenizer, or to one that cannot end a text.
     """
-    lm = load_model(AutoModelForCausalLM, args.name, resolve(args.name, "policy"), args)
+    folder = resolve(args.name, "policy")
+    base = _base(args.name, folder)
+    if base is None:
+        lm = take_over(load_model(AutoModelForCausalLM, args.name, folder, args))
+    else:
+        lm = load_model(AutoModelForCausalLM, base, resolve(base, "policy"), args)
+        load_adapter(lm, folder)
     tokenizer = tokenizer or load_tokenizer(args)
     return check_language_model(args, lm, tokenizer), tokenizer
 
 
 def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, by the model's name."""
+    """The tokenizer of a model, by the model's name; an adapter's folder without one leaves it to the base model."""
+    folder = resolve(args.name, "policy")
+    base = _base(args.name, folder)
+    if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
+        folder = resolve(base, "policy")
     with _naming(f"a tokenizer from {args.name!r}"):
-        return AutoTokenizer.from_pretrained(resolve(args.name, "policy"), trust_remote_code=args.trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+
+
+def _base(name: str, folder: str) -> str | None:
+    """The base model that an adapter's folder names; None for a model's folder, even if an adapter lies in it."""
+    if (Path(folder) / "config.json").is_file():
+        return None
+    config = saved_config(folder)
+    if config is None:
+        return None
+    if not config.base_model_name_or_path:
+        raise ConfigError(f"the adapter {name!r} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
+    return str(config.base_model_name_or_path)
 
 
 def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -105,44 +130,6 @@ def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreT
         )
     check_vocabulary(args.name, lm, tokenizer)
     return lm
-
-
-def lora_config(args: LoraConfig) -> Any:
-    """PEFT's configuration of a low-rank adapter.
-
-    Raises:
-        ConfigError: PEFT is not installed.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("model.lora needs PEFT, which is not installed: pip install tokencredit[peft]") from error
-    return peft.LoraConfig(
-        r=args.rank,
-        lora_alpha=args.alpha,  # type: ignore[arg-type]  # PEFT takes any number
-        lora_dropout=args.dropout,
-        target_modules=args.target_modules or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-
-
-def add_adapter(lm: PreTrainedModel, config: Any) -> Any:
-    """Put an adapter on a model's layers, in place; returns the PEFT model around it.
-
-    Raises:
-        ConfigError: no layer has one of the target names, or the output projection does.
-    """
-    import peft
-
-    try:
-        adapter = peft.get_peft_model(lm, config)
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules: {error}") from error
-    if any(p.requires_grad for p in lm.get_output_embeddings().parameters()):
-        raise ConfigError(
-            "model.lora.target_modules names the output projection, whose adapter would be ignored; leave it out"
-        )
-    return adapter
 
 
 def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -259,17 +246,3 @@ def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTok
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, but {name!r} knows {rows}; they do not belong together"
         )
-
-
-def trunk_of(lm: PreTrainedModel) -> PreTrainedModel:
-    """A language model without its output projection."""
-    trunk = lm.get_decoder()
-    # Llama 4 for text answers with itself, ModernBERT's decoder with its projection.
-    return trunk if trunk is not lm and isinstance(trunk, PreTrainedModel) else lm.model
-
-
-def width(model: PreTrainedModel) -> int:
-    """The size of a model's last hidden states."""
-    config = model.config.get_text_config()
-    # Some sizes of OPT project their states down before the vocabulary.
-    return int(getattr(config, "word_embed_proj_dim", config.hidden_size))

@@ -16,10 +16,10 @@ PARTS = ("model name", "CPU implementer", "CPU architecture", "CPU variant", "CP
 """Lines of Linux's /proc/cpuinfo that name a processor: the first on x86, the others on ARM."""
 
 
-def measured_once(
+def measure_once(
     name: str, key: Mapping[str, Any], results: Collection[str], measure: Callable[[], str]
 ) -> tuple[str, str]:
-    """The result of a measurement on this machine, and its origin in words.
+    """Measure, unless that was done before on this machine; returns the result and its origin in words.
 
     The first process to measure keeps its result; one that measured at the same time takes that result too. A folder
     that cannot be read or written lets each process measure anew.
@@ -37,7 +37,7 @@ def measured_once(
     if record is None:
         ours = {**key, name: measure(), "date": date.today().isoformat()}
         try:
-            record = keep_first(file, ours, lambda: read_record(file, name, key, results))
+            record = write_first(file, ours, lambda: read_record(file, name, key, results))
         except OSError as error:
             return ours[name], f"timed now; it cannot be kept in {file}: {error.strerror}"
         if record is ours:
@@ -47,9 +47,9 @@ def measured_once(
 
 def cache_file(name: str, key: Mapping[str, Any]) -> Path | None:
     """The file of a measurement in `$XDG_CACHE_HOME/tokencredit` or `~/.cache/tokencredit`; None without a home."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        folder = given if given.is_absolute() else Path.home() / ".cache"
+        folder = base if base.is_absolute() else Path.home() / ".cache"
     except RuntimeError:
         return None
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
@@ -59,14 +59,14 @@ def cache_file(name: str, key: Mapping[str, Any]) -> Path | None:
 def read_record(file: Path, name: str, key: Mapping[str, Any], results: Collection[str]) -> dict[str, Any] | None:
     """The record in a file; None if there is none that can be used."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    fits = isinstance(found, dict) and all(found.get(part) == value for part, value in key.items())
-    return found if fits and found.get(name) in list(results) else None
+    fits = isinstance(record, dict) and all(record.get(part) == value for part, value in key.items())
+    return record if fits and record.get(name) in list(results) else None
 
 
-def keep_first(file: Path, ours: dict[str, Any], theirs: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+def write_first(file: Path, ours: dict[str, Any], theirs: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     """Write a whole file, unless another process has written a record first; returns the record that is kept.
 
     Raises:

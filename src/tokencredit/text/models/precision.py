@@ -14,7 +14,7 @@ from torch import nn
 
 from tokencredit.processes import Processes
 from tokencredit.runs.folder import read_choices
-from tokencredit.text.models.machine_cache import measured_once, processor
+from tokencredit.text.models.machine_cache import measure_once, processor
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[bool, Dtype] = {True: "bfloat16", False: "float32"}
@@ -81,20 +81,20 @@ def choose(
     if before is not None:
         half, reason = before == "bfloat16", "as when this run began"
     elif processes.main:
-        half, reason = remembered_choice(width, processes.device)
+        half, reason = choose_for_machine(width, processes.device)
     else:
         half, reason = False, "as the first process chose"
     return Precision(DTYPES[processes.first(half)], processes.device, reason)
 
 
-def remembered_choice(width: int, device: torch.device) -> tuple[bool, str]:
+def choose_for_machine(width: int, device: torch.device) -> tuple[bool, str]:
     """True if bfloat16 helps on this machine, and where that comes from: processors are timed once, then remembered."""
     if device.type == "cuda":
         half = bfloat16_helps(width, device)
         return half, f"since this GPU {'computes in bfloat16' if half else 'only emulates bfloat16'}"
     # The number of threads is left out: a sweep changes it with --jobs, and its runs are to agree.
     key = {"processor": processor(), "device": device.type, "torch": torch.__version__, "width": width}
-    dtype, origin = measured_once("dtype", key, tuple(DTYPES.values()), lambda: DTYPES[bfloat16_helps(width, device)])
+    dtype, origin = measure_once("dtype", key, tuple(DTYPES.values()), lambda: DTYPES[bfloat16_helps(width, device)])
     return dtype == "bfloat16", origin
 
 
