@@ -57,7 +57,7 @@ def train(seed: int, folder: Path) -> float:
 def write(pipeline: Pipeline, seed: int) -> Scored:
     """Completions of a policy, with their log-probabilities under its reference model."""
     config = PPOConfig()
-    prompts = Prompts(config.prompts.text, pipeline.tokenizer).batch(0, COMPLETIONS)
+    prompts = Prompts(config.prompts.texts(), pipeline.tokenizer).batch(0, COMPLETIONS)
     generator = torch.Generator().manual_seed(1000 + seed)
     uniforms = torch.rand(COMPLETIONS, config.rollout.max_new_tokens, generator=generator)
     return pipeline.collect(prompts, config.rollout, uniforms)

@@ -30,6 +30,7 @@ from tokencredit.settings.training import (
     StopConfig,
     UpdateConfig,
 )
+from tokencredit.settings.yaml import flat, nested
 from tokencredit.text.rewards.terms import Term
 from tokencredit.text.trainer import PPOTrainer
 
@@ -421,17 +422,44 @@ def test_files_have_the_users_own_permissions(tmp_path):
     assert {p.stat().st_mode for p in (tmp_path / "run").rglob("*") if p.is_file()} == {usual}
 
 
-def test_only_the_flag_resumes_in_either_spelling(tmp_path):
+def test_only_the_flag_resumes_in_either_spelling(tmp_path, capsys):
     run = tmp_path / "run"
     cut(PPOTrainer, text(run, 3), 3)
     (tmp_path / "sly.yaml").write_text(
         f"resume: {run}\nrun: {{dir: {tmp_path / 'other'}, iterations: 1, trackers: []}}\n"
     )
-    quick = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "4"]
-    assert main(["train", "--config", str(tmp_path / "sly.yaml"), *quick]) == 0
-    assert len(chaos.metrics(tmp_path / "other")) == 1
+    assert main(["train", "--config", str(tmp_path / "sly.yaml")]) == 2
+    assert "resume is an option of the command, not a setting" in capsys.readouterr().err
     assert main(["train", f"--resume={run}"]) == 0
     assert len(chaos.metrics(run)) == 3
+
+
+def test_a_run_of_an_older_version_goes_on_without_its_settings_that_change_nothing(tmp_path, capsys):
+    """Such settings are refused now; the file of the run still holds them, and some of them could not change."""
+    run, useless = tmp_path / "run", {"agent.context": 3, "env.clip": 5.0, "run.samples": 2, "stop.patience": 4}
+    cut(ControlTrainer, control(run, 4), 3)
+    file = run / "config.yaml"
+    file.write_text(yaml.safe_dump(nested(flat(yaml.safe_load(file.read_text())) | useless)))
+    assert main(["control", "--resume", str(run), "--env.clip", "3"]) == 2
+    assert "env.clip is 3.0, which has no effect without env.normalize_observations" in capsys.readouterr().err
+    assert main(["control", "--resume", str(run), "--run.iterations", "5"]) == 0
+    assert len(chaos.metrics(run)) == 5
+    assert events(run) == ["resumed after iteration 2", "run.iterations is now 5; it was 4"]
+    assert flat(yaml.safe_load(file.read_text()))["agent.context"] == 8
+    assert main(["play", str(run), "--episodes", "1"]) == 0
+
+
+def test_a_setting_that_a_change_leaves_without_an_effect_is_let_go(tmp_path):
+    run = tmp_path / "run"
+    cut(PPOTrainer, text(run, 3, kl=KLConfig(target=1.0, horizon=100.0)), 3)
+    assert main(["train", "--resume", str(run), "--kl.target", "null"]) == 0
+    assert events(run) == ["resumed after iteration 2", "kl.target is now None; it was 1.0"]
+
+
+def test_the_default_prompts_are_the_same_by_name_and_by_null(tmp_path):
+    cut(PPOTrainer, text(tmp_path / "run", 3, prompts=PromptsConfig(text=["This movie was really"])), 3)
+    resumed(PPOTrainer, text(tmp_path / "run", 3))
+    assert events(tmp_path / "run") == ["resumed after iteration 2"]
 
 
 def test_code_that_a_configuration_names_is_said_and_written_down(tmp_path, capsys):

@@ -17,6 +17,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
+from tokencredit.settings.fields import refuse_idle
 from tokencredit.settings.parsing import (
     config_parser,
     configure,
@@ -66,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(options: Namespace) -> None:
     """`tokencredit train`."""
-    config = to_config(options, PPOConfig, options.no_code)
     resume = options.resume is not None
+    config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
+    refuse_idle(config, rows=())
     first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher starts, only this one writes
     if first and not resume:
         RunFolder(config.run.dir).refuse_if_used()  # before the seconds that the imports below take
@@ -86,10 +88,15 @@ def train(options: Namespace) -> None:
         processes.close()
 
 
+def begun(options: Namespace) -> Path | None:
+    """The configuration of the run that `--resume` goes on with, if any."""
+    return None if options.resume is None else Path(options.resume) / "config.yaml"
+
+
 def control(options: Namespace) -> None:
     """`tokencredit control`."""
-    config = to_config(options, ControlConfig, options.no_code)
     resume = options.resume is not None
+    config = to_config(options, ControlConfig, options.no_code, begun=begun(options))
     if not resume:
         RunFolder(config.run.dir).refuse_if_used()
     require_gymnasium()

@@ -33,12 +33,16 @@ def test_a_solved_environment_is_played_well(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["mlp", "transformer"])
-def test_a_saved_agent_plays_as_it_did(policy, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "agent",
+    [AgentConfig(hidden=[8, 8]), AgentConfig("transformer", [8, 8], heads=2, context=3)],
+    ids=lambda x: x.policy,
+)
+def test_a_saved_agent_plays_as_it_did(agent, tmp_path, capsys):
     args = small(
         tmp_path / "run",
         env=EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True),
-        agent=AgentConfig(policy, [8, 8], heads=2, context=3),
+        agent=agent,
     )
     trainer = ControlTrainer(args)
     trainer.train()

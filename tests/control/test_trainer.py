@@ -202,8 +202,14 @@ def test_more_copies_are_stepped_in_processes(tmp_path):
     [
         ({"ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3; it must divide the batch, .* = 64"),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
-        ({"run": RunConfig(push_to_hub="org/agent")}, r"run\.push_to_hub is 'org/agent'; it is for language models"),
+        ({"run": RunConfig(push_to_hub="org/agent")}, r"run\.push_to_hub is 'org/agent', .* a language model"),
         ({"advantage": AdvantageConfig(estimator="group_relative")}, r"which is for texts"),
+        (
+            {"agent": AgentConfig("transformer", [64, 32])},
+            r"agent\.hidden is \[64, 32\]; .* a multiple of agent\.heads, 4",
+        ),
+        ({"agent": AgentConfig(hidden=[8, 0])}, r"^agent\.hidden\[1\] is 0; it must be at least 1$"),
+        ({"critic": AgentCriticConfig(warmup=4)}, r"^critic\.warmup is 4; it must be at most run\.iterations, 3$"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message, tmp_path):
@@ -257,8 +263,8 @@ def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(kind, reached, tmp_path):
     """A policy gradient of one step, then many of its baseline on the same batch; a shared critic is one layer."""
     agents, fits = [], []
-    for epochs in (0, 500):
-        critic = AgentCriticConfig(kind=kind, lr=1e-2, coef=0.0, clip=None, epochs=epochs)
+    for steps in ({"epochs": 0}, {"epochs": 500, "lr": 1e-2}):
+        epochs, critic = steps["epochs"], AgentCriticConfig(kind=kind, coef=0.0, clip=None, **steps)
         changes = {"env": EnvConfig(normalize_observations=True), "optim": OptimConfig(warmup=0)}
         args = small(tmp_path / str(epochs), algorithm="policy_gradient", critic=critic, **changes)
         trainer = ControlTrainer(args)
@@ -336,9 +342,13 @@ def test_a_stack_of_observations_starts_with_the_first_one():
     assert second[:2] == first[1:]
 
 
-def test_a_transformer_of_several_widths_is_refused():
-    with pytest.raises(ConfigError, match=r"agent\.hidden is \[64, 32\]; .* a multiple of agent\.heads, 4"):
-        AgentConfig("transformer", [64, 32])
+@pytest.mark.parametrize(("key", "value"), [("log_std", -1.0), ("actions", "scale")])
+def test_settings_of_continuous_actions_are_refused_for_discrete_ones(key, value, tmp_path):
+    args = small(tmp_path / "run", agent=AgentConfig(**{key: value}))
+    with pytest.raises(ConfigError) as caught:
+        ControlTrainer(args)
+    assert str(caught.value) == f"agent.{key} is {value!r}, which has no effect with discrete actions; leave it out"
+    ControlTrainer(small(tmp_path / "run", agent=AgentConfig(**{key: value}), env=EnvConfig("Pendulum-v1")))
 
 
 def test_a_transformers_ratio_starts_at_1_in_every_update(tmp_path):

@@ -296,7 +296,7 @@ def test_nothing_left_in_the_loss_takes_no_step(tmp_path):
         rollout=RolloutConfig(batch_size=16, max_new_tokens=20),
         ppo=UpdateConfig(epochs=2, minibatches=2, mask_truncated=True),
         optim=OptimConfig(weight_decay=0.1, warmup=0),
-        run=RunConfig(dir=str(tmp_path / "run"), iterations=9, samples=0, show_every=0, trackers=[]),
+        run=RunConfig(dir=str(tmp_path / "run"), iterations=9, samples=0, trackers=[]),
     )
     trainer = PPOTrainer(args=args, reward_funcs=vowels)
     assert trainer.iteration(1)[0]["steps"] > 0, "the optimizer has momentum now"

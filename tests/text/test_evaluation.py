@@ -92,7 +92,7 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_sampled(run, tmp
 
 def test_held_out_prompts_are_all_that_is_read(run, tmp_path):
     held_out = EvalConfig(samples=4, max_new_tokens=4, prompts=PromptsConfig(text="A film"))
-    gone = PromptsConfig(text=[], dataset=str(tmp_path / "gone.jsonl"))
+    gone = PromptsConfig(dataset=str(tmp_path / "gone.jsonl"))
     assert "eval/reward" in evaluated(run, tmp_path, prompts=gone, eval=held_out)
 
 

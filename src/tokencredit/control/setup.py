@@ -7,16 +7,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
+from tokencredit.errors import ConfigError
 from tokencredit.learn.learner import Learner, UpdateSettings
 from tokencredit.learn.objective import Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.processes import Processes
-from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.control import AgentConfig, ControlConfig
 
 
 def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Learner:
-    """The learner of an agent: optimizer, schedule, objective and the generator that shuffles."""
+    """The learner of an agent: optimizer, schedule, objective and the generator that shuffles.
+
+    Raises:
+        ConfigError: a setting that the agent's actions do not read.
+    """
+    check_actions(args.agent, agent)
     entropy = args.ppo.entropy_coef > 0
 
     def evaluate(model: nn.Module, inputs: dict[str, torch.Tensor], loss: PolicyLoss) -> PolicyOutputs:
@@ -36,6 +43,14 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
         torch.Generator().manual_seed(args.seed + 1),
         processes,
     )
+
+
+def check_actions(args: AgentConfig, agent: Agent) -> None:
+    """Raise `ConfigError` for a setting of continuous actions where those of the environment are discrete."""
+    for key in ("log_std", "actions"):
+        value = getattr(args, key)
+        if isinstance(agent.distribution, Categorical) and value != getattr(AgentConfig(), key):
+            raise ConfigError(f"agent.{key} is {value!r}, which has no effect with discrete actions; leave it out")
 
 
 def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Optimizer:

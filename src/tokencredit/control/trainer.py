@@ -52,7 +52,7 @@ class ControlTrainer:
         Raises:
             ConfigError: a setting, environment or folder that cannot be used.
         """
-        self.args = args = require_config(args or ControlConfig(), ControlConfig)
+        self.args = args = require_config(args, ControlConfig)
         processes = Processes()
         if processes.count > 1:
             raise ConfigError("agents are trained by one process; env.processes gives each environment one of its own")

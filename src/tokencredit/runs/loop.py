@@ -69,6 +69,8 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> Summar
         RunStopped: it had to end early; what was learned is kept.
         KeyboardInterrupt: after one Ctrl-C likewise; after two nothing more is written.
     """
+    if not isinstance(resume, bool):  # the trainers of Transformers take a folder
+        raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
     args, record = trainer.args, trainer.record
     number = 0
     if resume:

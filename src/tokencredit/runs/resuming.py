@@ -9,6 +9,9 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES
+from tokencredit.settings.data import TEXTS
+from tokencredit.settings.fields import idle
+from tokencredit.settings.world import world_of
 from tokencredit.settings.yaml import flat, read_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
@@ -97,14 +100,17 @@ def size(file: Path) -> int:
 def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The settings that differ from those in a run's config.yaml: before and now, by their keys.
 
-    A setting that the file lacks, because it is newer, has not changed; nor has a run that moved. Entries of a list
-    may come and go. What a run chose for a setting that is `auto` is no change.
+    A setting that the file lacks, because it is newer, has not changed; nor has a run that moved, or a setting without
+    an effect now. Entries of a list may come and go. What a run chose for a setting that is `auto` is no change.
     """
     then, now = flat(read_yaml(file)), flat(config)
+    left_out = {"run.dir", *idle(world_of(config).config, now)}
     if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml, in place of `auto`
         now |= {key: then[key] for key in AUTO_SETTINGS if now.get(key) == "auto" and key in then}
+    for settings in (then, now):  # null and what it stands for are the same
+        settings |= {key: TEXTS for key in ("prompts.text", "eval.prompts.text") if settings.get(key, 0) is None}
     both = {key: (then.get(key), now.get(key)) for key in now | then if (key in then and key in now) or "[" in key}
-    return {key: values for key, values in both.items() if values[0] != values[1] and key != "run.dir"}
+    return {key: values for key, values in both.items() if values[0] != values[1] and key not in left_out}
 
 
 def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import check, setting
-from tokencredit.settings.model import CriticTraining
-from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, StopConfig, UpdateConfig
+from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
+from tokencredit.settings.training import (
+    MOST_SEED,
+    AdvantageConfig,
+    OptimConfig,
+    RunConfig,
+    StopConfig,
+    UpdateConfig,
+)
 
 
 @dataclass
@@ -30,7 +37,7 @@ class EnvConfig:
     """Shift and scale observations by their running mean and deviation."""
     normalize_rewards: bool = False
     """Divide rewards by the running deviation of the discounted return, which begins anew with each episode."""
-    clip: float = setting(10.0, above=0)
+    clip: float = setting(10.0, needs="normalize_observations or normalize_rewards", above=0)
     """Normalised observations and rewards are held within ± this."""
 
 
@@ -42,19 +49,22 @@ class AgentConfig:
     """Linear layers on the last observation, or a causal transformer on the last `context` ones of the episode."""
     hidden: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; a transformer has a block for each, all of the same width."""
-    activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    activation: Literal["tanh", "relu", "gelu"] = setting("tanh", needs="hidden")
     """What follows each of them; in a transformer, within each block."""
-    context: int = setting(8, at_least=1)
+    context: int = setting(8, needs="policy: transformer", at_least=1)
     """Observations that a transformer reads; before there are as many, the episode's first one is repeated."""
-    heads: int = setting(4, at_least=1)
+    heads: int = setting(4, needs="policy: transformer", at_least=1)
     """A transformer's attention heads; they divide its width."""
     log_std: float = 0.0
     """First log-deviation of continuous actions; it does not depend on the state."""
     actions: Literal["clip", "scale"] = "clip"
     """Continuous actions outside the environment's bounds are clipped to them; or [-1, 1] is scaled to the bounds."""
 
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for widths that no transformer has."""
+    def check_hidden(self) -> None:
+        """Raise `ConfigError` for widths that no network, or no transformer, has."""
+        for position, width in enumerate(self.hidden):
+            if width < 1:
+                raise ConfigError(f"agent.hidden[{position}] is {width}; it must be at least 1")
         if self.policy == "transformer" and (
             not self.hidden or len(set(self.hidden)) > 1 or self.hidden[0] % self.heads
         ):
@@ -74,9 +84,9 @@ class AgentCriticConfig(CriticTraining):
 
     kind: Literal["shared", "separate", "none"] = "separate"
     """Critic with the actor's hidden layers, with layers of its own, or none."""
-    lr: float = setting(2.5e-4, above=0)
+    lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
-    coef: float = setting(1.0, at_least=0)
+    coef: float = setting(1.0, needs=EXISTS, at_least=0)
     """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
 
 
@@ -84,11 +94,11 @@ class AgentCriticConfig(CriticTraining):
 class EpisodesConfig:
     """Evaluation in a copy of the environment of its own."""
 
-    every: int = setting(0, at_least=0)
+    every: int = setting(0, needs="episodes or videos", at_least=0)
     """Iterations between two evaluations; 0 evaluates at the end only."""
     episodes: int = setting(10, at_least=0)
     """Episodes per evaluation; 0 for none."""
-    greedy: bool = True
+    greedy: bool = setting(True, needs="episodes or videos")
     """Whether the likeliest action is taken, or one is drawn as in training."""
     videos: int = setting(0, at_least=0)
     """Further episodes per evaluation that are recorded in `videos/`; needs `tokencredit[video]`."""
@@ -98,11 +108,26 @@ class EpisodesConfig:
 class ControlConfig:
     """Everything that a run in the Gymnasium world is told."""
 
-    seed: int = setting(1, at_least=0)
+    NEEDS: ClassVar = dict.fromkeys(
+        (
+            "advantage.bootstrap",
+            "ppo.mask_truncated",
+            "ppo.reduction",
+            "run.push_to_hub",
+            "run.samples",
+            "run.samples_every",
+            "run.show_every",
+            "stop.kl",
+        ),
+        "a language model",
+    )
+    """Settings that agents share with language models, and do not read."""
+
+    seed: int = setting(1, at_least=0, at_most=MOST_SEED)
     """The one seed behind all randomness."""
     algorithm: Literal["ppo", "policy_gradient"] = "ppo"
-    """policy_gradient takes one step on the whole batch, at which the ratio is 1; ppo.epochs and ppo.minibatches do not
-    count then."""
+    """policy_gradient takes one step on the whole batch, at which the ratio is 1; of ppo it reads entropy_coef and
+    micro_batch_tokens."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """The environment, several copies of it."""
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -133,6 +158,7 @@ class ControlConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot work."""
         check(self)
+        self.agent.check_hidden()
         batch = self.env.number * self.steps
         if self.algorithm == "ppo" and batch % self.ppo.minibatches:
             raise ConfigError(
@@ -144,13 +170,9 @@ class ControlConfig:
             raise ConfigError(
                 f"advantage.estimator is {self.advantage.estimator}, which is for texts: one score per row"
             )
-        self.critic.check_unused()
-        self.advantage.check_unused(self.critic.kind, texts=False)
-        for key, value in (("stop.kl", self.stop.kl), ("run.push_to_hub", self.run.push_to_hub)):
-            if value is not None:
-                raise ConfigError(f"{key} is {value!r}; it is for language models, leave it out")
-        if self.ppo.mask_truncated:
-            raise ConfigError("ppo.mask_truncated is True; it is for language models, leave it out")
+        self.advantage.check_critic(self.critic.kind, texts=False)
+        self.critic.check_warmup(self.run.iterations)
+        refuse_idle(self)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ControlConfig:

@@ -8,20 +8,24 @@ from typing import Any, Literal
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
 
+TEXTS = ["This movie was really"]
+"""The prompts of a configuration that names none."""
+
 
 @dataclass
 class PromptsConfig:
     """What the policy continues."""
 
-    text: list[str] | str = field(default_factory=lambda: ["This movie was really"])
-    """One prompt, or a list that batches go through in turn. Not used with a dataset."""
+    text: list[str] | str | None = setting(None, needs="not dataset")
+    """One prompt, or a list that batches go through in turn; null for `This movie was really`, unless there is a
+    dataset."""
     dataset: str | None = None
     """A .jsonl, .json, .csv or .parquet file, a folder that Dataset.save_to_disk wrote, or a hub id."""
-    split: str = "train"
+    split: str = setting("train", needs="dataset")
     """Its split."""
-    column: str = "prompt"
+    column: str = setting("prompt", needs="dataset or train_dataset or eval_dataset")
     """Its column of prompts: texts or conversations. All other columns go to the reward."""
-    config_name: str | None = None
+    config_name: str | None = setting(None, needs="dataset")
     """Its subset, on the hub."""
     shuffle: bool | None = None
     """A new order in each pass, from the seed; null shuffles a dataset and takes texts in turn."""
@@ -34,10 +38,9 @@ class PromptsConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Handed to the chat template of conversations, such as `enable_thinking: false`."""
 
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` if two sources of prompts are given."""
-        if self.dataset is not None and self.text not in ([], PromptsConfig().text):
-            raise ConfigError("prompts.text and prompts.dataset are both given; leave one of them out")
+    def texts(self) -> list[str] | str:
+        """The prompts where there is no dataset."""
+        return TEXTS if self.text is None else self.text
 
 
 @dataclass
@@ -51,15 +54,15 @@ class RewardTerm:
     """Settings that the function is given by name."""
     classifier: str | None = None
     """A sequence classifier: hub id, folder, or `builtin:reviews`."""
-    label: str | None = None
+    label: str | None = setting(None, needs="classifier")
     """The classifier's label that is rewarded; null is NEGATIVE for `builtin:reviews`, and refused for any other."""
-    output: Literal["probability", "logit", "log_odds"] = "probability"
+    output: Literal["probability", "logit", "log_odds"] = setting("probability", needs="classifier")
     """What of that label is the reward."""
     reward_model: str | None = None
     """A model with one output, as TRL's RewardTrainer saves it: hub id or folder."""
-    text: Literal["both", "completion"] = "both"
+    text: Literal["both", "completion"] = setting("both", needs="classifier or reward_model")
     """What a classifier or reward model reads: prompt and completion, or the completion alone."""
-    batch_size: int = setting(64, at_least=1)
+    batch_size: int = setting(64, needs="classifier or reward_model", at_least=1)
     """Texts that it reads at once."""
     weight: float = 1.0
     """Factor of this term in the sum."""
@@ -81,15 +84,13 @@ class RewardTerm:
         """Where the term comes from: `function`, `classifier` or `reward_model`, and its value.
 
         Raises:
-            ConfigError: none of them is given, or more than one, or kwargs for something that is no function.
+            ConfigError: none of them is given, or more than one.
         """
         sources = {"function": self.function, "classifier": self.classifier, "reward_model": self.reward_model}
         given = [(kind, value) for kind, value in sources.items() if value is not None]
         if len(given) != 1:
             has = " and ".join(kind for kind, _ in given) or "none"
             raise ConfigError(f"needs exactly one of {', '.join(sources)}; it has {has}")
-        if self.kwargs and self.function is None:
-            raise ConfigError(f"has kwargs, which only a function takes; it has {given[0][0]}")
         return given[0]
 
 
@@ -99,7 +100,7 @@ class ScoreConfig:
 
     normalize: Literal["none", "batch", "running"] = "none"
     """Divide scores by their deviation: this batch's, or that of all scores so far."""
-    shift_mean: bool = True
+    shift_mean: bool = setting(True, needs="normalize: not none")
     """Whether normalising also takes off their mean, so that about half of the scores become negative."""
     clip: float | None = setting(None, above=0)
     """Scores are held within ± this; null leaves them."""

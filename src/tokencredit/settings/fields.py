@@ -1,54 +1,152 @@
-"""How settings are declared and checked: ranges, choices, nested groups. Imports nothing heavy."""
+"""How settings are declared and checked: types, ranges, choices, and what a setting needs to have an effect.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import field, fields, is_dataclass
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.yaml import flat
 
 Config = TypeVar("Config")
 
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+PLURALS = {int: "whole numbers", str: "texts"}
+ROWS = ("train_dataset", "eval_dataset")
+"""Arguments of `PPOTrainer` that a setting may need; a configuration alone does not show whether they are given."""
 
-def setting(default: Any, **limits: float) -> Any:
-    """A field with a range: `at_least`, `above`, `at_most` or `below`."""
-    return field(default=default, metadata=limits)
+
+def setting(default: Any, *, needs: str | tuple[str, ...] = (), **limits: float) -> Any:
+    """A field with a range, or one that has an effect only beside certain other settings.
+
+    Args:
+        default: its default.
+        needs: conditions that all must hold, or else a value other than the default is refused. `target` holds if that
+            setting is not null, 0, false or empty, `not dataset` if it is; `schedule: linear, cosine` and `kind: not
+            none` compare it; ` or ` stands between alternatives. A setting is one of the same group or a whole key. One
+            that this kind of configuration lacks has no value.
+        limits: `at_least`, `above`, `at_most` or `below`.
+    """
+    return field(default=default, metadata={"needs": (needs,) if isinstance(needs, str) else needs, "limits": limits})
 
 
 def require_config(config: Any, kind: type[Config]) -> Config:
-    """The configuration; raises `ConfigError` if it is something else, such as a dict."""
+    """The configuration, checked again, since fields may have been set since it was made; None stands for the default.
+
+    Raises:
+        ConfigError: it is something else, such as a dict, or has a value that is refused.
+    """
+    if config is None:
+        return kind()
     if not isinstance(config, kind):
         raise ConfigError(
             f"args is a {type(config).__name__}; give a {kind.__name__}, such as {kind.__name__}.from_dict(…)"
         )
+    config.__post_init__()  # type: ignore[attr-defined]
     return config
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Raise `ConfigError` for the first field, at any depth, that is outside its range or not one of its choices."""
-    hints = get_type_hints(type(config))
+    """Raise `ConfigError` for the first field, at any depth, of another type, outside its range or not a choice."""
+    hints = _hints(config.__class__)
+    for name in vars(config):
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            raise ConfigError(f"unknown key {prefix}{name}" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
     for item in fields(config):
         key, value = prefix + item.name, getattr(config, item.name)
-        if value is None and NoneType not in get_args(hints[item.name]):
-            raise ConfigError(f"{key} is null, and needs a value")
-        kinds = [kind for kind in (hints[item.name], *get_args(hints[item.name])) if isinstance(kind, type)]
-        group = next((kind for kind in kinds if is_dataclass(kind)), None)
-        is_list = get_origin(hints[item.name]) is list
-        if group is not None and not is_list and not (value is None or isinstance(value, group)):
-            raise ConfigError(f"{key} is {value!r}; it must be a {group.__name__}")
-        if is_dataclass(value):
-            check(value, f"{key}.")
-        elif isinstance(value, list):
-            for position, element in enumerate(value):
-                if is_dataclass(element):
-                    check(element, f"{key}[{position}].")
-        elif get_origin(hints[item.name]) is Literal and value not in get_args(hints[item.name]):
-            choices = ", ".join(get_args(hints[item.name]))
-            raise ConfigError(f"{key} is {value!r}; it must be one of {choices}")
-        elif item.metadata and value is not None:
-            _check_range(key, value, **item.metadata)
+        _check_type(key, value, hints[item.name], item.metadata.get("limits", {}))
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; any other hint alone."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _check_type(key: str, value: Any, hint: Any, limits: Mapping[str, float]) -> None:
+    options = _options(hint)
+    if value is None:
+        if NoneType in options:
+            return
+        raise ConfigError(f"{key} is null, and needs a value")
+    fitting = next((option for option in options if _is(value, option)), None)
+    if fitting is None:
+        wanted = " or ".join(_wanted(option) for option in options if option is not NoneType)
+        raise ConfigError(f"{key} is {shown(value)}; it must be {wanted}{_advice(value)}")
+    if is_dataclass(fitting):
+        check(value, f"{key}.")
+    elif isinstance(value, list):
+        for position, element in enumerate(value):
+            _check_type(f"{key}[{position}]", element, get_args(fitting)[0], {})
+    elif isinstance(value, dict):
+        _check_plain(key, value)
+    elif fitting in (int, float):
+        _check_range(key, value, **limits)
+
+
+def _is(value: Any, option: Any) -> bool:
+    """True for a value of a type; exactly of it, since YAML writes no other."""
+    if is_dataclass(option):
+        return isinstance(value, option)  # type: ignore[arg-type]  # a class
+    if get_origin(option) is Literal:
+        return type(value) is str and value in get_args(option)
+    if option is float:
+        return type(value) in (int, float)
+    return type(value) is (get_origin(option) or option)
+
+
+def _wanted(option: Any) -> str:
+    if is_dataclass(option) and isinstance(option, type):
+        return f"{'an' if option.__name__[0] in 'AEIOU' else 'a'} {option.__name__}"
+    if get_origin(option) is Literal:
+        return f"one of {', '.join(get_args(option))}"
+    if get_origin(option) is list:
+        (element,) = get_args(option)
+        return f"a list of {PLURALS.get(element) or _wanted(element).removeprefix('a ').replace('one of', 'any of')}"
+    return WORDS.get(option, "a dict")
+
+
+def shown(value: Any) -> str:
+    """A value in a message: one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def _advice(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        return "; give str(path)"
+    return "; give its .item()" if hasattr(value, "item") else ""  # NumPy's and PyTorch's numbers
+
+
+def _check_plain(key: str, value: Any) -> None:
+    """Raise `ConfigError` for something inside a dict that config.yaml cannot hold."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if type(name) is not str:
+                raise ConfigError(f"{key} has the key {shown(name)}; keys must be texts")
+            _check_plain(f"{key}.{name}", inner)
+    elif type(value) is list:
+        for position, inner in enumerate(value):
+            _check_plain(f"{key}[{position}]", inner)
+    elif value is not None and type(value) not in WORDS:
+        raise ConfigError(
+            f"{key} is {shown(value)}; it must be a dict, list, text, number, true, false or null{_advice(value)}"
+        )
 
 
 def _check_range(
@@ -59,10 +157,143 @@ def _check_range(
     at_most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    if at_least <= value <= at_most and above < value < below:
+    if _is_finite(value) and at_least <= value <= at_most and above < value < below:
         return
     limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    wanted = [f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit)]
-    if not math.isfinite(value):
+    wanted = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
+    if not _is_finite(value):
         wanted.append("finite")
-    raise ConfigError(f"{key} is {value!r}; it must be {' and '.join(wanted)}")
+    raise ConfigError(f"{key} is {shown(value)}; it must be {' and '.join(wanted)}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+class Rule(NamedTuple):
+    """What a setting needs to have an effect, and its defaults."""
+
+    needs: tuple[str, ...]
+    own: Any
+    """The default of its class."""
+    default: Any
+    """The default of the whole configuration."""
+
+
+class Idle(NamedTuple):
+    """A setting without an effect."""
+
+    why: str
+    """Such as `without kl.target`."""
+    rule: Rule
+
+
+def refuse_idle(config: Any, rows: Collection[str] = ROWS) -> None:
+    """Raise `ConfigError` for the first setting that has no effect beside the others, and not its default.
+
+    Args:
+        config: a whole configuration.
+        rows: those of `ROWS` that are given, or may be.
+    """
+    settings = flat(asdict(config))
+    for key, (why, rule) in idle(type(config), settings, rows).items():
+        if settings[key] not in (rule.own, rule.default):
+            raise ConfigError(f"{key} is {shown(settings[key])}, which has no effect {why}; leave it out")
+
+
+def idle(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) -> dict[str, Idle]:
+    """The settings, by their whole keys, that have no effect beside the others, whatever their values.
+
+    Args:
+        kind: of the whole configuration.
+        settings: all of it, as `flat` gives it.
+        rows: as in `refuse_idle`.
+    """
+    rules, known = _rules(kind), {**settings, **dict.fromkeys(rows, True)}
+    found: dict[str, Idle] = {}
+    for key in settings:
+        rule, group = rules.get(re.sub(r"\[\d+\]", "[]", key)), key[: key.rfind(".") + 1]
+        for need in rule.needs if rule else ():
+            conditions = [Condition.read(text, known, group) for text in need.split(" or ")]
+            if rule and not any(condition.holds(known) for condition in conditions):
+                found.setdefault(key, Idle(_why(conditions), rule))
+    return found
+
+
+def without_idle(kind: type, settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings with defaults for those without an effect; those that differ from `begun` are left alone.
+
+    Args:
+        kind: of the whole configuration.
+        settings: the values of its fields, for a command, to which no rows are given.
+        begun: those that the run began with, as `flat` gives them.
+    """
+    draft: Any = object.__new__(kind)  # not checked yet
+    vars(draft).update(settings)
+    now = flat(asdict(draft))
+    for key, (_, rule) in idle(kind, now, rows=()).items():
+        if now[key] == begun.get(key):
+            *groups, name = re.findall(r"\w+", key)
+            group = draft
+            for part in groups:
+                group = group[int(part)] if part.isdecimal() else getattr(group, part)
+            setattr(group, name, rule.default)
+    return dict(vars(draft))
+
+
+class Condition(NamedTuple):
+    """A condition of `setting(needs=…)`, on a whole key."""
+
+    key: str
+    values: list[str]
+    """Empty for any value that is not null, 0, false or empty."""
+    negated: bool
+
+    @classmethod
+    def read(cls, text: str, known: Mapping[str, Any], group: str) -> Condition:
+        """From its text; a setting of the group goes before one with that whole key."""
+        name, _, values = text.partition(": ")
+        negated = name.startswith("not ") or values.startswith("not ")
+        name, values = name.removeprefix("not "), values.removeprefix("not ")
+        return cls(group + name if group + name in known else name, values.split(", ") if values else [], negated)
+
+    def holds(self, known: Mapping[str, Any]) -> bool:
+        """True if the settings fulfil it."""
+        value = known.get(self.key)
+        return (str(value) in self.values if self.values else bool(value)) is not self.negated
+
+    def __str__(self) -> str:
+        return f"{self.key}: {', '.join(self.values)}" if self.values else self.key
+
+
+def _why(conditions: list[Condition]) -> str:
+    """Why a setting has no effect when none of these holds; a negated one has no alternative."""
+    return f"{'with' if conditions[0].negated else 'without'} {' or '.join(map(str, conditions))}"
+
+
+@cache
+def _rules(kind: type) -> dict[str, Rule]:
+    """The rule of each setting by its key; entries of a list have the number `[]`."""
+    rules = dict(_walk(kind, None, ""))
+    extra: Mapping[str, str] = getattr(kind, "NEEDS", {})
+    return rules | {key: rules[key]._replace(needs=(need,)) for key, need in extra.items()}
+
+
+def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Rule]]:
+    """The rules of a class of settings, whose default in the whole configuration is an instance of it or None."""
+    for item in fields(kind):
+        key, own, hint = prefix + item.name, _default(item), _hints(kind)[item.name]
+        here = own if default is None else getattr(default, item.name)
+        yield key, Rule(item.metadata.get("needs", ()), own, here)
+        for option in _options(hint):
+            is_list = get_origin(option) is list
+            group = get_args(option)[0] if is_list else option
+            if is_dataclass(group):
+                yield from _walk(group, None if is_list else here, f"{key}[]." if is_list else f"{key}.")
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()

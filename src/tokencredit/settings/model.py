@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
+
+EXISTS = "kind: not none"
+LEARNS = (EXISTS, "coef or epochs")
+"""What settings of a critic need: that there is one, and that it learns."""
 
 
 @dataclass
@@ -16,11 +20,11 @@ class LoraConfig:
 
     rank: int = setting(0, at_least=0)
     """Rank of the adapter; 0 trains the whole model."""
-    alpha: float = setting(16.0, above=0)
+    alpha: float = setting(16.0, needs="rank", above=0)
     """Its output is scaled by alpha / rank."""
-    dropout: float = setting(0.0, at_least=0, below=1)
+    dropout: float = setting(0.0, needs="rank", at_least=0, below=1)
     """Dropout on its input, in updates."""
-    target_modules: list[str] | None = None
+    target_modules: list[str] | None = setting(None, needs="rank")
     """Names of the layers that get one; null for every linear layer but the output projection."""
 
 
@@ -56,59 +60,44 @@ class CriticTraining:
 
     kind: Literal["shared", "separate", "none"] = "shared"
     """Critic as a head on the policy's own trunk, as a model of its own, or none."""
-    lr: float = setting(1e-3, above=0)
+    lr: float = setting(1e-3, needs=LEARNS, above=0)
     """Learning rate of the value head."""
-    coef: float = setting(0.5, at_least=0)
+    coef: float = setting(0.5, needs=EXISTS, at_least=0)
     """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
-    clip: float | None = setting(0.2, above=0)
+    clip: float | None = setting(0.2, needs=EXISTS, above=0)
     """Largest change of a value that the value loss rewards in one update; null for no clipping."""
-    warmup: int = setting(0, at_least=0)
+    warmup: int = setting(0, needs=LEARNS, at_least=0)
     """First iterations in which only the critic learns."""
-    epochs: int = setting(0, at_least=0)
+    epochs: int = setting(0, needs=EXISTS, at_least=0)
     """Further passes over each batch, after the policy's update and in minibatches of the same size, in which only the
     critic's own parameters learn. They minimise the value loss alone, within `clip`; `coef` has no part in them."""
 
-    def check_unused(self) -> None:
-        """Raise `ConfigError` for a setting of a critic that does not exist."""
-        default = type(self)(kind="none")
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if self.kind == "none" and value != getattr(default, item.name):
-                raise ConfigError(f"critic.{item.name} is {value!r}, and critic.kind is none; leave it out")
+    def check_warmup(self, iterations: int) -> None:
+        """Raise `ConfigError` for a warm-up that is longer than the run; in one as long, only the critic learns."""
+        if self.warmup > iterations:
+            raise ConfigError(f"critic.warmup is {self.warmup}; it must be at most run.iterations, {iterations}")
 
 
 @dataclass
 class CriticConfig(CriticTraining):
     """The critic: where its values come from, and how it learns."""
 
-    name: str | None = None
-    """Model that a separate critic starts from: a reward model, or the `policy/` of a run, whose critic is taken if one
-    was saved there; null for the critic saved with `model.name`, or else a copy of the policy."""
-    head: Literal["linear", "mlp"] = "mlp"
+    name: str | None = setting(None, needs="kind: separate")
+    """Model that a separate critic starts from, causal and with the policy's vocabulary: a reward model, or the
+    `policy/` of a run, whose critic is taken if one was saved there; null for the critic saved with `model.name`, or
+    else a copy of the policy."""
+    head: Literal["linear", "mlp"] = setting("mlp", needs=EXISTS)
     """Value head on the last hidden state: one layer, or two with a hidden width four times the trunk's."""
-    trunk_lr: float | None = setting(None, above=0)
+    trunk_lr: float | None = setting(None, needs=("kind: separate", "not detach"), above=0)
     """Learning rate of a separate critic's trunk; null for optim.lr."""
-    init: Literal["saved", "zeros", "orthogonal", "default"] = "saved"
+    init: Literal["saved", "zeros", "orthogonal", "default"] = setting("saved", needs=EXISTS)
     """Start of the value head: the one saved with the model if there is one, and zeros if not; a last layer that
     predicts 0; orthogonal weights; or PyTorch's default of each layer. Only `saved` also takes up the trunk saved with
     `model.name`."""
-    gain: float = setting(1.0, above=0)
+    gain: float = setting(1.0, needs="init: orthogonal", above=0)
     """Gain of the last layer of an orthogonal head."""
-    hidden_gain: float = setting(math.sqrt(2), above=0)
+    hidden_gain: float = setting(math.sqrt(2), needs=("init: orthogonal", "head: mlp"), above=0)
     """Gain of the layer before that, in an mlp head."""
-    detach: bool = False
+    detach: bool = setting(False, needs=LEARNS)
     """Stop the gradient of the value loss at the head: a shared trunk is left to the policy, a separate one stays as it
     is."""
-
-    def check_unused(self) -> None:
-        """Raise `ConfigError` for a setting that would change nothing."""
-        super().check_unused()
-        if self.name is not None and self.kind != "separate":
-            raise ConfigError(f"critic.name is {self.name!r}; it needs critic.kind: separate")
-        if self.trunk_lr is not None and (self.kind != "separate" or self.detach):
-            raise ConfigError(f"critic.trunk_lr is {self.trunk_lr}; it needs critic.kind: separate, without detach")
-        unused = [("gain", self.init != "orthogonal"), ("hidden_gain", self.init != "orthogonal" or self.head != "mlp")]
-        for key, is_unused in unused:
-            if is_unused and getattr(self, key) != getattr(CriticConfig(), key):
-                needs = "critic.init: orthogonal" + (" and critic.head: mlp" if key == "hidden_gain" else "")
-                raise ConfigError(f"critic.{key} is {getattr(self, key)}; it needs {needs}")

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, s
 from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import refuse_idle, without_idle
 from tokencredit.settings.moved import MOVED, renamed
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import World
@@ -83,8 +84,11 @@ class Parser(ArgumentParser):
     """jsonargparse's parser, which would pass over a file's `model: 3`, where a group of keys belongs."""
 
     def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file, and raise `ConfigError` for a group that is none."""
+        """Parse a file, and raise `ConfigError` for a group that is none, or an option of the command."""
         found: Namespace = super().parse_path(*args, **kwargs)
+        for option in NOT_SETTINGS:
+            if found.get(option):
+                raise ConfigError(f"{option} is an option of the command, not a setting")
         check_groups(found, self.get_defaults(skip_validation=True))
         return found
 
@@ -146,14 +150,24 @@ def _new_config_parser(kind: type[Any]) -> ArgumentParser:
     return parser
 
 
-def to_config(options: Namespace, kind: type[Config], no_code: bool = False) -> Config:
+def to_config(options: Namespace, kind: type[Config], no_code: bool = False, begun: Path | None = None) -> Config:
     """The checked configuration that options stand for, as `config_parser` parsed them.
 
+    Args:
+        options: the parser's.
+        kind: of the configuration.
+        no_code: refuse one that lets code of others run.
+        begun: the config.yaml of the run that it belongs to. A setting of that file without an effect, which an older
+            version let pass, takes its default.
+
     Raises:
-        ConfigError: it cannot work, or it lets code of others run where `no_code` forbids that.
+        ConfigError: it cannot work, or as `no_code` says.
     """
     settings = vars(config_parser(kind).instantiate(options))
-    config = kind(**{key: value for key, value in settings.items() if key not in NOT_SETTINGS})
+    settings = {key: value for key, value in settings.items() if key not in NOT_SETTINGS}
+    if begun is not None:
+        settings = without_idle(kind, settings, flat(read_yaml(begun)))
+    config = kind(**settings)
     if no_code:
         refuse_foreign_code(config)
     return config
@@ -169,7 +183,7 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
         raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
     try:
         with plainly():
-            return to_config(config_parser(kind).parse_path(file), kind, no_code)
+            return to_config(config_parser(kind).parse_path(file), kind, no_code, begun=file)
     except ArgumentError as error:
         raise ConfigError(explain(str(error), ["--config", str(file)], config_parser(kind))) from error
     except ConfigError as error:
@@ -238,7 +252,9 @@ def _namespace(groups: Mapping[str, Any]) -> Namespace:
 
 def configure(world: World, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
     """The whole configuration that some settings of a sweep stand for, in plain dicts; refused as by `from_dict`."""
-    return asdict(from_dict(world.config, settings, no_code))
+    config = from_dict(world.config, settings, no_code)
+    refuse_idle(config, rows=())
+    return asdict(config)
 
 
 def explain(message: str, arguments: Sequence[str], command: ArgumentParser | None) -> str:

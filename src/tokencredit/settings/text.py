@@ -14,9 +14,11 @@ from typing import Any
 from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.fields import check, setting
+from tokencredit.settings.fields import check, refuse_idle, setting, shown
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.training import (
+    ADAPTED,
+    MOST_SEED,
     AdvantageConfig,
     EvalConfig,
     KLConfig,
@@ -32,7 +34,7 @@ from tokencredit.settings.training import (
 class PPOConfig:
     """Everything that a run in the token world is told."""
 
-    seed: int = setting(1, at_least=0)
+    seed: int = setting(1, at_least=0, at_most=MOST_SEED)
     """The one seed behind all randomness."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy and its reference."""
@@ -64,8 +66,9 @@ class PPOConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot work."""
         check(self)
-        if not self.prompts.text and self.prompts.dataset is None:
-            raise ConfigError("prompts.text is empty; give at least one prompt")
+        for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
+            if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
+                raise ConfigError(f"{key}.text is empty; give at least one prompt, or leave it out")
         if not self.reward:
             raise ConfigError("reward is empty; give at least one term")
         for number, term in enumerate(self.reward):
@@ -73,18 +76,20 @@ class PPOConfig:
                 term.source()
             except ConfigError as error:
                 raise ConfigError(f"reward[{number}] {error}") from error
-        self.critic.check_unused()
-        self.advantage.check_unused(self.critic.kind)
+            if term.kwargs and term.function is None:
+                raise ConfigError(
+                    f"reward[{number}].kwargs is {shown(term.kwargs)}, which has no effect without "
+                    f"reward[{number}].function; leave it out"
+                )
+        self.advantage.check_critic(self.critic.kind)
+        self.critic.check_warmup(self.run.iterations)
         size, per_prompt = self.rollout.batch_size, self.rollout.per_prompt
         if self.ppo.minibatches > size:
             raise ConfigError(
                 f"ppo.minibatches is {self.ppo.minibatches}; it must be at most rollout.batch_size, {size}"
             )
-        if self.rollout.min_new_tokens > self.rollout.max_new_tokens:
-            raise ConfigError(
-                f"rollout.min_new_tokens is {self.rollout.min_new_tokens}; "
-                f"it must be at most rollout.max_new_tokens, {self.rollout.max_new_tokens}"
-            )
+        self.rollout.check_lengths("rollout")
+        self.eval.check_lengths("eval")
         if size % per_prompt:
             raise ConfigError(f"rollout.per_prompt is {per_prompt}; it must divide rollout.batch_size, {size}")
         if ESTIMATORS[self.advantage.estimator].group and per_prompt < 2:
@@ -98,8 +103,14 @@ class PPOConfig:
             )
         if self.kl.target is not None and self.kl.coef == 0:
             raise ConfigError("kl.coef is 0, which no factor can adapt to kl.target; give it a first value above 0")
+        least, most = ADAPTED
+        if self.kl.target is not None and not least <= self.kl.coef <= most:
+            raise ConfigError(
+                f"kl.coef is {self.kl.coef}; with kl.target it must be at least {least} and at most {most}"
+            )
         self._check_filters()
         self._check_overlong()
+        refuse_idle(self)
 
     def _check_filters(self) -> None:
         """Raise `ConfigError` for what steers by a KL that filtered samples do not estimate."""

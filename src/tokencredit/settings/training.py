@@ -18,8 +18,19 @@ else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
+MOST_SEED = 2**62
+"""Twice that and one more is still a seed for PyTorch."""
 ESTIMATOR_SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
 """Settings under `advantage` that one estimator or another reads."""
+
+
+def read_by(key: str) -> str:
+    """The condition that the estimator reads this one of `ESTIMATOR_SETTINGS`."""
+    return f"estimator: {', '.join(name for name, needs in ESTIMATORS.items() if key in needs.settings)}"
+
+
+WITH_BASELINE = f"estimator: {', '.join(name for name, needs in ESTIMATORS.items() if needs.baseline)}"
+"""The condition that the estimator subtracts a running mean of scores."""
 
 
 @dataclass
@@ -59,6 +70,16 @@ class SamplingConfig:
         }
         return [name for name, is_on in on.items() if is_on]
 
+    def check_lengths(self, group: str) -> None:
+        """Raise `ConfigError` for lengths, or texts that end a completion, that leave nothing to sample."""
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"{group}.min_new_tokens is {self.min_new_tokens}; it must be at most {group}.max_new_tokens, "
+                f"{self.max_new_tokens}"
+            )
+        if "" in self.stop:
+            raise ConfigError(f"{group}.stop is {self.stop}; an empty text would end every completion, leave it out")
+
 
 @dataclass
 class RolloutConfig(SamplingConfig):
@@ -76,34 +97,34 @@ class AdvantageConfig:
 
     estimator: EstimatorName = "gae"
     """How advantages are estimated; docs/algorithms.md says when to use which."""
-    gamma: float = setting(1.0, at_least=0, at_most=1)
+    gamma: float = setting(1.0, needs=read_by("gamma"), at_least=0, at_most=1)
     """Discount per token."""
-    lam: float = setting(0.95, at_least=0, at_most=1)
+    lam: float = setting(0.95, needs=read_by("lam"), at_least=0, at_most=1)
     """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
-    lam_returns: float = setting(1.0, at_least=0, at_most=1)
+    lam_returns: float = setting(1.0, needs=read_by("lam_returns"), at_least=0, at_most=1)
     """λ of the critic's targets, in decoupled_gae and length_adaptive_gae."""
-    alpha: float = setting(0.05, above=0)
+    alpha: float = setting(0.05, needs=read_by("alpha"), above=0)
     """Of length_adaptive_gae, whose λ is 1 − 1 / (alpha · length)."""
-    n: int = setting(5, at_least=1)
+    n: int = setting(5, needs=read_by("n"), at_least=1)
     """Steps of n_step."""
-    scale: bool = True
+    scale: bool = setting(True, needs=read_by("scale"))
     """Whether group_relative divides by its group's deviation."""
-    baseline_decay: float = setting(1.0, at_least=0, at_most=1)
+    baseline_decay: float = setting(1.0, needs=WITH_BASELINE, at_least=0, at_most=1)
     """Weight that earlier scores keep in uniform's running mean when a batch arrives; 1 counts all scores alike."""
-    bootstrap: bool = False
+    bootstrap: bool = setting(False, needs="critic.kind: not none")
     """Bootstrap from the critic where a completion was cut off at the length limit, which else counts as its end. Needs
     rewards of one number per token: a score of the whole text would be paid twice."""
     whiten: bool = True
     """Bring advantages to mean 0 and deviation 1."""
-    whiten_over: Literal["batch", "minibatch"] = "batch"
+    whiten_over: Literal["batch", "minibatch"] = setting("batch", needs=("whiten", "ppo.minibatches: not 1"))
     """What they are brought to it over."""
 
     def options(self) -> dict[str, Any]:
         """The settings of the estimators themselves, for `core.advantages.estimate`."""
         return {key: getattr(self, key) for key in ESTIMATOR_SETTINGS}
 
-    def check_unused(self, critic: str, texts: bool = True) -> None:
-        """Raise `ConfigError` for a critic that the estimator lacks or cannot use, or a setting that it does not read.
+    def check_critic(self, critic: str, texts: bool = True) -> None:
+        """Raise `ConfigError` for a critic that the estimator lacks or cannot use.
 
         Args:
             critic: the kind of critic.
@@ -122,44 +143,32 @@ class AdvantageConfig:
                 f"critic.kind is {critic}, and advantage.estimator is {self.estimator}, which uses no critic; set "
                 "critic.kind: none"
             )
-        if self.bootstrap and not texts:
-            raise ConfigError(
-                "advantage.bootstrap is True; it is for language models: episodes of agents that were cut off always "
-                "bootstrap from a critic"
-            )
-        if self.bootstrap and critic == "none":
-            raise ConfigError("advantage.bootstrap is True, and critic.kind is none; it needs a critic")
-        default = AdvantageConfig()
-        unread = [key for key in ESTIMATOR_SETTINGS if key not in needs.settings]
-        for key in unread + ["baseline_decay"] * (not needs.baseline):
-            value = getattr(self, key)
-            if value != getattr(default, key):
-                raise ConfigError(
-                    f"advantage.{key} is {value!r}, which advantage.estimator {self.estimator} does not read; leave it "
-                    "out"
-                )
 
     def whitened_over(self, what: str) -> bool:
         """Whether advantages are whitened over batches, or over minibatches."""
         return self.whiten and self.whiten_over == what
 
 
+MANY_STEPS = "algorithm: not policy_gradient"
+"""What settings need that its one step, on the whole batch and at a ratio of 1, does not read."""
+
+
 @dataclass
 class UpdateConfig:
     """The clipped update."""
 
-    epochs: int = setting(4, at_least=1)
+    epochs: int = setting(4, needs=MANY_STEPS, at_least=1)
     """Passes over each batch."""
-    minibatches: int = setting(4, at_least=1)
+    minibatches: int = setting(4, needs=MANY_STEPS, at_least=1)
     """Optimizer steps per pass."""
     micro_batch_tokens: int | None = setting(None, at_least=2)
     """Tokens that a model reads at once in the update and in scoring, prompts and padding included; null for no limit.
     Lower it when memory runs out; it changes no gradient."""
-    clip: float = setting(0.2, above=0, below=1)
+    clip: float = setting(0.2, needs=MANY_STEPS, above=0, below=1)
     """The ratio to the sampling policy is clipped to [1 − clip, 1 + clip]."""
-    clip_high: float | None = setting(None, above=0)
+    clip_high: float | None = setting(None, needs=MANY_STEPS, above=0)
     """The upper side of that range, where it should differ; null for clip."""
-    dual_clip: float | None = setting(None, above=1)
+    dual_clip: float | None = setting(None, needs=MANY_STEPS, above=1)
     """Largest loss of a token with a negative advantage, in multiples of that advantage; null for no limit."""
     reduction: Literal["token", "sequence", "constant"] = "token"
     """What weighs the same in the loss: every token, every completion, or every token by a constant."""
@@ -168,7 +177,7 @@ class UpdateConfig:
     still count in groups, running means and score.normalize."""
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
-    target_kl: float | None = setting(None, above=0)
+    target_kl: float | None = setting(None, needs=MANY_STEPS, above=0)
     """End an update once its policy is this far, in nats per token, from the one that sampled; null for never."""
 
     def objective(self, critic: CriticTraining) -> dict[str, Any]:
@@ -196,19 +205,23 @@ class UpdateConfig:
         }
 
 
+ADAPTED = (1e-5, 10.0)
+"""The least and the largest `kl.coef` that `kl.target` leads to."""
+
+
 @dataclass
 class KLConfig:
     """What holds the policy near its starting point."""
 
     coef: float = setting(0.05, at_least=0)
     """β, the price of a nat. With 0 there is no reference model."""
-    place: Literal["reward", "loss"] = "reward"
+    place: Literal["reward", "loss"] = setting("reward", needs="coef")
     """Whether each token's reward pays for it, or the loss."""
-    estimator: Literal["k1", "k2", "k3", "full"] = "k1"
+    estimator: Literal["k1", "k2", "k3", "full"] = setting("k1", needs="coef")
     """k1 to k3 estimate it from the sampled token; full sums over the vocabulary."""
     target: float | None = setting(None, above=0)
     """Nats per sequence that coef is adapted to hold; null leaves coef as it is."""
-    horizon: float = setting(10_000, above=0)
+    horizon: float = setting(10_000, needs="target", above=0)
     """Completions over which an adapted coef follows."""
 
 
@@ -228,7 +241,7 @@ class OptimConfig:
     """How the learning rates fall after the warm-up."""
     warmup: int = setting(2, at_least=0)
     """Iterations over which the learning rates rise."""
-    final_scale: float = setting(0.1, at_least=0, at_most=1)
+    final_scale: float = setting(0.1, needs="schedule: not constant", at_least=0, at_most=1)
     """Learning rates at the end, as a share of the full ones."""
     max_grad_norm: float | None = setting(1.0, above=0)
     """Gradients with a larger norm are scaled down to it; null for never."""
@@ -251,9 +264,9 @@ class StopConfig:
 
     reward: float | None = None
     """Mean reward above which it is enough; null for never."""
-    kl: float | None = setting(None, above=0)
+    kl: float | None = setting(None, needs="kl.coef", above=0)
     """KL to the reference, in nats per sequence, above which it is too much; null for never."""
-    patience: int = setting(1, at_least=1)
+    patience: int = setting(1, needs="reward or kl", at_least=1)
     """Iterations in a row that must be above."""
 
 
@@ -282,7 +295,7 @@ class RunConfig:
     """Rollouts, each followed by one update."""
     samples: int = setting(8, at_least=0)
     """Completions per iteration kept in samples.jsonl, token by token."""
-    samples_every: int = setting(1, at_least=1)
+    samples_every: int = setting(1, needs="samples", at_least=1)
     """Iterations between two that keep completions; raise it where samples.jsonl would grow too large."""
     save_every: int = setting(10, at_least=0)
     """Iterations between two checkpoints, from which `--resume` goes on; the last iteration, and each that evaluates
@@ -291,7 +304,7 @@ class RunConfig:
     """Newest checkpoints that are kept, beside the one that evaluated best."""
     max_bad_steps: int = setting(3, at_least=1)
     """Losses, gradients or rewards in a row that are not finite, whose steps are left out, before the run stops."""
-    show_every: int = setting(10, at_least=0)
+    show_every: int = setting(10, needs="samples", at_least=0)
     """Iterations between two tables of samples on the screen; 0 for none."""
     trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])
     """Where metrics go beside metrics.jsonl; any of Accelerate's trackers that is installed."""

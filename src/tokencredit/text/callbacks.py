@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ TRANSFORMERS_EVENTS = {
 
 
 def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
-    """The callbacks as a list; raises `ConfigError` for one without a callback method, or with one never called."""
+    """The callbacks as a list; raises `ConfigError` for one without a callback method, or with a wrong one."""
     if callbacks is not None and not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks is {callbacks!r}; it must be a list of callbacks")
     callbacks = list(callbacks or ())
@@ -109,6 +110,7 @@ def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
             )
         for method in _unknown_methods(callback):
             raise ConfigError(f"{name} ({kind}) has a method {method}, which is never called; {_advice(method)}")
+        _check_signatures(callback, f"{name} ({kind})")
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             raise ConfigError(f"{name} is {callback!r}, which has no callback method; {_methods()}")
     return callbacks
@@ -127,6 +129,26 @@ def _unknown_methods(callback: object) -> Iterator[str]:
     for name in dir(callback):
         if name.startswith(("before_", "after_", "on_")) and name not in EVENTS and callable(getattr(callback, name)):
             yield name
+
+
+def _check_signatures(callback: object, name: str) -> None:
+    """Raise `ConfigError` for a method that does not take what it is called with: the trainer, and names."""
+    for event in EVENTS:
+        method = getattr(callback, event, None)
+        if method is None:
+            continue
+        if not callable(method):
+            raise ConfigError(f"{name} has {event}, which is {method!r}; it must be a method")
+        _, trainer, *results = inspect.signature(getattr(Callback, event)).parameters
+        try:
+            inspect.signature(method).bind(None, **dict.fromkeys(results))
+        except TypeError as error:
+            wanted = ", ".join(["self", trainer, *results])
+            raise ConfigError(
+                f"{name} has a method {event} of another signature ({error}); it takes {wanted}"
+            ) from error
+        except ValueError:  # written in C, without a signature
+            continue
 
 
 def _advice(method: str) -> str:

@@ -17,7 +17,7 @@ def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any]
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["tokencredit", "ppo", "reinforcement-learning"]}
     if not args.model.name.startswith("builtin:"):
         header["base_model"] = args.model.name
-    prompts = args.prompts.dataset or args.prompts.text
+    prompts = args.prompts.dataset or args.prompts.texts()
     figures = {name: value for name, value in summary.items() if isinstance(value, float)}
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items())
     return (

@@ -15,7 +15,7 @@ from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import KLConfig
+from tokencredit.settings.training import ADAPTED, KLConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import Scored
@@ -161,4 +161,4 @@ def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:
     """The controller of the KL coefficient."""
     if args.target is None:
         return FixedKL(args.coef)
-    return AdaptiveKL(args.coef, target=args.target, horizon=args.horizon)
+    return AdaptiveKL(args.coef, target=args.target, horizon=args.horizon, bounds=ADAPTED)

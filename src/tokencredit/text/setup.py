@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
@@ -18,8 +19,10 @@ from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
 from tokencredit.processes import Processes
 from tokencredit.runs.resuming import started_from
+from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
@@ -64,12 +67,61 @@ class Models:
         return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget)
 
 
+def check_arguments(
+    args: PPOConfig, model: Any, processing_class: Any, peft_config: Any, train_dataset: Any, eval_dataset: Any
+) -> None:
+    """Raise `ConfigError` for an argument of `PPOTrainer` of the wrong kind, or one that takes a setting's place."""
+    if not (model is None or isinstance(model, str) or (isinstance(model, nn.Module) and hasattr(model, "config"))):
+        raise ConfigError(
+            f"model is {shown(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
+        )
+    if not (processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase)):
+        raise ConfigError(
+            f"processing_class is {shown(processing_class)}; it must be a tokenizer, such as "
+            "AutoTokenizer.from_pretrained(…)"
+        )
+    if peft_config is not None:
+        check_peft_config(args, peft_config)
+    datasets = {"train_dataset": (train_dataset, args.prompts), "eval_dataset": (eval_dataset, args.eval.prompts)}
+    for name, (dataset, prompts) in datasets.items():
+        if dataset is None:
+            continue
+        from_python(dataset, name)
+        for key in ("text", "dataset"):
+            if prompts is not None and getattr(prompts, key) is not None:
+                group = {"train_dataset": "prompts", "eval_dataset": "eval.prompts"}[name]
+                raise ConfigError(f"{name} and {group}.{key} are both given; leave one of them out")
+    if eval_dataset is not None and not args.eval.every:
+        raise ConfigError("eval_dataset is given, which has no effect without eval.every; leave it out")
+    refuse_idle(args, [name for name, (dataset, _) in datasets.items() if dataset is not None])
+
+
+def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
+    """Raise `ConfigError` for something other than a configuration of PEFT's, or for a second adapter."""
+    try:
+        from peft import PeftConfig
+    except ImportError as error:
+        raise ConfigError("peft_config needs PEFT, which is not installed: pip install tokencredit[peft]") from error
+    if not isinstance(peft_config, PeftConfig):
+        raise ConfigError(
+            f"peft_config is {shown(peft_config)}; it must be a configuration of PEFT's, such as peft.LoraConfig(…); "
+            "Tokencredit's LoraConfig goes into args, as model.lora"
+        )
+    if args.model.lora.rank:
+        raise ConfigError("peft_config and model.lora.rank are both given; leave one of them out")
+
+
 def check_batch_size(args: PPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless the processes can share a batch."""
+    """Raise `ConfigError` unless the processes can share a batch, and each its share among the minibatches."""
     if args.rollout.batch_size % (processes * args.rollout.per_prompt):
         raise ConfigError(
             f"rollout.batch_size is {args.rollout.batch_size}; it must be a multiple of {processes} processes times "
             f"rollout.per_prompt, {args.rollout.per_prompt}"
+        )
+    if args.ppo.minibatches > (rows := args.rollout.batch_size // processes):
+        raise ConfigError(
+            f"ppo.minibatches is {args.ppo.minibatches}; it must be at most {rows}, the completions of each of the "
+            f"{processes} processes (rollout.batch_size is {args.rollout.batch_size})"
         )
 
 

@@ -80,7 +80,8 @@ class PPOTrainer:
             ConfigError: a setting, model, reward, callback or folder that cannot be used; the message names its key.
         """
         callbacks = check_callbacks(callbacks)
-        args = require_config(args or PPOConfig(), PPOConfig)
+        args = require_config(args, PPOConfig)
+        setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset)
         if model is not None:
             name = model if isinstance(model, str) else setup.name_of(model)
             args = replace(args, model=replace(args.model, name=name))

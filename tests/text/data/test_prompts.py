@@ -279,6 +279,7 @@ def test_formats_change_nothing_and_transforms_apply(tokenizer):
 
 
 def test_two_sources_of_prompts_are_refused():
-    with pytest.raises(ConfigError, match=r"prompts\.text and prompts\.dataset are both given"):
-        PromptsConfig(text="Mine", dataset="mine.jsonl")
+    for text in ("Mine", "This movie was really", []):
+        with pytest.raises(ConfigError, match=r"prompts\.text is .*, which has no effect with prompts\.dataset"):
+            PPOConfig(prompts=PromptsConfig(text=text, dataset="mine.jsonl"))
     assert PPOConfig(prompts=PromptsConfig(dataset="mine.jsonl")).prompts.dataset == "mine.jsonl"

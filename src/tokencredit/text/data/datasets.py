@@ -51,8 +51,8 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
     return rows
 
 
-def from_python(dataset: Any) -> Rows:
-    """A data set that a program hands over, if it is of a kind that can be read row by row."""
+def from_python(dataset: Any, name: str) -> Rows:
+    """A data set that a program hands over as the argument `name`, if it is of a kind that can be read row by row."""
     from datasets import Dataset
 
     if isinstance(dataset, Dataset):
@@ -60,7 +60,7 @@ def from_python(dataset: Any) -> Rows:
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return dataset
     raise ConfigError(
-        f"train_dataset is of type {type(dataset).__name__}; it must be a datasets.Dataset (one split of a "
+        f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset (one split of a "
         "DatasetDict, no iterable one) or a list of dicts"
     )
 

@@ -284,12 +284,12 @@ def load_prompts(
         ConfigError: as `Prompts` and `read_dataset` do.
     """
     if dataset is not None:
-        rows, name = from_python(dataset), dataset_name
+        rows, name = from_python(dataset, dataset_name), dataset_name
     elif config.dataset is not None:
         rows = read_dataset(config.dataset, split=config.split, config_name=config.config_name)
         name = repr(config.dataset)
     else:
-        rows, name = config.text, None
+        rows, name = config.texts(), None
     shuffle = name is not None if config.shuffle is None else config.shuffle
     return Prompts(rows, tokenizer, config, name=name, group=group, room=room, seed=seed if shuffle else None)
 

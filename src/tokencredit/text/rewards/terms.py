@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.fields import shown
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, begin
 from tokencredit.text.rewards.functions import RewardFunction
 from tokencredit.text.rewards.loading import load_function
@@ -94,6 +95,8 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
         ConfigError: something else, a model that cannot be used, or two terms of one name.
     """
     terms: list[Term] = []
+    if isinstance(reward_funcs, list | tuple) and not reward_funcs:
+        raise ConfigError("reward_funcs is empty; give at least one reward")
     for number, given in enumerate(reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]):
         try:
             term = _as_term(given, device)
@@ -110,7 +113,7 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
 
 def _as_term(given: Any, device: torch.device | str) -> Term:
     if isinstance(given, Term):
-        return given
+        return _checked(given)
     if isinstance(given, str):
         return Term(Path(given).name, 1.0, RewardModel(given, *load(given, device)))
     if isinstance(given, PreTrainedModel):
@@ -123,10 +126,29 @@ def _as_term(given: Any, device: torch.device | str) -> Term:
             ) from error
         given.to(device)  # type: ignore[arg-type]  # Transformers' annotation takes a second self
         return Term(Path(name).name, 1.0, RewardModel(name, given, tokenizer))
+    if isinstance(given, type):
+        raise ConfigError(f"{given.__name__} is a class; pass an instance, {given.__name__}(…)")
     if not callable(given):
         raise ConfigError(f"{given!r} is neither a function, nor the name of a reward model, nor a model")
     function = given.func if isinstance(given, functools.partial) else given
     return Term(getattr(function, "__name__", type(function).__name__), 1.0, given)
+
+
+def _checked(term: Term) -> Term:
+    """The term; raises `ConfigError` for a part of it that no call could use."""
+    weight, retries, timeout = term.weight, term.retries, term.timeout
+    parts = {
+        "name": (isinstance(term.name, str), "a text"),
+        "weight": (isinstance(weight, Real) and math.isfinite(weight), "a finite number"),
+        "function": (callable(term.function) and not isinstance(term.function, type), "a function"),
+        "kwargs": (isinstance(term.kwargs, Mapping), "a dict"),
+        "retries": (type(retries) is int and retries >= 0, "a whole number, at least 0"),
+        "timeout": (timeout is None or (isinstance(timeout, Real) and timeout > 0), "a number above 0, or None"),
+    }
+    for part, (fits, wanted) in parts.items():
+        if not fits:
+            raise ConfigError(f"{part} is {shown(getattr(term, part))}; it must be {wanted}")
+    return term
 
 
 def score(

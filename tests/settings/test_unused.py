@@ -1,0 +1,408 @@
+"""A setting that would change nothing is refused by its key, from YAML, flags and Python alike."""
+
+import json
+import re
+from dataclasses import asdict, is_dataclass, replace
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+
+from tokencredit.cli import main
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.fields import Condition, _rules, refuse_idle
+from tokencredit.settings.parsing import configure, read_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.world import CONTROL, TEXT, WORLDS
+from tokencredit.settings.yaml import flat, nested
+from tokencredit.sweep.plan import read_sweep, refuse_changed
+
+FUNCTION = [{"function": "length"}]
+DATA = {"prompts.dataset": "prompts.jsonl"}
+LOST = "a language model"
+
+# World, settings, the key that is refused, and why it has no effect beside the others.
+UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("text", {"model.lora.alpha": 8.0}, "model.lora.alpha", "without model.lora.rank"),
+    ("text", {"model.lora.dropout": 0.1}, "model.lora.dropout", "without model.lora.rank"),
+    ("text", {"model.lora.target_modules": ["q_proj"]}, "model.lora.target_modules", "without model.lora.rank"),
+    ("text", {"critic.lr": 0.1, "critic.coef": 0.0}, "critic.lr", "without critic.coef or critic.epochs"),
+    ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
+    ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),
+    ("text", {"critic.trunk_lr": 0.1}, "critic.trunk_lr", "without critic.kind: separate"),
+    (
+        "text",
+        {"critic.trunk_lr": 0.1, "critic.kind": "separate", "critic.detach": True},
+        "critic.trunk_lr",
+        "with critic.detach",
+    ),
+    ("text", {"critic.name": "reward-model"}, "critic.name", "without critic.kind: separate"),
+    ("text", {"critic.gain": 2.0}, "critic.gain", "without critic.init: orthogonal"),
+    ("text", {"critic.gain": 2.0, "critic.init": "zeros"}, "critic.gain", "without critic.init: orthogonal"),
+    ("text", {"critic.hidden_gain": 1.0}, "critic.hidden_gain", "without critic.init: orthogonal"),
+    (
+        "text",
+        {"critic.hidden_gain": 1.0, "critic.init": "orthogonal", "critic.head": "linear"},
+        "critic.hidden_gain",
+        "without critic.head: mlp",
+    ),
+    *[
+        (
+            "text",
+            {"critic.kind": "none", "advantage.estimator": "reward_to_go", f"critic.{key}": value},
+            f"critic.{key}",
+            "with critic.kind: none",
+        )
+        for key, value in [
+            ("lr", 0.1),
+            ("coef", 1.0),
+            ("clip", None),
+            ("warmup", 2),
+            ("head", "linear"),
+            ("init", "zeros"),
+            ("detach", True),
+            ("epochs", 1),
+        ]
+    ],
+    ("text", DATA | {"prompts.text": "This movie was really"}, "prompts.text", "with prompts.dataset"),
+    ("text", {"prompts.split": "test"}, "prompts.split", "without prompts.dataset"),
+    ("text", {"prompts.config_name": "en"}, "prompts.config_name", "without prompts.dataset"),
+    (
+        "text",
+        {"eval.prompts": {"dataset": "held-out.jsonl", "text": "A"}},
+        "eval.prompts.text",
+        "with eval.prompts.dataset",
+    ),
+    ("text", {"eval.prompts": {"split": "test"}}, "eval.prompts.split", "without eval.prompts.dataset"),
+    ("text", {"eval.prompts": {"config_name": "en"}}, "eval.prompts.config_name", "without eval.prompts.dataset"),
+    *[
+        ("text", {"reward": [{"function": "length", key: value}]}, f"reward[0].{key}", f"without {needs}")
+        for key, value, needs in [
+            ("label", "POSITIVE", "reward[0].classifier"),
+            ("output", "logit", "reward[0].classifier"),
+            ("text", "completion", "reward[0].classifier or reward[0].reward_model"),
+            ("batch_size", 8, "reward[0].classifier or reward[0].reward_model"),
+        ]
+    ],
+    ("text", {"reward": [{"reward_model": "rm", "label": "A"}]}, "reward[0].label", "without reward[0].classifier"),
+    (
+        "text",
+        {"reward": [*FUNCTION, {"reward_model": "rm", "output": "logit"}]},
+        "reward[1].output",
+        "without reward[1].classifier",
+    ),
+    (
+        "text",
+        {"reward": [{"reward_model": "rm", "kwargs": {"n": 1}}]},
+        "reward[0].kwargs",
+        "without reward[0].function",
+    ),
+    ("text", {"score.shift_mean": False}, "score.shift_mean", "with score.normalize: none"),
+    *[
+        (world, {f"advantage.{key}": value}, f"advantage.{key}", f"without advantage.estimator: {needs}")
+        for world in WORLDS
+        for key, value, needs in [
+            ("lam_returns", 0.5, "decoupled_gae, length_adaptive_gae"),
+            ("alpha", 0.1, "length_adaptive_gae"),
+            ("n", 3, "n_step"),
+            ("scale", False, "group_relative"),
+        ]
+    ],
+    *[
+        (
+            world,
+            {"advantage.baseline_decay": 0.9},
+            "advantage.baseline_decay",
+            "without advantage.estimator: uniform",
+        )
+        for world in WORLDS
+    ],
+    (
+        "text",
+        {"critic.kind": "none", "advantage.estimator": "reward_to_go", "advantage.bootstrap": True},
+        "advantage.bootstrap",
+        "with critic.kind: none",
+    ),
+    *[
+        (
+            world,
+            {"advantage.estimator": "td", "advantage.lam": 0.5},
+            "advantage.lam",
+            "without advantage.estimator: gae",
+        )
+        for world in WORLDS
+    ],
+    (
+        "text",
+        {"advantage.estimator": "uniform", "critic.kind": "none", "advantage.gamma": 0.9},
+        "advantage.gamma",
+        "without advantage.estimator: gae, td",
+    ),
+    (
+        "text",
+        {"advantage.whiten": False, "advantage.whiten_over": "minibatch"},
+        "advantage.whiten_over",
+        "without advantage.whiten",
+    ),
+    (
+        "text",
+        {"ppo.minibatches": 1, "advantage.whiten_over": "minibatch"},
+        "advantage.whiten_over",
+        "with ppo.minibatches: 1",
+    ),
+    *[
+        (
+            "control",
+            {"algorithm": "policy_gradient", f"ppo.{key}": value},
+            f"ppo.{key}",
+            "with algorithm: policy_gradient",
+        )
+        for key, value in [
+            ("epochs", 8),
+            ("minibatches", 2),
+            ("clip", 0.1),
+            ("clip_high", 0.3),
+            ("dual_clip", 3.0),
+            ("target_kl", 0.1),
+        ]
+    ],
+    ("text", {"kl.coef": 0.0, "kl.place": "loss"}, "kl.place", "without kl.coef"),
+    ("text", {"kl.coef": 0.0, "kl.estimator": "k3"}, "kl.estimator", "without kl.coef"),
+    ("text", {"kl.coef": 0.0, "kl.horizon": 100.0}, "kl.horizon", "without kl.target"),
+    ("text", {"kl.horizon": 100.0}, "kl.horizon", "without kl.target"),
+    *[
+        (
+            world,
+            {"optim.schedule": "constant", "optim.final_scale": 0.5},
+            "optim.final_scale",
+            "with optim.schedule: constant",
+        )
+        for world in WORLDS
+    ],
+    ("text", {"kl.coef": 0.0, "stop.kl": 5.0}, "stop.kl", "without kl.coef"),
+    ("text", {"stop.patience": 3}, "stop.patience", "without stop.reward or stop.kl"),
+    ("control", {"stop.patience": 3}, "stop.patience", "without stop.reward or stop.kl"),
+    ("text", {"run.samples": 0, "run.samples_every": 2}, "run.samples_every", "without run.samples"),
+    ("text", {"run.samples": 0, "run.show_every": 2}, "run.show_every", "without run.samples"),
+    *[
+        ("control", {key: value}, key, f"without {LOST}")
+        for key, value in [
+            ("stop.kl", 5.0),
+            ("advantage.bootstrap", True),
+            ("ppo.mask_truncated", True),
+            ("ppo.reduction", "sequence"),
+            ("run.samples", 3),
+            ("run.samples_every", 2),
+            ("run.show_every", 5),
+            ("run.push_to_hub", "me/agent"),
+        ]
+    ],
+    ("control", {"env.clip": 5.0}, "env.clip", "without env.normalize_observations or env.normalize_rewards"),
+    ("control", {"agent.hidden": [], "agent.activation": "relu"}, "agent.activation", "without agent.hidden"),
+    ("control", {"agent.context": 4}, "agent.context", "without agent.policy: transformer"),
+    ("control", {"agent.heads": 2}, "agent.heads", "without agent.policy: transformer"),
+    *[
+        (
+            "control",
+            {"eval.episodes": 0, f"eval.{key}": value},
+            f"eval.{key}",
+            "without eval.episodes or eval.videos",
+        )
+        for key, value in [("every", 5), ("greedy", False)]
+    ],
+    *[
+        (
+            "control",
+            {"critic.kind": "none", "advantage.estimator": "reward_to_go", f"critic.{key}": value},
+            f"critic.{key}",
+            "with critic.kind: none",
+        )
+        for key, value in [("lr", 0.1), ("coef", 0.5), ("clip", None), ("warmup", 2), ("epochs", 1)]
+    ],
+]
+FROM_PYTHON = {"prompts.column": "question", "eval.prompts": {"column": "question"}}
+"""Settings that rows given from Python may read; the commands refuse them."""
+
+pairs = pytest.mark.parametrize(
+    ("world", "settings", "key", "why"),
+    UNUSED,
+    ids=[f"{world}-{'-'.join(map(str, settings))}" for world, settings, _, _ in UNUSED],
+)
+
+
+def built(kind, settings):
+    """A configuration as a program makes it: from the classes of its groups."""
+    hints, given = get_type_hints(kind), {}
+    for name, value in settings.items():
+        option = next((o for o in (hints[name], *get_args(hints[name])) if is_dataclass(o)), None)
+        if get_origin(hints[name]) is list and option is not None:
+            value = [built(option, entry) for entry in value]
+        elif option is not None:
+            value = built(option, value)
+        given[name] = value
+    return kind(**given)
+
+
+def in_python(kind, settings):
+    """The same, but with the fields set afterwards, and checked when the trainer is made."""
+    config = kind()
+    for key, value in flat(settings).items() if "reward" not in settings else ():
+        *groups, name = key.split(".")
+        group = config
+        for part in groups:
+            if getattr(group, part) is None:  # eval.prompts
+                setattr(group, part, type(config.prompts)())
+            group = getattr(group, part)
+        setattr(group, name, value)
+    if "reward" in settings:
+        config.reward = built(kind, settings).reward
+    return replace(config)
+
+
+def flags(settings):
+    """The same settings as arguments of the command."""
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+
+
+def check_message(text, key, why):
+    assert re.match(rf"{re.escape(key)} is .*, which has no effect {re.escape(why)}\b.*; leave it out$", text), text
+
+
+@pairs
+def test_a_setting_that_changes_nothing_is_refused_from_yaml(world, settings, key, why, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(nested(settings)))
+    assert main([WORLDS[world].command, "--config", str(file)]) == 2
+    check_message(capsys.readouterr().err.removeprefix("tokencredit: ").strip(), key, why)
+
+
+@pairs
+def test_a_setting_that_changes_nothing_is_refused_from_flags(world, settings, key, why, capsys):
+    assert main([WORLDS[world].command, *flags(settings)]) == 2
+    check_message(capsys.readouterr().err.removeprefix("tokencredit: ").strip(), key, why)
+
+
+@pairs
+@pytest.mark.parametrize("way", [built, in_python])
+def test_a_setting_that_changes_nothing_is_refused_from_python(world, settings, key, why, way):
+    with pytest.raises(ConfigError) as caught:
+        way(WORLDS[world].config, nested(settings))
+    check_message(str(caught.value), key, why)
+
+
+def test_the_message_says_what_to_do():
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig.from_dict({"kl.horizon": 100})
+    assert str(caught.value) == "kl.horizon is 100.0, which has no effect without kl.target; leave it out"
+
+
+def test_every_setting_with_a_need_stands_in_the_table():
+    tested = {(world, re.sub(r"\[\d+\]", "[]", key)) for world, _, key, _ in UNUSED}
+    declared = {
+        (name, key) for name, world in WORLDS.items() for key, rule in _rules(world.config).items() if rule.needs
+    }
+    # Estimators and algorithms that only the other world has; a value is always its default; rows from Python.
+    never = {("text", f"ppo.{key}") for key in ("epochs", "minibatches", "clip", "clip_high", "dual_clip", "target_kl")}
+    never |= {("control", "advantage.gamma"), ("control", "advantage.whiten_over")}
+    assert declared - tested - never == {("text", key) for key in flat(FROM_PYTHON)}
+
+
+@pytest.mark.parametrize("world", [TEXT, CONTROL], ids=["text", "control"])
+def test_every_need_names_settings_and_choices_that_there_are(world):
+    other = CONTROL if world is TEXT else TEXT
+    known, rules = flat(asdict(world.config())), _rules(world.config)
+    somewhere = {**flat(asdict(other.config())), **rules, **dict.fromkeys([LOST, "train_dataset", "eval_dataset"])}
+    for key, rule in rules.items():
+        for need in rule.needs:
+            for text in need.split(" or "):
+                condition = Condition.read(text, known | dict.fromkeys(rules), key[: key.rfind(".") + 1])
+                assert condition.key in known or condition.key in somewhere, (key, text)
+                for value in condition.values:
+                    settings = {condition.key: value}
+                    if condition.key in known and condition.key != "ppo.minibatches":
+                        assert value in choices(world.config, condition.key), (key, text, settings)
+
+
+def choices(kind, key):
+    group, _, name = key.partition(".")
+    hint = get_type_hints(kind)[group]
+    return get_args(hint) if not name else choices(hint, name)
+
+
+def test_a_default_passes_whatever_it_stands_beside():
+    """Also the default of a group by itself, where the whole configuration's is another."""
+    assert ControlConfig.from_dict({"optim.schedule": "constant", "optim.final_scale": 0.1}).optim.final_scale == 0.1
+    assert ControlConfig.from_dict({"optim.schedule": "constant", "optim.final_scale": 0.0}).optim.final_scale == 0.0
+    assert PPOConfig.from_dict({"kl.coef": 0, "kl.place": "reward"}).kl.place == "reward"
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (
+            "text",
+            {"eval.samples": 8, "eval.best_of": 2, "eval.prompts": {"text": "A"}},
+        ),  # `tokencredit evaluate` reads them
+        ("text", {"run.save_every": 0, "run.keep_last": 1}),  # a run that is stopped writes a checkpoint
+        ("text", {"optim.max_grad_norm": None, "optim.grad_norm_type": "max"}),  # the metric is that norm
+        ("text", {"critic.coef": 0.0, "critic.clip": None}),  # the metric is that loss
+        ("text", {"critic.coef": 0.0, "critic.lr": 0.1, "critic.epochs": 2}),  # its own steps
+        ("text", {"prompts.chat_template_kwargs": {"a": 1}}),  # `tokencredit generate --chat`
+        ("text", {"critic.warmup": 3, "run.iterations": 3}),  # only the critic learns
+        ("text", {"rollout.stop_at_eos": False, "rollout.min_new_tokens": 4}),  # ends are not drawn before
+    ],
+)
+def test_a_setting_with_some_effect_passes(world, settings):
+    refuse_idle(WORLDS[world].config.from_dict(settings), rows=())
+
+
+@pytest.mark.parametrize("settings", [{key: value} for key, value in FROM_PYTHON.items()], ids=list(FROM_PYTHON))
+def test_a_column_needs_rows(settings, capsys):
+    config = PPOConfig.from_dict(settings)  # for train_dataset or eval_dataset
+    key = next(iter(flat(settings)))
+    group = key.rpartition(".")[0]
+    needs = f"{group}.dataset or train_dataset or eval_dataset"
+    told = f"{key} is 'question', which has no effect without {needs}; leave it out"
+    with pytest.raises(ConfigError) as caught:
+        refuse_idle(config, rows=())
+    assert str(caught.value) == told
+    with pytest.raises(ConfigError) as caught:
+        configure(TEXT, settings)
+    assert str(caught.value) == told
+    assert main(["train", *flags(settings)]) == 2
+    assert capsys.readouterr().err == f"tokencredit: {told}\n"
+
+
+def test_a_run_of_an_older_version_that_holds_such_settings_is_read_with_their_defaults(tmp_path):
+    """Its config.yaml holds every setting, and the text that stood for no text beside a dataset."""
+    old = flat(asdict(PPOConfig())) | {
+        "prompts.text": ["This movie was really"],
+        "prompts.dataset": "prompts.jsonl",
+        "kl.horizon": 5.0,
+        "model.lora.alpha": 8.0,
+        "prompts.column": "prompt",
+    }
+    old = {key: value for key, value in old.items() if not key.startswith("reward")}
+    old["reward"] = [asdict(PPOConfig().reward[0]) | {"classifier": None, "function": "length", "output": "logit"}]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(nested(old)))
+    config = read_config(file, PPOConfig)
+    assert (config.prompts.text, config.kl.horizon, config.model.lora.alpha) == (None, 10_000, 16.0)
+    assert config.reward == [RewardTerm(function="length")]
+    with pytest.raises(ConfigError, match=r"has no effect"):
+        PPOConfig.from_yaml(file)
+
+
+def test_a_sweep_goes_on_after_a_useless_setting_is_taken_out_of_its_file(tmp_path):
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(f"{{world: control, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}}}}}")
+    (run,) = read_sweep(sweep, configure)
+    run.folder.mkdir(parents=True)
+    begun = run.config | {"agent": run.config["agent"] | {"context": 4}}  # refused now, let pass before
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(begun))
+    refuse_changed([run])
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(begun | {"steps": 7}))
+    with pytest.raises(ConfigError, match=r"steps is 128 and was 7$|steps is 128 and was 7;"):
+        refuse_changed([run])

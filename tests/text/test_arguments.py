@@ -1,0 +1,146 @@
+"""Arguments of `PPOTrainer` of a wrong kind are refused in one message, before anything is loaded."""
+
+import peft
+import pytest
+import torch
+
+import tokencredit as tc
+from tokencredit.errors import ConfigError
+from tokencredit.text.callbacks import check_callbacks
+from tokencredit.text.setup import check_batch_size
+
+ROWS = [{"prompt": "A film"}]
+
+
+class Reward:
+    def __call__(self, completions):
+        return [0.0 for _ in completions]
+
+
+def config(settings=None):
+    """A configuration whose model is not there, so that a test shows that nothing was loaded before."""
+    return tc.PPOConfig.from_dict({"model.name": "./nowhere"} | (settings or {}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": tc.ModelConfig()}, r"^model is ModelConfig\(.*; it must be a str, a hub id or folder, or a loaded"),
+        ({"model": {"name": "gpt2"}}, r"^model is \{'name': 'gpt2'\}; it must be a str"),
+        ({"model": torch.nn.Linear(1, 1)}, r"^model is Linear\(.*; it must be a str"),
+        ({"args": {"kl.coef": 0.1}}, r"^args is a dict; give a PPOConfig, such as PPOConfig\.from_dict"),
+        ({"args": {}}, r"^args is a dict"),
+        ({"processing_class": "gpt2"}, r"^processing_class is 'gpt2'; it must be a tokenizer, such as AutoTokenizer"),
+        ({"processing_class": tc.ModelConfig}, r"^processing_class is <class .*ModelConfig'>; it must be a tokenizer"),
+        (
+            {"peft_config": tc.LoraConfig(rank=4)},
+            r"^peft_config is LoraConfig\(rank=4.*; it must be .* as model\.lora$",
+        ),
+        ({"peft_config": {"r": 4}}, r"^peft_config is \{'r': 4\}; it must be a configuration of PEFT's"),
+        ({"train_dataset": "prompts.jsonl"}, r"^train_dataset is of type str; it must be a datasets\.Dataset"),
+        ({"train_dataset": ["A", "B"]}, r"^train_dataset is of type list; it must be"),
+        (
+            {"eval_dataset": {"prompt": ["A"]}, "args": config({"eval.every": 1})},
+            r"^eval_dataset is of type dict; it must be",
+        ),
+        ({"eval_dataset": ROWS}, r"^eval_dataset is given, which has no effect without eval\.every; leave it out$"),
+        (
+            {"train_dataset": ROWS, "args": config({"prompts.text": "A"})},
+            r"^train_dataset and prompts\.text are both given; leave one of them out$",
+        ),
+        (
+            {"train_dataset": ROWS, "args": config({"prompts.dataset": "prompts.jsonl"})},
+            r"^train_dataset and prompts\.dataset are both given",
+        ),
+        (
+            {"eval_dataset": ROWS, "args": config({"eval.every": 1, "eval.prompts": {"text": "A"}})},
+            r"^eval_dataset and eval\.prompts\.text are both given",
+        ),
+        (
+            {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM"), "args": config({"model.lora.rank": 4})},
+            r"^peft_config and model\.lora\.rank are both given; leave one of them out$",
+        ),
+        (
+            {"args": config({"prompts.column": "q"})},
+            r"^prompts\.column is 'q', which has no effect without prompts\.dataset",
+        ),
+        ({"reward_funcs": Reward}, r"^reward_funcs\[0\]: Reward is a class; pass an instance, Reward\(…\)$"),
+        (
+            {"reward_funcs": tc.Term("a", "1", Reward())},
+            r"^reward_funcs\[0\]: weight is '1'; it must be a finite number$",
+        ),
+        (
+            {"reward_funcs": tc.Term("a", 1, Reward)},
+            r"^reward_funcs\[0\]: function is <class .*; it must be a function$",
+        ),
+        (
+            {"reward_funcs": [Reward(), tc.Term("a", 1, Reward(), timeout=0)]},
+            r"^reward_funcs\[1\]: timeout is 0; it must be a number above 0, or None$",
+        ),
+        ({"reward_funcs": []}, r"^reward_funcs is empty; give at least one reward$"),
+    ],
+)
+def test_an_argument_of_a_wrong_kind_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        tc.PPOTrainer(**({"args": config()} | arguments))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_set_on_the_configuration_is_checked_again():
+    args = config()
+    args.optim.lr = "1e-3"
+    with pytest.raises(ConfigError, match=r"^optim\.lr is '1e-3'; it must be a number$"):
+        tc.PPOTrainer(args=args)
+    args = tc.ControlConfig()
+    args.optim.lr = "1e-3"
+    with pytest.raises(ConfigError, match=r"^optim\.lr is '1e-3'; it must be a number$"):
+        tc.ControlTrainer(args)
+
+
+def test_a_checkpoint_is_not_named_by_its_folder(tmp_path):
+    trainer = tc.ControlTrainer(tc.ControlConfig.from_dict({"run.dir": str(tmp_path / "run")}))
+    with pytest.raises(
+        ConfigError, match=r"^resume_from_checkpoint is 'runs/a'; it must be true or false, for the run in"
+    ):
+        trainer.train(resume_from_checkpoint="runs/a")
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_of_columns_are_read_beside_rows_from_python():
+    args = config({"prompts.column": "question"})
+    with pytest.raises(ConfigError, match="nowhere"):  # further than the arguments
+        tc.PPOTrainer(reward_funcs=Reward(), args=args, train_dataset=[{"question": "A film"}])
+
+
+def test_every_process_has_a_completion_for_each_minibatch():
+    args = tc.PPOConfig.from_dict({"rollout.batch_size": 8, "ppo.minibatches": 4})
+    check_batch_size(args, 2)
+    with pytest.raises(ConfigError) as caught:
+        check_batch_size(args, 4)
+    assert str(caught.value) == (
+        "ppo.minibatches is 4; it must be at most 2, the completions of each of the 4 processes "
+        "(rollout.batch_size is 8)"
+    )
+
+
+def test_a_callback_method_of_another_signature_is_refused():
+    def wrong(event, method):
+        return type("Mine", (tc.Callback,), {event: method})()
+
+    for event, method, told in (
+        ("before_rollout", lambda self: None, "takes self, trainer"),
+        ("after_rollout", lambda self, trainer: None, "takes self, trainer, rollout"),
+        ("after_rollout", lambda self, trainer, batch: None, "takes self, trainer, rollout"),
+        ("after_iteration", lambda self, trainer, metrics: None, "takes self, trainer, metrics, samples"),
+        ("after_update", lambda self, trainer, metrics, more: None, "takes self, trainer, metrics"),
+        ("after_update", 3, "which is 3; it must be a method"),
+    ):
+        with pytest.raises(ConfigError, match=rf"callbacks\[0\] \(Mine\) has .*{event}.*{told}$"):
+            check_callbacks([wrong(event, method)])
+    for event, method in (
+        ("after_rollout", lambda self, trainer, **results: None),
+        ("after_iteration", lambda self, trainer, samples, metrics, more=None: None),
+        ("before_update", lambda self, *args: None),
+        ("before_update", None),
+    ):
+        check_callbacks([wrong(event, method)])
