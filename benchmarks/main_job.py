@@ -22,9 +22,10 @@ from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.parsing import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.models.assembly import load_run_models
 from tokencredit.text.pipeline import Pipeline, Scored
 from tokencredit.text.rewards.terms import build_terms
-from tokencredit.text.setup import build_pipeline, load_run_models
+from tokencredit.text.setup import build_pipeline
 
 COMPLETIONS = 100
 TARGETS = {

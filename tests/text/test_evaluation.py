@@ -15,9 +15,9 @@ from tokencredit.settings.parsing import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_run
+from tokencredit.text.models.assembly import load_run_models
 from tokencredit.text.policy import load
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.setup import load_run_models
 from tokencredit.text.trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,10 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.models.assembly import load_run_models
 from tokencredit.text.models.loading import room_for_prompts
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
-from tokencredit.text.setup import build_pipeline, load_run_models
+from tokencredit.text.setup import build_pipeline
 
 
 class Policy:

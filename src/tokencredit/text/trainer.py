@@ -34,6 +34,7 @@ from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.card import model_card
 from tokencredit.text.credit import Credit
 from tokencredit.text.evaluation import evaluate
+from tokencredit.text.models import assembly
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.parts import width
@@ -83,7 +84,7 @@ class PPOTrainer:
         args = require_config(args, PPOConfig)
         setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset)
         if model is not None:
-            name = model if isinstance(model, str) else setup.name_of(model)
+            name = model if isinstance(model, str) else assembly.name_of(model)
             args = replace(args, model=replace(args.model, name=name))
         self.args = args
         self.processes = Processes()
@@ -91,7 +92,7 @@ class PPOTrainer:
         with rng.preserved():
             torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
-            lm, self.tokenizer = setup.load_start(args, model, processing_class)
+            lm, self.tokenizer = assembly.load_start(args, model, processing_class)
             precision = choose(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices)
             datasets = train_dataset, eval_dataset
@@ -99,7 +100,7 @@ class PPOTrainer:
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             given["peft_config"] = peft_config
             self.origin = origin(lm, self.tokenizer, given)
-            models = setup.build_models(args, lm, self.tokenizer, precision, peft_config)
+            models = assembly.build_models(args, lm, self.tokenizer, precision, peft_config)
             self.rng = rng.torch_state()
         self.policy, self.reference = models.policy, models.reference
         self.notes = models.notes

@@ -11,12 +11,12 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.assembly import build_models, load_start
 from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.critic import build_trunk
 from tokencredit.text.models.loading import load_language_model, load_tokenizer
 from tokencredit.text.models.peft_models import UNSUPPORTED
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.setup import build_models, load_start
 
 peft = pytest.importorskip("peft")
 
@@ -243,10 +243,6 @@ def test_a_new_adapter_beside_the_one_that_is_there_is_refused(changes, message,
 def test_settings_of_adapters_that_cannot_be_met(model_folders, lora_folder):
     with pytest.raises(ConfigError, match=r"model\.adapter is merge, and .* has no adapter; leave it out"):
         models_of(model_folders["llama"], adapter="merge")
-    with pytest.raises(ConfigError, match=r"peft_config takes the place of model\.lora, whose rank is 2"):
-        models_of(model_folders["llama"], KINDS["LoRA"], lora=LoraConfig(rank=2))
-    with pytest.raises(ConfigError, match="peft_config is a LoraConfig; it must be a configuration of PEFT's"):
-        models_of(model_folders["llama"], LoraConfig(rank=2))
     with pytest.raises(ConfigError, match="model is a Linear; give a name, a folder, a PreTrainedModel or a PeftModel"):
         models_of(model_folders["llama"], model=torch.nn.Linear(2, 2))
 

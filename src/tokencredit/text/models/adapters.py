@@ -141,8 +141,6 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
     Raises:
         ConfigError: there is one already, or the new one fits no layer or would not be trained.
     """
-    if peft_config is not None and args.lora.rank:
-        raise ConfigError(f"peft_config takes the place of model.lora, whose rank is {args.lora.rank}; leave one out")
     if attached(lm) is not None:
         if args.lora.rank or peft_config is not None:
             new = f"model.lora.rank is {args.lora.rank}" if args.lora.rank else "peft_config is set"
@@ -179,12 +177,9 @@ def add_adapter(lm: PreTrainedModel, config: Any) -> None:
     Raises:
         ConfigError: no layer has one of the target names, or PPO would not train its kind.
     """
-    peft = peft_library()
-    if not isinstance(config, peft.PeftConfig):
-        raise ConfigError(f"peft_config is a {type(config).__name__}; it must be a configuration of PEFT's")
     check_kind(config)
     try:
-        attach(lm, peft.get_peft_model(lm, config))
+        attach(lm, peft_library().get_peft_model(lm, config))
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules: {error}") from error
     if on_head(lm):
