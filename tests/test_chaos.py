@@ -16,7 +16,6 @@ from chaos import (
     kill_sweep,
     killed,
     metrics,
-    orphan_sweep,
     stopped,
 )
 
@@ -64,12 +63,6 @@ def test_a_sweep_of_language_models_goes_on_after_a_kill(tmp_path):
     events = [(cut / name / "seed-1" / "events.jsonl").read_text() for name in VARIANTS]
     assert "resumed after iteration" in events[0]
     assert all("model.dtype auto: " in text for text in events)
-
-
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
-def test_a_sweep_of_language_models_that_was_killed_alone_is_not_run_twice(tmp_path):
-    _, whole, cut = orphan_sweep(tmp_path, random.Random(0), "text", at_once=True, **SMALL)
-    assert_same(whole, cut)
 
 
 def test_memory_does_not_grow(tmp_path):

@@ -162,7 +162,7 @@ def group_scores(scores: torch.Tensor, scale: bool) -> torch.Tensor:
     for group in scores.tolist():
         mean = sum(group) / len(group)
         deviation = (sum((s - mean) ** 2 for s in group) / (len(group) - 1)) ** 0.5
-        credit += [(s - mean) / (deviation if scale else 1.0) for s in group]
+        credit += [(s - mean) / (deviation + 1e-4 if scale else 1.0) for s in group]
     return torch.tensor(credit)
 
 

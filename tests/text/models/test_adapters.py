@@ -110,6 +110,7 @@ def plain(folder, base=None, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_each_kind_trains_and_its_reference_stays(kind, model_folders, tmp_path):
     """A new adapter first, then the same going on from its folder; what is saved is what was trained."""
     base = model_folders[base_of(kind)]
@@ -135,6 +136,7 @@ def test_each_kind_trains_and_its_reference_stays(kind, model_folders, tmp_path)
         start = after
 
 
+@pytest.mark.slow
 def test_only_an_adapter_of_its_own_weights_shares_the_model_with_its_reference(model_folders, lora_folder):
     """A second model in memory is what a bias, a head, or another kind costs, and LoRA does not."""
     shared = {kind: models_of(model_folders[base_of(kind)], KINDS[kind]) for kind in ("LoRA", "PiSSA", "with biases")}

@@ -213,6 +213,7 @@ def test_a_critic_that_the_estimator_lacks_or_cannot_use_is_refused(changes, mes
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
+@pytest.mark.slow
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_bit(kind, tmp_path):
     weights, values = {}, {}
     for epochs in (0, 150):

@@ -109,6 +109,7 @@ def built_in(dtype, folder):
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("float32", 1e-4), ("bfloat16", 0.02)])
+@pytest.mark.slow
 def test_passes_that_cut_a_batch_apart_agree(dtype, largest, tmp_path):
     """With logits in bfloat16 they were 0.05 nats apart."""
     trainer = built_in(dtype, tmp_path)
@@ -122,6 +123,7 @@ def test_passes_that_cut_a_batch_apart_agree(dtype, largest, tmp_path):
     assert apart.max() < largest
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_what_was_drawn_from(tmp_path):
     """Sampling's own log-probabilities, from a KV cache, beside those that bfloat16 records in their place."""
     trainer = built_in("bfloat16", tmp_path)
