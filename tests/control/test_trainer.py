@@ -263,8 +263,8 @@ def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(kind, reached, tmp_path):
     """A policy gradient of one step, then many of its baseline on the same batch; a shared critic is one layer."""
     agents, fits = [], []
-    for steps in ({"epochs": 0}, {"epochs": 500, "lr": 1e-2}):
-        epochs, critic = steps["epochs"], AgentCriticConfig(kind=kind, coef=0.0, clip=None, **steps)
+    for steps in ({"epochs": 0}, {"epochs": 500, "lr": 1e-2, "clip": None}):
+        epochs, critic = steps["epochs"], AgentCriticConfig(kind=kind, coef=0.0, **steps)
         changes = {"env": EnvConfig(normalize_observations=True), "optim": OptimConfig(warmup=0)}
         args = small(tmp_path / str(epochs), algorithm="policy_gradient", critic=critic, **changes)
         trainer = ControlTrainer(args)

@@ -54,6 +54,7 @@ DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
     "negative_kl": {"kl": lambda i: -2.0},
     "not_moved": {"kl": lambda i: 1e-6 * (-1) ** i},
+    "all_masked": {"masked": lambda i: 1.0},
     "degenerate": {"distinct_2": ramp(0.6, 0.05)},
     "kl_runaway": {"kl": ramp(0.0, 60.0)},
     "entropy_collapse": {"entropy": ramp(2.0, 0.01)},

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -195,6 +196,7 @@ def test_trackers_log_where_tensorboard_finds_it_and_forget_what_is_done_again(t
     args, made = begun(tmp_path / "run", iterations=3, trackers=["tensorboard"])
     assert [tracker.name for tracker in made.trackers.active] == ["tensorboard"]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "000003")
+    time.sleep(1)  # TensorBoard orders its files by the second in their names
     again = record(args)
     assert again.resume(args, 0, lambda *_: ()) == 2
     iterate(again, [3, 4], reward=10.0)

@@ -83,6 +83,17 @@ def test_the_defaults_are_valid():
             r"advantage\.bootstrap and ppo\.mask_truncated are both True",
         ),
         (
+            {"score": ScoreConfig(missing_eos_penalty=1.0), "advantage": AdvantageConfig(bootstrap=True)},
+            r"advantage\.bootstrap is True, and score\.missing_eos_penalty is 1; a completion that is cut off would",
+        ),
+        (
+            {
+                "score": ScoreConfig(overlong_penalty=1.0, overlong_tokens=4),
+                "advantage": AdvantageConfig(bootstrap=True),
+            },
+            r"advantage\.bootstrap is True, and score\.overlong_penalty is 1",
+        ),
+        (
             {"score": ScoreConfig(missing_eos_penalty=1.0), "ppo": UpdateConfig(mask_truncated=True)},
             r"score\.missing_eos_penalty is 1, which only completions pay that ppo\.mask_truncated leaves out",
         ),

@@ -57,7 +57,8 @@ def scored_of(tokenizer, scores, *, lengths=None, kl=None, values=None, truncate
     )
     reference = ReferenceOutputs() if kl is None else ReferenceOutputs(zeros, torch.tensor(kl) * mask)
     after = None if bootstrap is None else torch.tensor(bootstrap)
-    return Scored(prompts, rollout, [""] * rows, reference, torch.tensor(scores), dense, {}, bootstrap=after)
+    scored = Scored(prompts, rollout, [""] * rows, reference, torch.tensor(scores), dense, {}, bootstrap=after)
+    return replace(scored, of_texts=dense is None or any(scores))
 
 
 def grouped(per_prompt=2, batch_size=4, **advantage):
@@ -287,6 +288,33 @@ def vowels(completions, **columns):
 
 def each_token(completion_ids, **columns):
     return [[float(token % 3) for token in ids] for ids in completion_ids]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "group_relative"])
+@pytest.mark.parametrize("kl", ["k1", "k3", "full"])
+def test_where_nothing_is_paid_nothing_moves(estimator, kl, tmp_path):
+    """Cached steps and full passes of the same model round apart, and Adam makes a full step of any gradient."""
+    grouped = estimator == "group_relative"
+    args = small(
+        tmp_path / "run",
+        rollout=RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4 if grouped else 1),
+        advantage=AdvantageConfig(estimator=estimator),
+        critic=CriticConfig(kind="none" if grouped else "shared"),
+        kl=KLConfig(estimator=kl),
+        optim=OptimConfig(warmup=0),
+    )
+    trainer = PPOTrainer(args=args, reward_funcs=lambda completions, **columns: [0.0] * len(completions))
+    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    trainer.iteration(1)
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+
+
+def test_a_term_that_scores_texts_is_seen_at_once_where_completions_bootstrap(tmp_path):
+    """Its first scores are all 0."""
+    args = small(tmp_path / "run", advantage=AdvantageConfig(bootstrap=True))
+    trainer = PPOTrainer(args=args, reward_funcs=[each_token, lambda completions, **columns: [0.0] * len(completions)])
+    with pytest.raises(RunStopped, match=r"advantage\.bootstrap is True, and the reward scores whole completions"):
+        trainer.iteration(1)
 
 
 def test_nothing_left_in_the_loss_takes_no_step(tmp_path):

@@ -270,8 +270,10 @@ class Condition(NamedTuple):
 
 
 def _why(conditions: list[Condition]) -> str:
-    """Why a setting has no effect when none of these holds; a negated one has no alternative."""
-    return f"{'with' if conditions[0].negated else 'without'} {' or '.join(map(str, conditions))}"
+    """Why a setting has no effect when none of these holds."""
+    words = {False: "without", True: "with"}
+    lists = {negated: [str(x) for x in conditions if x.negated is negated] for negated in words}
+    return " and ".join(f"{words[negated]} {' or '.join(found)}" for negated, found in lists.items() if found)
 
 
 @cache

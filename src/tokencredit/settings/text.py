@@ -137,6 +137,12 @@ class PPOConfig:
                 f"score.overlong_tokens is {score.overlong_tokens}; it must be at most rollout.max_new_tokens, "
                 f"{longest}"
             )
+        for key in ("missing_eos_penalty", "overlong_penalty"):
+            if self.advantage.bootstrap and getattr(score, key):
+                raise ConfigError(
+                    f"advantage.bootstrap is True, and score.{key} is {getattr(score, key):g}; a completion that is "
+                    "cut off would pay it there and, by the critic's value, once more: leave one of them out"
+                )
         if not self.ppo.mask_truncated:
             return
         if not (self.rollout.stop_at_eos or self.rollout.stop):

@@ -108,8 +108,7 @@ class Credit:
 
     def _require_dense(self, scored: Scored) -> None:
         """Raise `RunStopped`, in every process, if a completion has a score of its whole text."""
-        of_texts = scored.scores.count_nonzero() + (scored.dense is None)
-        if self.reduce(of_texts) == 0:
+        if self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) == 0:
             return
         raise RunStopped(
             "advantage.bootstrap is True, and the reward scores whole completions; one that was cut off would be paid "

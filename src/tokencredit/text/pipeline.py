@@ -48,6 +48,8 @@ class Scored:
     """The weighted sum of those that give one number per token, paid where it stands; None if none does."""
     terms: dict[str, list[float | None]]
     """Each term by itself; None where it does not apply."""
+    of_texts: bool = True
+    """A term of the reward gave one number for a whole completion."""
     filtered: bool = False
     """Filters such as top_p kept tokens from being drawn."""
     bootstrap: Tensor | None = None
@@ -164,6 +166,7 @@ class Pipeline:
             totals,
             scores.dense,
             scores.terms,
+            of_texts=scores.of_texts,
             filtered=bool(settings.filters()),
             bootstrap=after,
         )

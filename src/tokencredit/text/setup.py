@@ -126,8 +126,22 @@ def left_out(*prompts: Prompts) -> list[str]:
 
 
 def load_terms(args: PPOConfig, reward_funcs: Any, device: torch.device) -> list[Term]:
-    """The reward's terms: those of Python callers if there are any, or else the configuration's."""
-    return build_terms(args.reward, device) if reward_funcs is None else as_terms(reward_funcs, device)
+    """The reward's terms: those of Python callers if there are any, or else the configuration's.
+
+    Raises:
+        ConfigError: a term that cannot be had, or that scores whole texts where `advantage.bootstrap` needs tokens.
+    """
+    if reward_funcs is not None:
+        return as_terms(reward_funcs, device)
+    for number, term in enumerate(args.reward if args.advantage.bootstrap else ()):
+        kind, source = term.source()
+        if kind != "function" or ":" not in source:  # what functions of one's own return is known from the first batch
+            raise ConfigError(
+                f"advantage.bootstrap is True, and reward[{number}] ({kind} {source!r}) scores whole completions; one "
+                "that is cut off would be paid its score twice: give functions that return a list of numbers, one per "
+                "token"
+            )
+    return build_terms(args.reward, device)
 
 
 def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes: Processes) -> Pipeline:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
-from tokencredit.errors import OutOfMemory
+from tokencredit.errors import OutOfMemory, RunStopped
 from tokencredit.processes import out_of_memory
+from tokencredit.runs.untrusted import visible
 
 MEMORY_ADVICE = {
     "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
@@ -36,6 +38,7 @@ class Stages:
 
         Raises:
             OutOfMemory: memory ran out in it.
+            RunStopped: a callback left something other than a number in its metrics.
         """
         self._call(f"before_{name}")
         results: dict[str, Any] = {}
@@ -49,6 +52,9 @@ class Stages:
             raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
         self.seconds[name] = time.perf_counter() - started
         self._call(f"after_{name}", **results)
+        for metric, value in results.get("metrics", {}).items():
+            if not isinstance(value, Real):
+                raise RunStopped(f"a callback set metrics[{metric!r}] to {visible(repr(value))}; it must be a number")
 
     def _call(self, event: str, **results: Any) -> None:
         for callback in self.callbacks:

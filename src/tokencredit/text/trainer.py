@@ -98,12 +98,10 @@ class PPOTrainer:
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
-            given["peft_config"] = peft_config
-            self.origin = origin(lm, self.tokenizer, given)
+            self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
             models = assembly.build_models(args, lm, self.tokenizer, precision, peft_config)
             self.rng = rng.torch_state()
-        self.policy, self.reference = models.policy, models.reference
-        self.notes = models.notes
+        self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes)
         self.credit = Credit(args, self.processes.sum)
         self.learner = setup.build_learner(args, models, self.processes)

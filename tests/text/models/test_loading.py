@@ -153,7 +153,7 @@ def test_an_adapter_alone_is_trained_and_loads_with_plain_peft(model_folders, tm
     ("targets", "message"),
     [
         (["no_such_layer"], r"model\.lora\.target_modules: Target modules .*no_such_layer.* not found"),
-        (["lm_head"], r"model\.lora\.target_modules names the output projection"),
+        (["lm_head"], r"model\.lora puts an adapter on the output projection"),
     ],
 )
 def test_an_adapter_that_fits_no_layer(model_folders, targets, message):

@@ -52,7 +52,7 @@ def negative_kl(run: Evidence) -> Finding | None:
 def not_moved(run: Evidence) -> Finding | None:
     """The policy is still its reference, up to rounding."""
     moved = run.values("kl", slice(1 + (run.setting("critic.warmup") or 0), None))
-    if len(moved) < SETTLED or not max(map(abs, moved)) < 1e-5 * run.last("length"):
+    if len(moved) < SETTLED or not max(map(abs, moved)) < 1e-6 * run.last("length"):
         return None
     return Finding(
         "not_moved",
@@ -61,6 +61,20 @@ def not_moved(run: Evidence) -> Finding | None:
         run.where("kl"),
         "Its KL to the reference is 0 but for rounding, so nothing of it is trained, or its gradient is 0.",
         "raise optim.lr, see in the metrics whether steps and grad_norm are 0, and check what of the model is frozen",
+    )
+
+
+def all_masked(run: Evidence) -> Finding | None:
+    """Nothing is left in the loss."""
+    if not run.last("masked") > 0.99:
+        return None
+    return Finding(
+        "all_masked",
+        95,
+        "no completion is left in the loss",
+        run.where("masked"),
+        "All were cut off at the length limit, and ppo.mask_truncated leaves those out: no step is taken.",
+        "raise rollout.max_new_tokens, or leave out ppo.mask_truncated",
     )
 
 
@@ -192,13 +206,14 @@ def truncated(run: Evidence) -> Finding | None:
     """Most completions run into the length limit."""
     if run.setting("rollout.stop_at_eos") is False or not run.last("truncated") > 0.8:
         return None
+    handled = run.setting("advantage.bootstrap") or run.setting("ppo.mask_truncated")
     return Finding(
         "truncated",
         40,
         "most completions are cut off",
         run.where("truncated"),
         "The reward judges texts without an end, and the policy never learns to finish.",
-        "raise rollout.max_new_tokens, or set score.missing_eos_penalty",
+        "raise rollout.max_new_tokens" + ("" if handled else ", or set score.missing_eos_penalty"),
     )
 
 
@@ -288,6 +303,7 @@ CHECKS: tuple[Check, ...] = (
     mismatch,
     negative_kl,
     not_moved,
+    all_masked,
     degenerate,
     kl_runaway,
     entropy_collapse,

@@ -23,6 +23,7 @@ from tokencredit.text.models.peft_models import (
     check_kind,
     computes,
     few_logits,
+    naming,
     on_head,
     peft_library,
 )
@@ -70,7 +71,7 @@ class Adapter:
         if config.peft_type.value != "LORA" or config.layer_replication is not None:
             return False
         peft, frozen = peft_library(), copy(config)
-        frozen.init_lora_weights, frozen.inference_mode = True, True
+        frozen.init_lora_weights, frozen.inference_mode, frozen.lora_dropout = True, True, 0.0
         if REFERENCE in self.model.peft_config:
             self.model.delete_adapter(REFERENCE)
         self.model.add_adapter(REFERENCE, frozen)
@@ -79,6 +80,7 @@ class Adapter:
         for name, parameter in self.lm.named_parameters():
             parameter.requires_grad_(name in trained)
         self.has_reference = True
+        self.lm.eval()  # new layers are in training mode
         return True
 
     @contextmanager
@@ -151,9 +153,19 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
         return Adapter(lm)
     if not args.lora.rank and peft_config is None:
         return None
-    start = few_logits(lm).detach()
-    add_adapter(lm, peft_config or lora_config(args.lora))
-    return Adapter(lm, start=start, whole=args.adapter == "merge")
+    start, below = few_logits(lm).detach(), _hashes(lm)
+    add_adapter(lm, peft_config or lora_config(args.lora), "model.lora" if peft_config is None else "peft_config")
+    # Some kinds begin by a change to the weights below, at random for PiSSA's fast form; no other folder has those.
+    whole = args.adapter == "merge" or _hashes(lm) != below
+    with naming("the new adapter cannot be used"):
+        return Adapter(lm, start=start, whole=whole)
+
+
+def _hashes(lm: PreTrainedModel) -> list[int]:
+    """A number for each of a model's own weights, its adapter's left out; the same only for the same weights."""
+    return [
+        int(torch.hash_tensor(p).view(torch.int64)) for name, p in lm.named_parameters() if NAME not in name.split(".")
+    ]
 
 
 def lora_config(args: LoraConfig) -> Any:
@@ -171,8 +183,8 @@ def lora_config(args: LoraConfig) -> Any:
     )
 
 
-def add_adapter(lm: PreTrainedModel, config: Any) -> None:
-    """Put a new adapter on a model's layers, in place, and attach it.
+def add_adapter(lm: PreTrainedModel, config: Any, key: str) -> None:
+    """Put a new adapter on a model's layers, in place, and attach it; `key` names its configuration in messages.
 
     Raises:
         ConfigError: no layer has one of the target names, or PPO would not train its kind.
@@ -181,10 +193,10 @@ def add_adapter(lm: PreTrainedModel, config: Any) -> None:
     try:
         attach(lm, peft_library().get_peft_model(lm, config))
     except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules: {error}") from error
+        raise ConfigError(f"{key}.target_modules: {error}") from error
     if on_head(lm):
         raise ConfigError(
-            "model.lora.target_modules names the output projection, whose adapter would be ignored; leave it out"
+            f"{key} puts an adapter on the output projection, where it would be ignored; leave that layer out"
         )
 
 

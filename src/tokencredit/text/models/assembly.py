@@ -173,8 +173,14 @@ def _load_base(run: Path, args: PPOConfig, model: ModelConfig) -> tuple[PreTrain
     Raises:
         ConfigError: the name leads to another model by now, as it may for one that was loaded in Python.
     """
-    lm, tokenizer = load_start(replace(args, model=model))
-    origin = started_from(run)
-    if origin is not None:
-        check_origin(origin, fingerprint(lm, tokenizer) | {"given": origin["given"]}, model.name)
-    return merged(model, lm), tokenizer
+    try:
+        lm, tokenizer = load_start(replace(args, model=model))
+        origin = started_from(run)
+        if origin is not None:
+            check_origin(origin, fingerprint(lm, tokenizer) | {"given": origin["given"]}, model.name)
+        return merged(model, lm), tokenizer
+    except ConfigError as error:
+        raise ConfigError(
+            f"the model that {str(run)!r} started from cannot be had by its model.name, {model.name!r} (one that was "
+            f"loaded in Python has to be measured there): {error}"
+        ) from error

@@ -119,8 +119,13 @@ def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreT
     """Switch off a model's noise, make sure that it can be trained here, and return it; its dropout may be kept.
 
     Raises:
-        ConfigError: it cannot end a text, or its tokenizer is another model's.
+        ConfigError: it is no causal language model, cannot end a text, or its tokenizer is another model's.
     """
+    if lm.get_output_embeddings() is None or not hasattr(lm, "generation_config"):
+        raise ConfigError(
+            f"the model {args.name!r} is a {type(lm).__name__}, which has no projection to a vocabulary; give a causal "
+            "language model, such as AutoModelForCausalLM loads"
+        )
     fuse_gelu(lm)
     disable_noise(lm, dropout=not args.dropout)
     if not end_ids(lm, tokenizer):

@@ -55,7 +55,7 @@ def peft_library() -> Any:
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Turn what PEFT raises into one message."""
     try:
         yield
@@ -68,11 +68,11 @@ def _naming(what: str) -> Iterator[None]:
 def saved_config(folder: str) -> Any:
     """PEFT's configuration of the adapter in a folder or a hub repository; None if it holds no adapter."""
     what = f"cannot read {ADAPTER_CONFIG} of {folder!r}"
-    with _naming(what):
+    with naming(what):
         if find_adapter_config_file(folder) is None:
             return None
     peft = peft_library()
-    with _naming(what):
+    with naming(what):
         return peft.PeftConfig.from_pretrained(folder)
 
 
@@ -86,7 +86,7 @@ def load_adapter(lm: PreTrainedModel, folder: str) -> None:
     check_kind(config)
     if getattr(lm, "peft_config", None):
         raise ConfigError(f"the base model of the adapter {folder!r} has an adapter itself; merge that one into it")
-    with _naming(f"cannot load a language model from {folder!r}"):
+    with naming(f"cannot load a language model from {folder!r}"):
         cached_file(folder, ADAPTER_WEIGHTS)  # PEFT would also read a pickle
         config.inference_mode = False
         model = peft.PeftModel(lm, config, NAME)
@@ -143,7 +143,7 @@ def _wrapped(lm: PreTrainedModel) -> Any:
     again.inference_mode = False
     if hasattr(again, "init_lora_weights"):
         again.init_lora_weights = True  # other kinds change the layers below once more
-    with _naming("cannot take over the model's adapter"), warnings.catch_warnings():
+    with naming("cannot take over the model's adapter"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = peft.get_peft_model_state_dict(lm, adapter_name=name, save_embedding_layers=False)
         model = peft.PeftModel(lm, again, name)
@@ -177,7 +177,7 @@ def merge(lm: PreTrainedModel) -> PreTrainedModel:
     """
     what = f"cannot merge the model's {lm.peft_config[active_adapter(lm)].peft_type.value} adapter"
     before = few_logits(lm).detach()
-    with _naming(what):
+    with naming(what):
         merged: PreTrainedModel = attached(lm).merge_and_unload()
     if not computes(merged, before):
         raise ConfigError(f"{what}: the merged model computes something else")

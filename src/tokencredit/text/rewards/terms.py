@@ -41,6 +41,8 @@ class Scores:
     """For each completion and token, Σ weight · value over the terms that gave one number a token; None if none did."""
     terms: dict[str, list[float | None]]
     """Each term by itself, unweighted; where it gave one number a token, their sum."""
+    of_texts: bool
+    """A term gave one number for a whole completion."""
 
 
 def build_terms(config: Sequence[RewardTerm], device: torch.device | str) -> list[Term]:
@@ -199,8 +201,8 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
             elif value is not None:
                 totals[row] += term.weight * value
         summed[term.name] = [sum(value) if isinstance(value, list) else value for value in values[term.name]]
-    is_dense = any(isinstance(value, list) for column in values.values() for value in column)
-    return Scores(totals, dense if is_dense else None, summed)
+    kinds = {isinstance(value, list) for column in values.values() for value in column if value is not None}
+    return Scores(totals, dense if True in kinds else None, summed, of_texts=False in kinds)
 
 
 def _read(
