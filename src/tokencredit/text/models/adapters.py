@@ -26,6 +26,7 @@ from tokencredit.text.models.peft_models import (
     naming,
     on_head,
     peft_library,
+    quiet,
 )
 
 REFERENCE = "tokencredit_reference"
@@ -191,7 +192,8 @@ def add_adapter(lm: PreTrainedModel, config: Any, key: str) -> None:
     """
     check_kind(config)
     try:
-        attach(lm, peft_library().get_peft_model(lm, config))
+        with quiet():
+            attach(lm, peft_library().get_peft_model(lm, config))
     except ValueError as error:
         raise ConfigError(f"{key}.target_modules: {error}") from error
     if on_head(lm):

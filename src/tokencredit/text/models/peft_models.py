@@ -55,10 +55,20 @@ def peft_library() -> Any:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings about what is meant so: a name of Transformers that PEFT uses, GPT-2's transposed layers."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
+        yield
+
+
+@contextmanager
 def naming(what: str) -> Iterator[None]:
     """Turn what PEFT raises into one message."""
     try:
-        yield
+        with quiet():
+            yield
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
