@@ -59,7 +59,7 @@ def test_its_numbers_are_those_of_the_samples(run_folder):
         assert ours["numbers"]["advantage"] == pytest.approx(theirs["advantages"], abs=1e-4)
         assert ours["numbers"]["value"] == pytest.approx(theirs["values"], abs=1e-4)
         kl = [a - b for a, b in zip(theirs["logprobs"], theirs["ref_logprobs"], strict=True)]
-        assert ours["numbers"]["KL"] == pytest.approx(kl, abs=1e-4)
+        assert ours["numbers"]["log-ratio"] == pytest.approx(kl, abs=1e-4)
         assert len(ours["tokens"]) == len(theirs["tokens"])
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tokencredit.core.advantages import ESTIMATORS, estimate
 from tokencredit.errors import RunStopped
+from tokencredit.processes import Processes
 from tokencredit.report import page
 from tokencredit.report.reading import read_run
 from tokencredit.settings.data import ScoreConfig
@@ -106,7 +107,7 @@ def replace_values(scored):
 
 
 def test_the_kl_is_taken_off_after_the_groups_normalisation(tokenizer):
-    kl = [[1.0, 2.0], [0.0, 1.0], [4.0, -1.0], [0.5, 0.5]]  # 3, 1, 3 and 1 nats a completion
+    kl = [[1.0, 2.0], [0.0, 1.0], [4.0, -1.0], [0.5, 0.5]]  # 3, 1, 3 and 1 nats per completion
     _, experience = credit_of(**grouped(), kl=KLConfig(coef=0.1)).give(
         scored_of(tokenizer, [1.0, 3.0, 2.0, 6.0], kl=kl)
     )
@@ -288,6 +289,18 @@ def vowels(completions, **columns):
 
 def each_token(completion_ids, **columns):
     return [[float(token % 3) for token in ids] for ids in completion_ids]
+
+
+def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenizer):
+    """A mean over iterations would otherwise miss those in which none was."""
+    for ppo, truncated, share in (
+        (UpdateConfig(mask_truncated=True), [F, F], 0.0),
+        (UpdateConfig(mask_truncated=True), [F, T], 0.5),
+        (UpdateConfig(), [F, T], None),
+    ):
+        scored = scored_of(tokenizer, [0.0, 1.0], values=[[0.0] * 2] * 2, truncated=truncated)
+        batch, _ = credit_of(ppo=ppo).give(replace(scored, terms={"vowels": [0.0, 1.0]}))
+        assert batch.metrics(Processes()).get("masked") == share
 
 
 @pytest.mark.parametrize("estimator", ["gae", "group_relative"])

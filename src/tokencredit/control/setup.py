@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
@@ -71,14 +69,3 @@ def build_update(args: ControlConfig) -> UpdateSettings:
     """The course of an agent's updates; a policy gradient takes one step on the whole batch."""
     one_step = {"epochs": 1, "minibatches": 1} if args.algorithm == "policy_gradient" else {}
     return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim) | one_step)
-
-
-def frozen_parameters(args: ControlConfig, agent: Agent, iteration: int) -> Iterable[Tensor]:
-    """The parameters that the joint steps of an iteration leave alone.
-
-    The actor's while the critic warms up; the critic's own where its loss has no weight, lest old momentum moves them.
-    """
-    if iteration <= args.critic.warmup:
-        yield from agent.actor_parts().parameters()
-    if args.critic.coef == 0:
-        yield from agent.critic_parts().parameters()

@@ -16,7 +16,7 @@ from tokencredit.control.agent import Agent
 from tokencredit.control.environments import expected_warnings, make_envs
 from tokencredit.control.evaluation import Player, check_videos, episode_metrics, save_agent
 from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not_restored
-from tokencredit.control.setup import build_learner, frozen_parameters
+from tokencredit.control.setup import build_learner
 from tokencredit.core.advantages import estimate
 from tokencredit.core.masked import moments, whiten
 from tokencredit.errors import ConfigError
@@ -147,7 +147,8 @@ class ControlTrainer:
 
     def update(self, number: int, experience: Experience) -> dict[str, float]:
         """Train on transitions, the critic alone while it warms up; returns the update's metrics."""
-        frozen = frozen_parameters(self.args, self.agent, number)
+        parts = self.agent.actor_parts().parameters(), self.agent.critic_parts().parameters()
+        frozen = self.args.critic.frozen(number, *parts)
         return self.learner.update(experience, frozen=frozen, on_step=partial(self._on_step, number))
 
     def _on_step(self, number: int, minibatch: Experience, error: NonFiniteUpdate | None) -> None:

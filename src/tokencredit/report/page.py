@@ -133,28 +133,20 @@ def credit(run: Run) -> list[dict[str, Any]]:
     gamma = 1.0 if gamma is None else float(gamma)
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten")}
-    distance = "log-ratio" if any("log_ratio" in row for row in run.metrics) else "KL"
     return [
-        shown(
-            s, gamma, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0), distance
-        )
+        shown(s, gamma, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
         for number in numbers
         for s in by_iteration[number]
     ]
 
 
 def shown(
-    sample: Mapping[str, Any],
-    gamma: float,
-    kept: tuple[float, float] | None,
-    mean_advantage: float,
-    distance: str,
+    sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
 ) -> dict[str, Any]:
     """One sample of the credit view: its texts without anything that acts, and a list of numbers per quantity.
 
     Beyond the interval `kept` of ratios a gradient is cut off; None for a completion that has none. An update that
-    whitens pushes a token up where its advantage is above the batch's `mean_advantage`. `distance` is what the
-    difference of log-probabilities from the reference is called.
+    whitens pushes a token up where its advantage is above the batch's `mean_advantage`.
     """
     logprobs = sample["logprobs"]
     numbers = {"advantage": sample["advantages"]}
@@ -162,7 +154,7 @@ def shown(
         numbers["value"] = sample["values"]
     numbers |= {"reward": sample["rewards"], "log-probability": logprobs}
     if "ref_logprobs" in sample:
-        numbers[distance] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
+        numbers["log-ratio"] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
     if "new_logprobs" in sample:
         ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(logprobs, sample["new_logprobs"], strict=True)]
         numbers["ratio after the update"] = ratios

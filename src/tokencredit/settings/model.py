@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
+
+T = TypeVar("T")
 
 EXISTS = "kind: not none"
 LEARNS = (EXISTS, "coef or epochs")
@@ -71,6 +74,14 @@ class CriticTraining:
     epochs: int = setting(0, needs=EXISTS, at_least=0)
     """Further passes over each batch, after the policy's update and in minibatches of the same size, in which only the
     critic's own parameters learn. They minimise the value loss alone, within `clip`; `coef` has no part in them."""
+
+    def frozen(self, iteration: int, policy: Iterable[T], critic: Iterable[T]) -> list[T]:
+        """The parameters that the joint steps of an iteration leave alone.
+
+        The policy's while the critic warms up; the critic's own where its loss has no weight, lest old momentum moves
+        them.
+        """
+        return [*(policy if iteration <= self.warmup else ()), *(critic if self.coef == 0 else ())]
 
     def check_warmup(self, iterations: int) -> None:
         """Raise `ConfigError` for a warm-up that is longer than the run; in one as long, only the critic learns."""

@@ -30,6 +30,8 @@ class Batch:
     returns: Tensor
     in_loss: Tensor
     """Bool, true at the tokens that take part in the loss."""
+    masks: bool = False
+    """Completions may be left out of the loss; the metric `masked` says how much of the tokens is."""
 
     def metrics(self, processes: Processes) -> dict[str, float]:
         """Means over the completions of all processes."""
@@ -52,7 +54,7 @@ class Batch:
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
         }
-        if in_loss < tokens:
+        if self.masks:
             metrics["masked"] = 1 - in_loss / tokens
         if rollout.values is not None:
             metrics |= critic_metrics(rollout.values, self.returns, mask, processes.sum)

@@ -30,7 +30,11 @@ def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any]
         f"- ended by: {summary['stopped_by']}\n\n"
         f"| result | |\n|---|---|\n{rows}\n\n"
         "`reward_first` is the mean reward of the starting model, `reward_last` that of the last iterations"
-        + ("; `kl_last` is the divergence from the starting model in nats a completion" if "kl_last" in figures else "")
+        + (
+            "; `kl_last` is the divergence from the starting model in nats per completion"
+            if "kl_last" in figures
+            else ""
+        )
         + ".\n"
     )
 

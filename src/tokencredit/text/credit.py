@@ -56,10 +56,8 @@ class Credit:
         rewards = paid + price
         advantages, returns = self._estimate(scored, paid, price)
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
-        in_loss = rollout.mask
-        if args.ppo.mask_truncated:
-            in_loss = rollout.mask & ~rollout.truncated.unsqueeze(1)
-        batch = Batch(scored, rewards, advantages, returns, in_loss)
+        in_loss = rollout.mask & ~(rollout.truncated.unsqueeze(1) & args.ppo.mask_truncated)
+        batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
         if args.advantage.whitened_over("batch") and self.reduce(in_loss.sum()) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce)
         return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)

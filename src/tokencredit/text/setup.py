@@ -210,15 +210,6 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
     return [group for group in groups if group["params"]]
 
 
-def frozen_parameters(args: PPOConfig, policy: ActorCritic, iteration: int) -> list[torch.nn.Parameter]:
-    """The parameters that the joint steps of an iteration leave alone.
-
-    The policy's while the critic warms up; the critic's own where its loss has no weight, lest old momentum moves them.
-    """
-    frozen = trainable(policy.lm) if iteration <= args.critic.warmup else []
-    return frozen + (trainable(policy.critic) if policy.critic is not None and args.critic.coef == 0 else [])
-
-
 def build_objective(args: PPOConfig) -> Objective:
     """The objective of a run's updates; its KL coefficient is set before each."""
     kl = args.kl

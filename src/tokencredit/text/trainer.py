@@ -191,11 +191,11 @@ class PPOTrainer:
         """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
         self.before = None
         self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
+        critic = () if self.policy.critic is None else trainable(self.policy.critic)
+        frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
         with self.stages("update") as results:
             metrics = results["metrics"] = self.learner.update(
-                experience,
-                frozen=setup.frozen_parameters(self.args, self.policy, number),
-                on_step=partial(self._on_step, number, batch),
+                experience, frozen=frozen, on_step=partial(self._on_step, number, batch)
             )
         self.pipeline.engine.weights_changed()
         return metrics

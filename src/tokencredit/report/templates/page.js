@@ -10,7 +10,7 @@ function colour(share) { // from −1 to 1
 
 const UNITS = {
   advantage: "in units of reward", value: "in units of reward", reward: "in units of reward",
-  "log-probability": "nats", KL: "nats, log π − log reference", "log-ratio": "nats, log π − log reference",
+  "log-probability": "nats", "log-ratio": "nats, log π − log reference",
   "ratio after the update": "around 1, where nothing changed",
   clipped: "1 where the update's gradient is cut off",
 };

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.text.models.parts import weight_hash
 from tokencredit.text.models.peft_models import (
     NAME,
     active_adapter,
@@ -164,9 +165,7 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
 
 def _hashes(lm: PreTrainedModel) -> list[int]:
     """A number for each of a model's own weights, its adapter's left out; the same only for the same weights."""
-    return [
-        int(torch.hash_tensor(p).view(torch.int64)) for name, p in lm.named_parameters() if NAME not in name.split(".")
-    ]
+    return [weight_hash(p) for name, p in lm.named_parameters() if NAME not in name.split(".")]
 
 
 def lora_config(args: LoraConfig) -> Any:

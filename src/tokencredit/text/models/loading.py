@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.modes import disable_noise
 from tokencredit.settings.model import ModelConfig
+from tokencredit.text.models.parts import weight_hash
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, load_adapter, saved_config, take_over
 
 HUB_TIMEOUT = 10
@@ -171,7 +172,7 @@ def fuse_gelu(model: nn.Module) -> None:
 
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """What tells whether a model and a tokenizer are those that they were: `model` and `tokenizer`, in hexadecimal."""
-    weights = [f"{name} {int(torch.hash_tensor(p).view(torch.int64))}" for name, p in lm.named_parameters()]
+    weights = [f"{name} {weight_hash(p)}" for name, p in lm.named_parameters()]
     vocabulary = json.dumps(
         [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
     )

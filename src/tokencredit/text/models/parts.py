@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 
@@ -17,3 +19,8 @@ def width(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     # Some sizes of OPT project their states down before the vocabulary.
     return int(getattr(config, "word_embed_proj_dim", config.hidden_size))
+
+
+def weight_hash(weight: Tensor) -> int:
+    """A number that tells whether a weight is what it was."""
+    return int(torch.hash_tensor(weight).view(torch.int64))
