@@ -123,14 +123,17 @@ def finish(folder: Path, command: list[str], *flags: str) -> None:
     assert "Traceback" not in err, err
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    """What was written of each iteration, without what depends on the clock."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    """What was written of each iteration, or batch of a pretraining, without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
     return [{k: v for k, v in row.items() if k.split("/")[0] not in MEASURES_TIME} for row in rows]
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Two runs, or those of two sweeps, have the same metrics, each iteration once, samples and final weights."""
+    """Two runs, or those of two sweeps, have the same metrics, each iteration once, samples and final weights.
+
+    So have their critics' pretrainings, batch for batch.
+    """
     if not (one / "metrics.jsonl").exists():
         names = [folder.relative_to(one) for folder in sorted(one.glob("*/seed-*/"))]
         assert len(names) == len(VARIANTS)
@@ -140,6 +143,9 @@ def assert_same(one: Path, other: Path) -> None:
     left, right = metrics(one), metrics(other)
     assert [row["iteration"] for row in right] == list(range(1, len(right) + 1))
     assert left == right
+    assert (one / "pretrain.jsonl").exists() == (other / "pretrain.jsonl").exists()
+    if (one / "pretrain.jsonl").exists():
+        assert metrics(one, "pretrain.jsonl") == metrics(other, "pretrain.jsonl")
     assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
     for file in (one / "policy").rglob("*.safetensors"):
         expected, found = load_file(file), load_file(other / "policy" / file.relative_to(one / "policy"))

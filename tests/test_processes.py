@@ -26,7 +26,7 @@ OPTIONS = [
 ]
 OPTIONS += ["--eval.every", "3", "--eval.samples", "16", "--eval.max_new_tokens", "8"]
 OPTIONS += ["--critic.epochs", "2", "--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
-OPTIONS += ["--run.save_every", "2", "--run.dir"]
+OPTIONS += ["--critic.pretrain", "2", "--run.save_every", "2", "--run.dir"]
 TOGETHER = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 
 

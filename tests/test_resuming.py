@@ -97,6 +97,7 @@ TEXTS = {
         "eval": EvalConfig(every=2, samples=8, max_new_tokens=6),
         "prompts": PromptsConfig(text=["This movie", "The film was", "I"], shuffle=True),
     },
+    "pretrained": {"critic": CriticConfig(kind="separate", pretrain=3), "score": ScoreConfig(normalize="running")},
     "LoRA with dropout": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1))},
     "muon, separate critic": {
         "critic": CriticConfig(kind="separate", epochs=1),

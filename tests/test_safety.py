@@ -180,7 +180,7 @@ def test_a_card_shows_texts_and_nothing_else():
     from huggingface_hub import ModelCard
     from markdown_it import MarkdownIt
 
-    from tokencredit.text.card import model_card
+    from tokencredit.report.card import model_card
 
     args = PPOConfig(model=ModelConfig(name=HOSTILE), prompts=PromptsConfig(text=HOSTILE))
     text = model_card(args, ["length", HOSTILE], {"iterations": 1, "stopped_by": "iterations", "reward_last": 1.0})

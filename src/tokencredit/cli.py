@@ -9,6 +9,7 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -31,6 +32,7 @@ from tokencredit.settings.parsing import (
     with_resumed,
 )
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AuditConfig
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
@@ -189,6 +191,43 @@ def evaluate(options: Namespace) -> None:
     evaluate_run(Path(options.run), config, "base" if options.base else "best" if options.best else "policy")
 
 
+def audit_parser() -> ArgumentParser:
+    """The arguments of `tokencredit audit`."""
+    parser = new_command("Measure a run's credit against the truth, and show it in the run's page.")
+    parser.add_argument("run", help="The folder of a run; it may still be going on.")
+    parser.add_argument("--checkpoint", type=PositiveInt | None, help="The iteration; by default the newest checkpoint.")
+    parser.add_argument("--completions", type=PositiveInt, default=16, help="Fresh completions that are audited.")
+    parser.add_argument("--continuations", type=PositiveInt, default=32, help="Continuations per state.")
+    parser.add_argument(
+        "--states", type=PositiveInt | Literal["all"], default="all", help="Tokens of each completion, spread over it."
+    )
+    parser.add_argument("--seconds", type=PositiveFloat | None, help="Longest time; by default none.")
+    return parser
+
+
+def audit(options: Namespace) -> None:
+    """`tokencredit audit`."""
+    states = None if options.states == "all" else options.states
+    sizes = {"completions": options.completions, "continuations": options.continuations}
+    for name, size in sizes.items():
+        if size < 2:
+            raise ConfigError(f"--{name} is {size}; it must be at least 2")
+    run, settings = Path(options.run), AuditConfig(every=1, states=states, seconds=options.seconds, **sizes)
+    config = read_config(run / "config.yaml", PPOConfig, options.no_code)
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.report.page import write_report
+    from tokencredit.runs.console import Screen
+    from tokencredit.runs.folder import write_audit
+    from tokencredit.text.audit.running import audit_run
+
+    disable_progress_bar()
+    found = audit_run(run, config, settings, options.checkpoint)
+    write_audit(RunFolder(options.run), found)
+    Screen(0).audit(found)
+    print(write_report(run))
+
+
 def report_parser() -> ArgumentParser:
     """The arguments of `tokencredit report`."""
     parser = new_command("Write a run's page, which opens in any browser.", runs_code=False)
@@ -278,6 +317,7 @@ COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], Callable[[Namespace], No
     "control": (partial(config_parser, ControlConfig), control),
     "generate": (generate_parser, generate),
     "evaluate": (evaluate_parser, evaluate),
+    "audit": (audit_parser, audit),
     "play": (play_parser, play),
     "report": (report_parser, report),
     "compare": (compare_parser, compare),

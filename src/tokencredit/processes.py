@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -53,6 +54,12 @@ class Processes:
     def first(self, true: bool) -> bool:
         """What the first process says, in every process."""
         return not self.all(not true or self.rank != 0)
+
+    def alone(self) -> Processes:
+        """This process as a job of one, for work of which each process has an amount of its own."""
+        single = copy(self)
+        single.count, single.rank, single.main = 1, 0, True
+        return single
 
     def wait(self) -> None:
         """Wait until all processes are here."""

@@ -411,6 +411,28 @@ def test_steps_of_the_critic_alone_that_are_not_finite_are_skipped_and_named(wor
     assert torch.equal(policy.value, before)
 
 
+def test_pretraining_is_at_the_full_rate_without_a_clip_and_the_critics_alone(world):
+    policy, experience = world
+    start = {name: x.clone() for name, x in policy.state_dict().items()}
+    objective = Objective(value_clip=1e-6)
+    groups = [{"params": [x], "lr": 0.1, "initial_lr": 0.1} for x in (policy.logits, policy.value)]
+    tables = []
+    for factor in (0.01, 1.0):
+        policy.load_state_dict(start)
+        learner = learner_of(policy, objective, epochs=3, minibatches=2)
+        learner.optimizer = torch.optim.AdamW(groups)
+        learner.schedule = lambda step, factor=factor: factor
+        learner.set_rates(1)
+        metrics = learner.pretrain_critic(experience)
+        tables.append(policy.value.detach().clone())
+        assert torch.equal(policy.logits, start["logits"])
+        assert (metrics["critic_steps"], metrics["bad_steps"]) == (6, 0)
+        assert learner.objective is objective
+        assert all(parameter.grad is None for parameter in policy.parameters())
+    assert torch.equal(*tables)
+    assert (tables[0] - start["value"]).abs().max() > 0.3  # six steps of Adam, of about 0.1 each
+
+
 @dataclass(frozen=True)
 class SequenceObjective(Objective):
     """A surrogate clipped at each sequence's ratio (π / π_old)^(1 / length): Zheng et al. 2025 (arXiv 2507.18071)."""

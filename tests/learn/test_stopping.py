@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tokencredit.learn.stopping import EarlyStopping, past_target_kl
+from tokencredit.learn.stopping import EarlyStopping, Plateau, past_target_kl
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,21 @@ def test_target_kl_refuses():
         past_target_kl(0.1, 0.0)
     with pytest.raises(ValueError, match=r"slack is -1.0"):
         past_target_kl(0.1, 0.1, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ends"),
+    [
+        ([0.0, 0.4, 0.405, 0.39, 0.409], 4),  # none of the last three is 0.01 above 0.4
+        ([0.0, 0.4, 0.3, 0.3, 0.42, 0.41, 0.42, 0.43], 7),  # 0.42 begins to count anew
+        ([0.1, math.nan, math.nan, math.nan], 3),
+        ([math.nan] * 3, 2),
+        ([-3.0, -2.0, -1.0, 0.0, 0.1], None),
+    ],
+)
+def test_a_plateau_is_three_checks_without_a_rise(numbers, ends):
+    plateau = Plateau(patience=3, least=0.01)
+    assert next((check for check, number in enumerate(numbers) if plateau.update(number)), None) == ends
 
 
 def run(stopping, rewards, kls):

@@ -61,6 +61,10 @@ DISEASES = {
     "clip_high": {"clip_fraction": lambda i: 0.6},
     "clip_low": {"clip_fraction": lambda i: 0.0},
     "explained_variance": {"explained_variance": lambda i: -0.5},
+    "pretraining": {
+        "pretrain/explained_variance": lambda i: math.nan if i else -0.1,
+        "pretrain/batches": lambda i: math.nan if i else 5,
+    },
     "value_loss": {"value_loss": lambda i: 0.02 * 1.3**i, "explained_variance": lambda i: 0.1},
     "truncated": {"truncated": lambda i: 0.9},
     "constant_term": {"reward_std/b": lambda i: 0.0},
@@ -125,6 +129,14 @@ def test_a_policy_is_not_expected_to_move_while_the_critic_warms_up():
     assert "not_moved" not in names(still, CONFIG | {"critic": {"warmup": 30}})
     assert "not_moved" in names(still, CONFIG | {"critic": {"warmup": 29}})
     assert "not_moved" not in names(still[:29] + healthy()[29:])
+
+
+@pytest.mark.parametrize(("batches", "explained", "vain"), [(5, 0.0, True), (5, 0.01, False), (1, 0.0, False)])
+def test_a_pretraining_is_in_vain_where_the_critic_explains_nothing_new(batches, explained, vain):
+    """The one batch of `critic.pretrain: 1` is measured before anything is learned."""
+    first, *others = healthy()
+    first |= {"pretrain/batches": batches, "pretrain/explained_variance": explained}
+    assert names([first, *others]) == ["pretraining"] * vain
 
 
 def test_short_texts_are_a_sign_of_degeneration():

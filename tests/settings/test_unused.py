@@ -31,6 +31,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"critic.lr": 0.1, "critic.coef": 0.0}, "critic.lr", "without critic.coef or critic.epochs"),
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
     ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),
+    ("text", {"critic.pretrain": 2, "critic.coef": 0}, "critic.pretrain", "without critic.coef or critic.epochs"),
     ("text", {"critic.trunk_lr": 0.1}, "critic.trunk_lr", "without critic.kind: separate"),
     (
         "text",
@@ -60,6 +61,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("coef", 1.0),
             ("clip", None),
             ("warmup", 2),
+            ("pretrain", 2),
             ("head", "linear"),
             ("init", "zeros"),
             ("detach", True),

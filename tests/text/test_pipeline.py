@@ -165,7 +165,7 @@ def test_a_classifier_reads_the_words_that_were_written(kind, folders, tokenizer
     [glued] = classifier([""], ["The sky isblue."])
     assert abs(glued - scored.scores[0].item()) > 1e-3, "the classifier tells them apart"
     batch = trainer.credit.give(scored)[0]
-    sample = batch.samples(tokenizer, scored.rollout.logprobs)[0]
+    sample = batch.samples(tokenizer, [0], scored.rollout.logprobs)[0]
     assert sample["prompt"] + "".join(sample["tokens"]).removesuffix("</s>").rstrip() == "The sky is blue."
 
 

@@ -157,12 +157,38 @@ class Learner:
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
                 on_step(minibatch, None)
-            critic, bad_critic_steps = self._critic_steps(experience, on_step)
+            critic, bad_critic_steps = self._critic_steps(experience, settings.critic_epochs, on_step)
         drop_gradients(self.parameters)  # they are as large as the weights, and sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
             return steps
         return self._metrics(records) | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
+
+    def pretrain_critic(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
+        """Take `epochs` × `minibatches` steps of the critic alone towards the returns of one rollout.
+
+        At full learning rates, whatever the schedule, and without a clip of the value loss, which would slow down a
+        critic that has far to go. Only the critic's own parameters change.
+
+        Args:
+            experience: this process's share of the rollout.
+            on_step: as in `update`.
+
+        Returns:
+            `critic_steps` and `critic_value_loss`, if a step was taken, and `bad_steps`.
+
+        Raises:
+            NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
+        """
+        objective, self.objective = self.objective, replace(self.objective, value_clip=None)
+        set_rates(self.optimizer, 1.0)
+        try:
+            with training(self.training_modules):
+                metrics, bad_steps = self._critic_steps(experience, self.settings.epochs, on_step)
+        finally:
+            self.objective = objective
+        drop_gradients(self.parameters)
+        return metrics | {"bad_steps": bad_steps}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What training has made: weights and moments, which all processes share, and this process's own generator."""
@@ -230,11 +256,11 @@ class Learner:
         self.processes.backward(total)
         return StepRecord(total.detach(), parts, now.logprobs, part.logprobs, part.mask)
 
-    def _critic_steps(self, experience: Experience, on_step: OnStep) -> tuple[dict[str, float], int]:
+    def _critic_steps(self, experience: Experience, epochs: int, on_step: OnStep) -> tuple[dict[str, float], int]:
         """Take the steps of the critic alone; returns their metrics, and how many were skipped."""
         losses: list[float] = []
         bad_steps = 0
-        for rows in self._minibatches(experience, self.settings.critic_epochs):
+        for rows in self._minibatches(experience, epochs):
             minibatch = experience.select(rows)
             loss, grad_norm = self._critic_gradient(minibatch)
             if not self.processes.all(math.isfinite(loss + grad_norm)):

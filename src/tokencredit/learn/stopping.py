@@ -1,4 +1,6 @@
-"""When to stop: an update, once the policy has moved far enough; a run, once there is nothing more to win."""
+"""When to stop: an update that has moved far enough, a run with nothing more to win, a number that no longer rises."""
+
+import math
 
 from tokencredit.core.checks import require_positive
 
@@ -20,6 +22,23 @@ def past_target_kl(kl: float, target: float | None, slack: float = 1.0) -> bool:
     require_positive("target_kl", target)
     require_positive("slack", slack)
     return not kl <= slack * target
+
+
+class Plateau:
+    """Tells when a number no longer rises: `patience` checks in a row, none of them `least` above the best before."""
+
+    def __init__(self, *, patience: int, least: float) -> None:
+        """Start with nothing seen."""
+        self.patience, self.least = patience, least
+        self.best, self.since = -math.inf, 0
+
+    def update(self, number: float) -> bool:
+        """Take in one check; returns true once the number no longer rises. NaN is no rise."""
+        if number > self.best + self.least:
+            self.best, self.since = number, 0
+        else:
+            self.since += 1
+        return self.since >= self.patience
 
 
 class EarlyStopping:

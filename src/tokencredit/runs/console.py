@@ -104,6 +104,28 @@ class Screen:
             self.say(f"stopped by: {summary.stopped_by}")
         self.say(f"the run: {summary.folder}   the policy: {summary.folder}/policy")
 
+    def audit(self, found: Mapping[str, Any]) -> None:
+        """Show an audit: how much of the credit is real, every estimator, and the critic."""
+        credit, critic = found["credit"], found["critic"]
+        table = Table(title=f"credit against the truth, iteration {found['iteration']}", title_justify="left")
+        for column in ("estimator", "correlation", "95 % interval", "signs right"):
+            table.add_column(column, justify="left" if column == "estimator" else "right")
+        for label, figures in credit["estimators"].items():
+            correlation, signs = figures["correlation"], figures["sign_agreement"]["value"]
+            style = "bold" if label == credit["shown"] else None
+            table.add_row(label, _number(correlation["value"]), _range(correlation), _percent(signs), style=style)
+        self.console.print(table)
+        if critic is not None:
+            explained, error = critic["explained_variance"], critic["rmse"]["value"]
+            self.say(
+                f"the critic explains {_number(explained['value'])} ({_range(explained)}) of the true values' variance; "
+                f"error {_number(error)}, of the best constant {_number(critic['constant_rmse']['value'])}"
+            )
+        self.say(
+            f"{credit['tokens']} tokens of {len(found['samples'])} completions, {found['continuations']:.0f} "
+            f"continuations per state, {duration(found['seconds'])}; shown is {credit['shown']}"
+        )
+
     def findings(self, findings: Sequence[Finding]) -> None:
         """Show the findings on a run, the weightiest first."""
         for finding in findings:
@@ -111,6 +133,19 @@ class Screen:
             self.say(f"  {finding.evidence}")
             self.say(f"  {finding.meaning}")
             self.say(f"  What to change: {finding.advice}.")
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.0%}"
+
+
+def _range(figure: Mapping[str, float | None]) -> str:
+    low, high = figure["low"], figure["high"]
+    return "unknown" if low is None or high is None else f"{low:.2f} to {high:.2f}"
 
 
 def _reference(sample: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
 from tokencredit.settings.yaml import flat, read_yaml
 
+AUDIT = "audit.json"
 CHOICES = "choices.json"
 """The file of a run's choices; config.yaml keeps the settings as they were asked for."""
 AUTO_SETTINGS = {"model.dtype": ("float32", "bfloat16")}
@@ -167,6 +168,12 @@ def flush(path: Path) -> None:
 def beside(target: Path, ending: str) -> Path:
     """The hidden name under which something is on its way to its own name, or away from it."""
     return target.with_name(f".{target.name}.{ending}")
+
+
+def write_audit(folder: RunFolder, audit: Mapping[str, Any]) -> Path:
+    """Write an audit of a run into its folder, in place of an earlier one; returns its file."""
+    folder.write(AUDIT, json.dumps(audit, allow_nan=False) + "\n")
+    return folder.path / AUDIT
 
 
 def read_choices(run: Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ class Trainer(Protocol):
         """Write what a run leaves at its end; its summary."""
 
 
-def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> Summary:
+def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: Iterable[None] = ()) -> Summary:
     """Do all iterations that are left, and return the run's summary.
 
     Args:
@@ -63,6 +63,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> Summar
         resume: go on in the folder of `run.dir`, instead of beginning there.
         reserve: bytes that `finish` writes.
         weights: bytes of what is trained.
+        first: what is done before the next iteration, in steps; a run that is asked to stop does so between two.
 
     Raises:
         ConfigError: the run cannot begin, or go on.
@@ -72,32 +73,27 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> Summar
     if not isinstance(resume, bool):  # the trainers of Transformers take a folder
         raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
     args, record = trainer.args, trainer.record
-    number = 0
-    if resume:
-        number = record.resume(args, reserve, partial(load, trainer))
-    else:
-        record.begin(args, reserve, weights)
-    for note in trainer.notes if number == 0 else ():
-        record.event(note)
-    stopped_by = None
-    for metrics in record.history:
-        stopped_by = _reached(trainer, metrics)
+    number, stopped_by = _begin(trainer, resume, reserve, weights)
     request = None
     try:
         with record.screen, Signals() as signals:
+            for _ in first:
+                if request := signals.request(record.processes):
+                    stopped_by = _stopped_by(request)
+                    break
             while stopped_by is None and number < args.run.iterations:
                 number += 1
                 metrics, samples = trainer.iteration(number)
                 record.iteration(metrics, samples)
                 request = signals.request(record.processes)
-                stopped_by = _reached(trainer, metrics) or ("interrupt" if request == "SIGINT" else request)
+                stopped_by = _reached(trainer, metrics) or _stopped_by(request)
                 if request or record.due(number, last=stopped_by is not None):
                     record.checkpoint(number, *trainer.state())
     except KeyboardInterrupt:
         _say_stopped(record)
         raise
     except (RunStopped, OSError) as error:
-        told = [f"stopped in iteration {number}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
+        told = [f"stopped in {_place(number)}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
         raise RunStopped("; ".join([*told, record.how_to_resume()])) from error
     try:
         summary = trainer.finish(stopped_by or "iterations")
@@ -109,6 +105,32 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int) -> Summar
     if request == "SIGINT":
         raise KeyboardInterrupt
     return summary
+
+
+def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[int, str | None]:
+    """Begin a run or go on with it; returns the iterations done, and the rule that has stopped it, if any."""
+    args, record = trainer.args, trainer.record
+    number = 0
+    if resume:
+        number = record.resume(args, reserve, partial(load, trainer))
+    else:
+        record.begin(args, reserve, weights)
+    for note in trainer.notes if number == 0 else ():
+        record.event(note)
+    stopped_by = None
+    for metrics in record.history:
+        stopped_by = _reached(trainer, metrics)
+    return number, stopped_by
+
+
+def _place(number: int) -> str:
+    """Where a run is, in messages."""
+    return f"iteration {number}" if number else "the critic's pretraining"
+
+
+def _stopped_by(request: str | None) -> str | None:
+    """A signal as the summary names it."""
+    return "interrupt" if request == "SIGINT" else request
 
 
 def _say_stopped(record: RunRecord) -> None:

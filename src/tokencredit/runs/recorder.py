@@ -246,7 +246,7 @@ class RunRecord:
         """Keep the batch of a step that could not be taken, and count it.
 
         Args:
-            number: of the iteration.
+            number: of the iteration; 0 before the first.
             reason: what was not finite.
             tensors: the batch.
             about: more of it, for people.
@@ -257,7 +257,8 @@ class RunRecord:
         self.bad_in_a_row += 1
         ending = f"-process-{self.processes.rank}" if self.processes.count > 1 else ""
         folder = keep_batch(self.folder.path / "bad_steps", number, ending, tensors, {"reason": reason} | about)
-        self.event(f"iteration {number}: {reason}; the step was not taken, its batch is in {folder}")
+        place = f"iteration {number}" if number else "pretraining"
+        self.event(f"{place}: {reason}; the step was not taken, its batch is in {folder}")
         if self.bad_in_a_row >= self.args.max_bad_steps:
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
 

@@ -69,10 +69,15 @@ def summarise(history: History, world: World, folder: Path, seconds: float, stop
         kl_last=final_mean(history, "kl"),
         iterations=len(history),
         seconds=seconds,
-        per_second=sum(row[world.unit] for row in history) / seconds,
+        per_second=sum(row[world.unit] + pretraining_tokens(row) for row in history) / seconds,
         stopped_by=stopped_by,
         world=world,
     )
+
+
+def pretraining_tokens(row: Mapping[str, float]) -> float:
+    """Tokens that were sampled before an iteration, for a critic that learned alone."""
+    return next(finite([row.get("pretrain/tokens")]), 0.0)
 
 
 def figure(value: float | None) -> str:

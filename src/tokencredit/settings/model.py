@@ -109,6 +109,10 @@ class CriticConfig(CriticTraining):
     """Gain of the last layer of an orthogonal head."""
     hidden_gain: float = setting(math.sqrt(2), needs=("init: orthogonal", "head: mlp"), above=0)
     """Gain of the layer before that, in an mlp head."""
+    pretrain: int = setting(0, needs=LEARNS, at_least=0)
+    """Most batches from which the critic alone learns before the first iteration, while the policy stays as it is. Each
+    is sampled anew, and learned from in `ppo.epochs` passes towards the sampled returns. It ends before that where the
+    explained variance of new batches no longer rises, and is not counted in run.iterations."""
     detach: bool = setting(False, needs=LEARNS)
     """Stop the gradient of the value loss at the head: a shared trunk is left to the policy, a separate one stays as it
     is."""

@@ -20,6 +20,7 @@ from tokencredit.settings.training import (
     ADAPTED,
     MOST_SEED,
     AdvantageConfig,
+    AuditConfig,
     EvalConfig,
     KLConfig,
     OptimConfig,
@@ -60,6 +61,8 @@ class PPOConfig:
     """When a run ends before its last iteration."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation on held-out prompts, with sampling of its own; the best policy is kept in `best/`."""
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    """Credit against the truth, measured while training."""
     run: RunConfig = field(default_factory=RunConfig)
     """How long it runs, and what it leaves where."""
 

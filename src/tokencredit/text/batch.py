@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +73,19 @@ class Batch:
         sums: list[float] = processes.sum(torch.tensor([float(x) for x in values], device=rollout.mask.device)).tolist()
         return sums
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor) -> list[dict[str, Any]]:
-        """The first completions, token by token, as records for samples.jsonl.
+    def samples(
+        self, tokenizer: PreTrainedTokenizerBase, rows: Iterable[int], new_logprobs: Tensor | None = None
+    ) -> list[dict[str, Any]]:
+        """Completions, token by token, as records for samples.jsonl.
 
         Args:
             tokenizer: the policy's.
+            rows: which of them.
             new_logprobs: `[count, time]`, of the first `count` completions under the policy after the update.
         """
-        return [self._sample(row, tokenizer, new_logprobs) for row in range(len(new_logprobs))]
+        return [self._sample(row, tokenizer, new_logprobs) for row in rows]
 
-    def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor) -> dict[str, Any]:
+    def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor | None) -> dict[str, Any]:
         scored, rollout = self.scored, self.scored.rollout
         acted = rollout.mask[row]
 
@@ -98,7 +102,7 @@ class Batch:
             "token_ids": ids,
             "tokens": rollout.tokens(row, tokenizer),
             "logprobs": numbers(rollout.logprobs),
-            "new_logprobs": numbers(new_logprobs),
+            **({} if new_logprobs is None else {"new_logprobs": numbers(new_logprobs)}),
             "rewards": numbers(self.rewards),
             "advantages": numbers(self.advantages),
             "returns": numbers(self.returns),

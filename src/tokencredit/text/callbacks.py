@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of callbacks: override any of the methods, and pass an instance in `PPOTrainer(callbacks=[…])`.
 
-    An iteration runs the stages rollout, reference, reward and update, then evaluation if one is due. Every process
+    An iteration runs the stages rollout, reference, reward and update, then evaluation and audit if they are due. Every process
     calls its own callbacks; `trainer.processes.main` is true in one of them. An exception ends the run. After a stage
     that failed, its `after_` method is not called: a batch that is not finite skips the rest up to the update.
     """
@@ -66,6 +66,12 @@ class Callback:
 
     def after_evaluation(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
         """Called with the evaluation's metrics, before the best policy is saved."""
+
+    def before_audit(self, trainer: PPOTrainer) -> None:
+        """Called before credit is measured against the truth."""
+
+    def after_audit(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
+        """Called with the audit's metrics, before audit.json is written."""
 
 
 EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokencredit.core.advantages import Where, estimate
-from tokencredit.core.masked import VARIANCE_GUARD, Reduce, whiten
+from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten
 from tokencredit.core.rewards import overlong_penalty, token_rewards
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import ADAPTED, KLConfig
+from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import Scored
 
 NOISE = math.sqrt(VARIANCE_GUARD)
 """Deviation of scores up to which their differences are noise."""
+
+
+class ScoreScale(NamedTuple):
+    """y = (x − mean) / deviation + offset."""
+
+    mean: float = 0.0
+    deviation: float = 1.0
+    offset: float = 0.0
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scores on this scale."""
+        return (scores - self.mean) / self.deviation + self.offset
 
 
 class Credit:
@@ -52,18 +65,52 @@ class Credit:
         args, rollout = self.args, scored.rollout
         if args.advantage.bootstrap:
             self._require_dense(scored)
-        paid, price = self._rewards(scored)
+        paid, price = self._rewards(scored, self.normalize(scored.scores))
         rewards = paid + price
-        advantages, returns = self._estimate(scored, paid, price)
+        advantages, returns = self._estimate(scored, paid, price, args.advantage)
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
-        in_loss = rollout.mask & ~(rollout.truncated.unsqueeze(1) & args.ppo.mask_truncated)
+        in_loss = self._in_loss(rollout)
         batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
         if args.advantage.whitened_over("batch") and self.reduce(in_loss.sum()) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce)
         return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
 
-    def _rewards(self, scored: Scored) -> tuple[Tensor, Tensor]:
-        """The rewards of tokens in two parts, `[batch, time]` each: scores with their penalties, and −β · KL."""
+    def monte_carlo(self, scored: Scored) -> Experience:
+        """The experience that a critic alone learns from: its returns are the sampled ones, whatever the estimator.
+
+        Raises:
+            RunStopped: as in `give`.
+        """
+        if self.args.advantage.bootstrap:
+            self._require_dense(scored)
+        estimator = replace(self.args.advantage, estimator="monte_carlo")
+        paid, price = self._rewards(scored, self.normalize(scored.scores))
+        advantages, returns = self._estimate(scored, paid, price, estimator)
+        rollout = replace(scored.rollout, mask=self._in_loss(scored.rollout))
+        return self._experience(scored, rollout, advantages, returns)
+
+    def _in_loss(self, rollout: Rollout) -> Tensor:
+        """True at the tokens that take part in the loss."""
+        return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
+
+    def returns(self, scored: Scored, scale: ScoreScale) -> Tensor:
+        """Returns of each token, `[batch, time]`: the discounted sum of the rewards from it on, as sampled.
+
+        Args:
+            scored: completions, of which nothing is remembered.
+            scale: from `score_scale`.
+        """
+        paid, price = self._rewards(scored, scale(scored.scores))
+        options = {"gamma": self.args.advantage.gamma}
+        returns, _ = estimate("reward_to_go", paid + price, options=options, **self._where(scored))
+        return returns
+
+    def advantages(self, scored: Scored, scale: ScoreScale, args: AdvantageConfig) -> Tensor:
+        """Advantages of each token by another estimator, before any whitening; arguments as in `returns`."""
+        return self._estimate(scored, *self._rewards(scored, scale(scored.scores)), args)[0]
+
+    def _rewards(self, scored: Scored, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The rewards of tokens in two parts, `[batch, time]` each: normalised scores with penalties, and −β · KL."""
         args, rollout, mask = self.args.score, scored.rollout, scored.rollout.mask
         overlong = None
         if args.overlong_tokens is not None:
@@ -72,7 +119,7 @@ class Credit:
                 mask.sum(1), limit=limit, tokens=args.overlong_tokens, penalty=args.overlong_penalty
             )
         paid = token_rewards(
-            self.normalize(scored.scores),
+            scores,
             mask,
             eos=~rollout.truncated,
             missing_eos_penalty=args.missing_eos_penalty,
@@ -84,25 +131,32 @@ class Credit:
         nothing = torch.zeros_like(scored.scores)
         return paid, token_rewards(nothing, mask, kl=scored.reference.kl, kl_coef=self.kl.coef)
 
-    def _estimate(self, scored: Scored, paid: Tensor, price: Tensor) -> tuple[Tensor, Tensor]:
+    def _estimate(
+        self, scored: Scored, paid: Tensor, price: Tensor, args: AdvantageConfig
+    ) -> tuple[Tensor, Tensor]:
         """Advantages and returns.
 
         The KL takes no part in a group's normalisation: A = (s − mean s) / (deviation of s + 1e-4) − β (KL − mean KL).
         Divided too, it would be noise of size 1 where all scores of a group are equal, as sparse ones mostly are.
         """
-        args, rollout = self.args.advantage, scored.rollout
+        rollout = scored.rollout
         options = args.options() | {"baseline": self.baseline.mean, "group_size": self.args.rollout.per_prompt}
         if args.estimator == "group_relative" and args.scale:
             advantages, returns = estimate(args.estimator, paid, options=options, mask=rollout.mask)
             options["scale"] = False
             of_price, price_returns = estimate(args.estimator, price, options=options, mask=rollout.mask)
             return advantages + of_price, returns + price_returns
-        where: Where = {"mask": rollout.mask}
+        return estimate(args.estimator, paid + price, rollout.values, options=options, **self._where(scored))
+
+    def _where(self, scored: Scored) -> Where:
+        """Where the policy acted, and the bootstrap of completions that were cut off."""
+        mask = scored.rollout.mask
+        where: Where = {"mask": mask}
         if scored.bootstrap is not None:
-            after = torch.arange(rollout.mask.shape[1], device=rollout.mask.device) == rollout.mask.sum(1, True) - 1
-            where["truncated"] = after & rollout.truncated.unsqueeze(1)
-            where["bootstrap"] = scored.bootstrap.unsqueeze(1).expand(rollout.mask.shape)
-        return estimate(args.estimator, paid + price, rollout.values, options=options, **where)
+            after = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, True) - 1
+            where["truncated"] = after & scored.rollout.truncated.unsqueeze(1)
+            where["bootstrap"] = scored.bootstrap.unsqueeze(1).expand(mask.shape)
+        return where
 
     def _require_dense(self, scored: Scored) -> None:
         """Raise `RunStopped`, in every process, if a completion has a score of its whole text."""
@@ -138,20 +192,30 @@ class Credit:
             getattr(self, name).load_state_dict(remembered)
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """Scores as `score.normalize` wants them; the running deviation includes this batch.
-
-        It divides where it is above 1e-4, the guard of `whiten` in units of the score.
-        """
+        """Scores as `score.normalize` wants them; the running deviation includes this batch."""
         args = self.args.score
-        if args.normalize == "none":
-            return scores
         if args.normalize == "batch":
             everyone = torch.ones_like(scores, dtype=torch.bool)
             return whiten(scores, everyone, shift_mean=args.shift_mean, reduce=self.reduce)
-        self.scores.update(scores, reduce=self.reduce)
-        shifted = scores - self.scores.mean if args.shift_mean else scores
+        if args.normalize == "running":
+            self.scores.update(scores, reduce=self.reduce)
+        return self.score_scale(scores)(scores)
+
+    def score_scale(self, scores: Tensor) -> ScoreScale:
+        """The scale of `score.normalize`, held still: by all scores so far, or by this batch's.
+
+        It divides where the running deviation is above 1e-4, the guard of `whiten` in units of the score.
+        """
+        args = self.args.score
+        if args.normalize == "none":
+            return ScoreScale()
+        if args.normalize == "batch":
+            _, mean, variance = moments(scores, torch.ones_like(scores, dtype=torch.bool), self.reduce)
+            deviation = math.sqrt(float(variance) + VARIANCE_GUARD)
+            return ScoreScale(float(mean), deviation, 0.0 if args.shift_mean else float(mean))
         # A smaller deviation is noise, and scores that all agree would be blown up by it with their mean.
-        return shifted / self.scores.deviation if self.scores.deviation > NOISE else shifted
+        deviation = self.scores.deviation if self.scores.deviation > NOISE else 1.0
+        return ScoreScale(self.scores.mean if args.shift_mean else 0.0, deviation)
 
 
 def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:

@@ -142,12 +142,24 @@ class Pipeline:
             if values and rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():
                     rollout = replace(rollout, values=rollout_values(self.policy, rollout, self.budget))
-            after = None
-            if bootstrap:
-                with self.precision.no_grad():
-                    after = values_after(self.policy, rollout, self.budget)
             results["rollout"] = rollout
+        return self.score(prompts, settings, rollout, completions, bootstrap=bootstrap, stage=stage)
+
+    def score(
+        self,
+        prompts: PromptBatch,
+        settings: SamplingConfig,
+        rollout: Rollout,
+        completions: list[str],
+        *,
+        bootstrap: bool = False,
+        stage: Stage = no_stage,
+    ) -> Scored:
+        """Reference log-probs, KL and scores of completions; arguments and errors as in `collect`."""
+        after = None
         with stage("reference") as results, self.precision.no_grad():
+            if bootstrap:
+                after = values_after(self.policy, rollout, self.budget)
             reference = results["reference"] = reference_outputs(
                 self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget
             )

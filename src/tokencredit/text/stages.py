@@ -9,12 +9,17 @@ from numbers import Real
 from typing import Any
 
 from tokencredit.errors import OutOfMemory, RunStopped
+from tokencredit.learn.experience import Experience
+from tokencredit.learn.learner import NonFiniteUpdate
 from tokencredit.processes import out_of_memory
+from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.untrusted import visible
+from tokencredit.text.pipeline import Scored
 
 MEMORY_ADVICE = {
     "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
     "reward": "lower the batch_size of the reward's terms",
+    "audit": "lower audit.continuations or audit.completions",
     "evaluation": "lower eval.samples or eval.max_new_tokens",
 }
 """Advice shown when a stage runs out of memory."""
@@ -61,3 +66,26 @@ class Stages:
             method = getattr(callback, event, None)
             if method is not None:
                 method(self.trainer, **results)
+
+
+def count_step(
+    record: RunRecord, number: int, scored: Scored, minibatch: Experience, error: NonFiniteUpdate | None
+) -> None:
+    """Count the optimizer steps in a row that could not be taken, and keep their minibatches.
+
+    Args:
+        record: of the run.
+        number: of the iteration; 0 before the first.
+        scored: the batch that is learned from.
+        minibatch: a part of it.
+        error: the reason why the step was not taken; None for a step that was.
+
+    Raises:
+        TooManyBadSteps: it is the `run.max_bad_steps`-th in a row.
+    """
+    if error is None:
+        record.bad_in_a_row = 0
+        return
+    text = None if error.row is None else scored.texts()[error.row]
+    reason = str(error) if text is None else f"{error.term} of the text {text!r} is not finite"
+    record.bad_step(number, reason, minibatch.tensors(), text=text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.learner import NonFiniteUpdate
 from tokencredit.learn.state import memory_of, trainable
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes
+from tokencredit.report.card import model_card
 from tokencredit.report.page import LARGEST, write_report
-from tokencredit.runs.folder import replacing
+from tokencredit.runs.folder import replacing, write_audit
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
@@ -29,10 +29,11 @@ from tokencredit.settings.fields import require_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import TEXT
 from tokencredit.text import setup
+from tokencredit.text.audit.auditing import Auditor
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
-from tokencredit.text.card import model_card
 from tokencredit.text.credit import Credit
+from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import assembly
 from tokencredit.text.models.building import save_policy
@@ -40,8 +41,9 @@ from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.parts import width
 from tokencredit.text.models.precision import choose
 from tokencredit.text.pipeline import Scored, UnusableBatch
+from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
-from tokencredit.text.stages import Stages
+from tokencredit.text.stages import Stages, count_step
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -107,10 +109,9 @@ class PPOTrainer:
         self.learner = setup.build_learner(args, models, self.processes)
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
-        # A stream of its own, so that what is sampled does not depend on how many rows each process shuffles.
-        self.sampling = torch.Generator().manual_seed(2 * args.seed)
-        self.drawn = 0
-        """Completions sampled so far; the position in the prompt sequence."""
+        self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
+        self.pretrained: dict[str, float] | None = None
+        """Metrics of the critic's pretraining; empty if there is none, None before it."""
         self.before: State | None = None
         """Resumable state other than weights when the iteration began; None once it changes weights."""
 
@@ -132,7 +133,17 @@ class PPOTrainer:
         with rng.preserved():
             rng.set_torch_state(self.rng)
             trained = memory_of(trainable(self.policy))
-            return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained)
+            return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
+
+    def pretrain(self) -> Iterator[None]:
+        """Let the critic learn alone, a batch after another, unless the run goes on from a checkpoint."""
+        if self.pretrained is not None or not self.args.critic.pretrain:
+            return
+        stream = BatchStream(self.prompts, self.args.rollout, self.processes, seed=~self.args.seed)
+        pretraining = Pretraining(self.args, stream, self.pipeline, self.credit, self.learner, self.record)
+        self.pretrained = yield from pretraining.batches()
+        if self.record.due(0, last=False):
+            self.record.checkpoint(0, *self.state())
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Collect, give credit, update, write down: returns the iteration's metrics and samples."""
@@ -155,9 +166,11 @@ class PPOTrainer:
                 if "kl" in metrics:
                     self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
                 samples = self._samples(number, batch)
-            metrics |= rates
+            metrics |= rates | (self.pretrained or {} if number == 1 else {})
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
+            if self.args.audit.every and number % self.args.audit.every == 0:
+                metrics |= self.audit(number)
             results |= {"metrics": metrics, "samples": samples}
         metrics["seconds"] = seconds.pop("iteration")
         metrics |= {f"seconds/{stage}": spent for stage, spent in seconds.items()}
@@ -172,15 +185,11 @@ class PPOTrainer:
             RewardError: a reward cannot be had.
         """
         settings = self.args.rollout
-        share = settings.batch_size // self.processes.count
-        first = share * self.processes.rank
-        prompts = self.prompts.batch(self.drawn + first, share, settings.per_prompt)
-        self.drawn += settings.batch_size
-        uniforms = torch.rand(settings.batch_size, settings.max_new_tokens, generator=self.sampling)
+        prompts, uniforms = self.stream.take()
         return self.pipeline.collect(
             prompts,
             settings,
-            uniforms[first:][:share],
+            uniforms,
             settings.per_prompt,
             values=True,
             bootstrap=self.args.advantage.bootstrap,
@@ -195,19 +204,10 @@ class PPOTrainer:
         frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
         with self.stages("update") as results:
             metrics = results["metrics"] = self.learner.update(
-                experience, frozen=frozen, on_step=partial(self._on_step, number, batch)
+                experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch.scored)
             )
         self.pipeline.engine.weights_changed()
         return metrics
-
-    def _on_step(self, number: int, batch: Batch, minibatch: Experience, error: NonFiniteUpdate | None) -> None:
-        """Count the steps in a row that could not be taken, and keep their minibatches."""
-        if error is None:
-            self.record.bad_in_a_row = 0
-            return
-        text = None if error.row is None else batch.scored.texts()[error.row]
-        reason = str(error) if text is None else f"{error.term} of the text {text!r} is not finite"
-        self.record.bad_step(number, reason, minibatch.tensors(), text=text)
 
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
         """The completions of this iteration that are written down, with log-probabilities after the update."""
@@ -219,7 +219,7 @@ class PPOTrainer:
             with self.pipeline.precision.no_grad():
                 temperature, budget = self.args.rollout.temperature, self.pipeline.budget
                 logprobs = rollout_logprobs(self.policy, rollout, temperature, budget)
-        return [{"iteration": number, **sample} for sample in batch.samples(self.tokenizer, logprobs)]
+        return [{"iteration": number, **sample} for sample in batch.samples(self.tokenizer, range(len(logprobs)), logprobs)]
 
     def evaluate(self) -> dict[str, float]:
         """Measure the policy, and keep it in `best/` if it never did as well; nothing if a number is not finite."""
@@ -235,6 +235,21 @@ class PPOTrainer:
                 save_policy(folder, self.policy, self.tokenizer)
         return metrics
 
+    def audit(self, number: int) -> dict[str, float]:
+        """Measure the credit that the policy would now be given against the truth; nothing if a number is not finite."""
+        settings = self.args.audit
+        try:
+            with self.stages("audit") as results:
+                audit = Auditor(self.pipeline, self.credit, self.prompts, settings).audit(number)
+                found = audit.judge(self.processes)
+                results["metrics"] = found["metrics"]
+        except UnusableBatch as error:
+            self.record.event(f"an audit is left out: {error}")
+            return {}
+        if self.processes.main:
+            write_audit(self.record.folder, audit.record(number, settings, self.tokenizer) | found)
+        return found["metrics"]
+
     def state(self) -> tuple[State, State]:
         """Everything that the next iteration depends on: what all processes share, and this process's own."""
         standing = self._standing()
@@ -245,9 +260,9 @@ class PPOTrainer:
     def _standing(self) -> State:
         """Resumable state other than the learner's."""
         return {
-            "drawn": self.drawn,
+            **self.stream.state_dict(),
+            "pretrained": self.pretrained or {},
             "credit": self.credit.state_dict(),
-            "sampling": rng.to_text(self.sampling.get_state()),
             "random": rng.random_state(),
         }
 
@@ -270,9 +285,9 @@ class PPOTrainer:
 
     def _restore(self, standing: State) -> None:
         """Go back to what `_standing` gave."""
-        self.drawn = standing["drawn"]
+        self.stream.load_state_dict(standing)
+        self.pretrained = standing.get("pretrained", {})
         self.credit.load_state_dict(standing["credit"])
-        self.sampling.set_state(rng.from_text(standing["sampling"]))
         rng.set_random_state(standing["random"])
 
     def rewind(self) -> bool:

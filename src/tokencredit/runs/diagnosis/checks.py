@@ -179,8 +179,24 @@ def explained_variance(run: Evidence) -> Finding | None:
         run.where("explained_variance"),
         "Its values are further from the returns than their own mean would be, so advantages carry more noise than "
         "without it.",
-        "raise critic.lr or critic.coef, give the critic a head start (critic.warmup), or normalise the "
-        "score (score.normalize)",
+        "raise critic.lr or critic.coef, give the critic a head start (critic.warmup; critic.pretrain for texts), or "
+        "normalise the score (score.normalize)",
+    )
+
+
+def pretraining(run: Evidence) -> Finding | None:
+    """The critic learned nothing before the first iteration."""
+    batches, explained = run.first("pretrain/batches"), run.first("pretrain/explained_variance")
+    if not (batches > 1 and explained <= 0):
+        return None
+    return Finding(
+        "pretraining",
+        52,
+        "the critic's pretraining was in vain",
+        f"pretrain/explained_variance {explained:.3g} after {batches:.0f} batches",
+        "On batches that it had not learned from, its values are no closer to the returns than their mean. It learned "
+        "too little, or nothing in the texts tells their returns apart before the end.",
+        "raise critic.pretrain, critic.lr or rollout.batch_size, or take critic.kind: separate",
     )
 
 
@@ -309,6 +325,7 @@ CHECKS: tuple[Check, ...] = (
     entropy_collapse,
     clip_high,
     explained_variance,
+    pretraining,
     value_loss,
     truncated,
     constant_term,

@@ -44,6 +44,13 @@ class PromptBatch:
         """The same with its tensors on a device."""
         return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
 
+    def select(self, rows: Sequence[int]) -> PromptBatch:
+        """These rows, in this order; one may stand several times."""
+        at = torch.tensor(rows, device=self.ids.device)
+        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
+        prompts, texts = ([values[i] for i in rows] for values in (self.prompts, self.texts))
+        return PromptBatch(prompts, texts, self.ids[at], self.mask[at], columns)
+
     def continued(self, completions: Sequence[str]) -> list[str]:
         """Each prompt, as the model reads it, with its completion."""
         return [text + completion for text, completion in zip(self.texts, completions, strict=True)]

@@ -75,7 +75,12 @@ class Engine(Protocol):
     """Samples completions from the policy. Everything that samples goes through one."""
 
     def generate(
-        self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
+        self,
+        prompts: PromptBatch,
+        settings: SamplingConfig,
+        uniforms: Tensor,
+        per_prompt: int = 1,
+        started: Tensor | None = None,
     ) -> Rollout:
         """Sample a completion for each row of prompts.
 
@@ -88,6 +93,9 @@ class Engine(Protocol):
             uniforms: `[batch, settings.max_new_tokens]`, in [0, 1): the randomness. An engine that draws by itself
                 takes its seeds from them.
             per_prompt: consecutive rows with the same prompt; it divides the batch.
+            started: `[batch, begun]`, first tokens of the completions, the same in rows of one prompt, after which
+                sampling goes on: each completion is as long, and ends, as if it had drawn them. Their log-probs in the
+                rollout need not be filled in. None for none.
         """
 
     def weights_changed(self) -> None:

@@ -30,7 +30,12 @@ class LocalEngine:
     """The most tokens of a pass over whole texts, padding included; None for no limit."""
 
     def generate(
-        self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
+        self,
+        prompts: PromptBatch,
+        settings: SamplingConfig,
+        uniforms: Tensor,
+        per_prompt: int = 1,
+        started: Tensor | None = None,
     ) -> Rollout:
         """Sample with a KV cache; in bfloat16, where that differs from a full pass, evaluate the texts once more."""
         with self.precision.no_grad():
@@ -42,6 +47,7 @@ class LocalEngine:
                 self.tokenizer,
                 self.end_ids,
                 per_prompt,
+                None if started is None else started.to(self.precision.device),
             )
             if not self.precision.half:
                 return rollout

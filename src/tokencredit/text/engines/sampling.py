@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -29,19 +30,21 @@ CONTEXT = 16
 class Decoding:
     """Completions that grow by a token per step, and the rows that are still going."""
 
-    def __init__(self, batch: int, settings: SamplingConfig, ends: Tensor, readers: Sequence[Detokenizer]):
+    def __init__(self, started: Tensor, settings: SamplingConfig, ends: Tensor, readers: Sequence[Detokenizer]):
         """Begin with nothing drawn.
 
         Args:
-            batch: completions.
+            started: `[batch, begun]`, the tokens that stand already.
             settings: how to draw and when to stop.
             ends: tokens that end a completion.
             readers: of each completion, if texts can end it.
         """
-        shape, device = (batch, settings.max_new_tokens), ends.device
+        (batch, begun), device = started.shape, ends.device
+        shape = (batch, settings.max_new_tokens)
         self.settings, self.ends, self.readers = settings, ends, readers
         self.response_ids = torch.full(shape, int(ends[0]), device=device)
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.response_ids[:, :begun], self.mask[:, :begun] = started, True
         self.logprobs = torch.zeros(shape, device=device)
         self.values: Tensor | None = None
         self.entropy = torch.zeros(shape, device=device) if settings.filters() else None
@@ -142,6 +145,7 @@ def sample(
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
     per_prompt: int = 1,
+    started: Tensor | None = None,
 ) -> Rollout:
     """Sample a completion for each prompt, by inverse-CDF sampling with one uniform number per token.
 
@@ -156,15 +160,19 @@ def sample(
         tokenizer: reads what was written so far, where a text may end it.
         end_ids: tokens that end a completion.
         per_prompt: consecutive rows with the same prompt, which is then read once; it divides `batch`.
+        started: `[batch, begun]`, first tokens of the completions, the same in rows of one prompt; their log-probs and
+            values are 0 in the rollout. None for none.
     """
     batch, limit = uniforms.shape
     readers = stop_readers(prompts, tokenizer) if settings.stop else []
-    state = Decoding(batch, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
+    started = prompts.ids.new_zeros(batch, 0) if started is None else started
+    begun = started.shape[1]
+    state = Decoding(started, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
     critic = model.critic if model.critic is not None and model.critic.trunk is None else None
-    steps = CachedSteps(model, prompts.mask, limit)
-    inputs = prompts.ids
-    for step in range(limit):
-        hidden = steps.next(inputs) if step else steps.prompts(inputs, per_prompt)
+    inputs = torch.cat([prompts.ids, started], dim=1)
+    steps = CachedSteps(model, pad(prompts.mask, (0, begun), value=True), limit - begun)
+    for step in range(begun, limit):
+        hidden = steps.next(inputs) if step > begun else steps.prompts(inputs, per_prompt)
         tokens = state.draw(step, model.logits(hidden), uniforms, inputs)
         if critic is not None:
             state.keep_values(step, critic(hidden))

@@ -1,0 +1,54 @@
+"""The estimators that an audit compares, by label: the run's own and all others that its data allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tokencredit.core.estimators import ESTIMATORS
+
+LAMBDAS = (0.5, 0.9, 0.95)
+
+
+class Variant(NamedTuple):
+    """An estimator with its settings."""
+
+    name: str
+    options: Mapping[str, Any]
+    critic: bool = True
+    """The critic's values are handed to it."""
+
+
+def label(name: str, options: Mapping[str, Any]) -> str:
+    """A variant in a table: `gae, λ = 0.95`."""
+    if name in ("gae", "td", "monte_carlo"):
+        lam = {"td": 0.0, "monte_carlo": 1.0}.get(name, options.get("lam"))
+        return {0.0: "td (gae, λ = 0)", 1.0: "monte_carlo (gae, λ = 1)"}.get(lam, f"gae, λ = {lam:g}")
+    shown = {"lam": "λ", "alpha": "α", "n": "n"}
+    settings = [f"{shown[key]} = {options[key]:g}" for key in ESTIMATORS[name].settings if key in shown]
+    return ", ".join([name, *settings])
+
+
+def variants(name: str, options: Mapping[str, Any], *, values: bool, texts: bool, groups: bool) -> dict[str, Variant]:
+    """All estimators by label; the first is the run's own.
+
+    Args:
+        name: the run's estimator.
+        options: the settings of all estimators, as the run has them.
+        values: a critic's values are there.
+        texts: rows have one score each, which estimators without a critic compare.
+        groups: several completions of each prompt are there.
+    """
+    listed = [Variant(name, options)]
+    listed += [Variant(other, options) for other in ("td", "monte_carlo", "n_step", "length_adaptive_gae")]
+    listed += [Variant("gae", {**options, "lam": lam}) for lam in LAMBDAS]
+    listed += [Variant(other, options, critic=False) for other in ("reward_to_go", "total_return")]
+    if texts:
+        listed.append(Variant("uniform", options, critic=False))
+    if groups:
+        listed += [Variant(other, options, critic=False) for other in ("group_relative", "leave_one_out")]
+    found: dict[str, Variant] = {}
+    for variant in listed:
+        if values or ESTIMATORS[variant.name].critic != "required":
+            found.setdefault(label(variant.name, variant.options), variant)
+    return found

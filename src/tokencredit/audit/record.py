@@ -1,0 +1,56 @@
+"""Numbers of an audit as files and metrics hold them: audit.json, `audit/…` in metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tokencredit.audit.agreement import share_real
+from tokencredit.audit.truth import Truth
+
+DECIMALS = 6
+
+
+def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics of an audit; a figure that cannot be known is left out.
+
+    Returns:
+        `audit/correlation` of the shown advantages with the true ones, and `audit/trust`, the share of their variance
+        that is real; `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, the
+        lower bounds of what the correlation would gain with λ = 1 and λ = 0; of the critic `audit/explained_variance`,
+        its upper bound `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper
+        bound, and `audit/ranking`.
+    """
+    estimators, shown = credit["estimators"], credit["estimators"][credit["shown"]]
+    correlation = shown["correlation"]["value"]
+    found: dict[str, float | None] = {
+        "correlation": correlation,
+        "trust": share_real(correlation),
+        "sign_agreement": shown["sign_agreement"]["value"],
+        "noise": credit["noise"]["value"],
+    }
+    for name, label in {"raise_lam": "monte_carlo (gae, λ = 1)", "lower_lam": "td (gae, λ = 0)"}.items():
+        if label in estimators and label != credit["shown"]:
+            found[name] = estimators[label]["gain"]["low"]
+    if critic is not None:
+        found |= {name: critic[name]["value"] for name in ("explained_variance", "slope", "bias", "spread", "ranking")}
+        found |= {f"{name}_high": critic[name]["high"] for name in ("explained_variance", "spread")}
+    return {f"audit/{name}": value for name, value in found.items() if value is not None}
+
+
+def true_numbers(truth: Truth, row: int, length: int) -> dict[str, list[float | None]]:
+    """The truth of a row's steps: `true_values`, `true_advantages` and the standard errors of both; None if unknown."""
+    names = {
+        "true_values": truth.values,
+        "true_value_errors": truth.value_errors,
+        "true_advantages": truth.advantages,
+        "true_advantage_errors": truth.advantage_errors,
+    }
+    return {name: _numbers(x[row, :length]) for name, x in names.items()}
+
+
+def _numbers(x: torch.Tensor) -> list[float | None]:
+    return [round(value, DECIMALS) if math.isfinite(value) else None for value in x.tolist()]

@@ -1,0 +1,200 @@
+"""The audit of a policy's credit: fresh completions, their true values, and every estimator beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.audit.agreement import judge_credit, judge_critic
+from tokencredit.audit.estimates import variants
+from tokencredit.audit.record import audit_metrics, true_numbers
+from tokencredit.audit.truth import Returns, Truth
+from tokencredit.processes import Processes
+from tokencredit.settings.training import AuditConfig
+from tokencredit.text.audit.continuations import Continuations
+from tokencredit.text.batch import Batch
+from tokencredit.text.credit import Credit, ScoreScale
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+
+SEED_OFFSET = 2_000_003
+"""Keeps an audit's random numbers apart from those of training and evaluation."""
+FIRST_ROUND = 4
+"""Continuations of every state before any state gets more, where time is limited."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Audited completions with the truth and the advantages of every estimator, `[completions, time]` each."""
+
+    batch: Batch
+    """Of the whole groups; `rows` are audited."""
+    rows: list[int]
+    truth: Truth
+    values: Tensor | None
+    """The critic's."""
+    advantages: Mapping[str, Tensor]
+    """By label; the first is the run's own."""
+    continuations: float
+    """Per state, on average."""
+    seconds: float
+
+    def judge(self, processes: Processes) -> dict[str, Any]:
+        """The findings of `audit.agreement` on the completions of all processes: `critic`, `credit` and `metrics`."""
+        parts = {f"truth {name}": x for name, x in vars(self.truth).items()} | dict(self.advantages)
+        if self.values is not None:
+            parts["values"] = self.values
+        everyone = dict(zip(parts, gathered(processes, list(parts.values())), strict=True))
+        truth = Truth(**{name: everyone[f"truth {name}"] for name in vars(self.truth)})
+        credit = judge_credit(truth, {label: everyone[label] for label in self.advantages})
+        critic = None if self.values is None else judge_critic(truth, everyone["values"])
+        return {"credit": credit, "critic": critic, "metrics": audit_metrics(credit, critic)}
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        """This process's completions as samples.jsonl has them, with the truth of each token."""
+        samples = self.batch.samples(tokenizer, self.rows)
+        return [sample | true_numbers(self.truth, row, len(sample["tokens"])) for row, sample in enumerate(samples)]
+
+    def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """This process's part of audit.json, beside what `judge` finds."""
+        asked = {name: getattr(settings, name) for name in ("completions", "continuations", "states")}
+        samples = [{"iteration": number, **sample} for sample in self.samples(tokenizer)]
+        measured = {"continuations": self.continuations, "seconds": self.seconds}
+        return {"iteration": number, "settings": asked, **measured, "samples": samples}
+
+
+@dataclass(frozen=True)
+class Auditor:
+    """Measures the true credit of completions that a run's policy samples, as the run samples and scores them."""
+
+    pipeline: Pipeline
+    credit: Credit
+    """Of the run; audits leave it as it is."""
+    prompts: Prompts
+    settings: AuditConfig
+    """How much is measured; `every` is not read."""
+    group: int = 1
+    """Least number of completions per prompt that group estimators compare; the first of each group is audited."""
+
+    def audit(self, number: int) -> Audit:
+        """Audit fresh completions; those of another iteration, `number`, are others.
+
+        The run's scale of scores and its running means stand where they are. Continuations are sampled for the truth
+        alone.
+
+        Raises:
+            UnusableBatch: a log-probability, KL, value or reward is not finite, in any process.
+            RewardError: a reward cannot be had.
+        """
+        started, args, processes = time.perf_counter(), self.credit.args, self.pipeline.processes
+        group = max(self.group, args.rollout.per_prompt)
+        place = number * processes.count + processes.rank
+        generator = torch.Generator().manual_seed((args.seed << 24) + SEED_OFFSET + place)
+        scored = self._collect(place, group, generator)
+        credit = Credit(replace(args, rollout=replace(args.rollout, per_prompt=group)), self.credit.reduce)
+        credit.load_state_dict(self.credit.state_dict())
+        batch, _ = credit.give(scored)
+        scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
+        deadline = None if self.settings.seconds is None else started + self.settings.seconds
+        returns, error = Returns(len(rows), scored.rollout.mask.shape[1]), None
+        try:
+            self._sample(returns, scored, scale, rows, generator, deadline)
+        except UnusableBatch as caught:
+            error = caught
+        if not processes.all(error is None):
+            raise error or UnusableBatch("another process could not audit", scored.rollout, scored.texts())
+        lengths = scored.rollout.mask.sum(1).cpu()[rows]
+        last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
+        values = scored.rollout.values
+        return Audit(
+            batch,
+            rows.tolist(),
+            returns.truth(last, lengths),
+            None if values is None else values.cpu()[rows],
+            {label: x.cpu()[rows] for label, x in self._estimates(credit, scored, scale, group)},
+            float(returns.counts[returns.counts > 0].mean()),
+            time.perf_counter() - started,
+        )
+
+    def _collect(self, place: int, group: int, generator: torch.Generator) -> Scored:
+        """Fresh completions of this process, whole groups."""
+        args = self.credit.args
+        count = -(-self.settings.completions // self.pipeline.processes.count) * group
+        uniforms = torch.rand(count, args.rollout.max_new_tokens, generator=generator)
+        prompts, bootstrap = self.prompts.batch(place * count, count, group), args.advantage.bootstrap
+        return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
+
+    def _sample(
+        self,
+        returns: Returns,
+        scored: Scored,
+        scale: ScoreScale,
+        rows: Tensor,
+        generator: torch.Generator,
+        deadline: float | None,
+    ) -> None:
+        """Sample continuations into `returns` until there are enough, or the time is up."""
+        args, lengths = self.credit.args, scored.rollout.mask.sum(1).cpu()[rows]
+        alone = replace(self.pipeline, processes=self.pipeline.processes.alone())
+        credit = Credit(args, lambda x: x)
+        credit.load_state_dict(self.credit.state_dict())
+        bootstrap = args.advantage.bootstrap
+        sampler = Continuations(alone, credit, scale, args.rollout, generator, bootstrap)
+        tokens = spread(int(lengths.max()), self.settings.states, generator)
+        for count in rounds(self.settings.continuations, limited=deadline is not None):
+            done: set[int] = set()
+            for at in (at for token in tokens for at in (token, token + 1)):
+                own = (lengths > at).nonzero().squeeze(1)
+                if at in done or len(own) == 0:
+                    continue
+                if deadline is not None and len(done) > 1 and time.perf_counter() > deadline:
+                    return
+                done.add(at)
+                places = {int(row): int(place) for place, row in zip(own, rows[own], strict=True)}
+                for part, sampled in sampler.returns(scored, rows[own], at, count):
+                    to = torch.tensor([places[row] for row in part.tolist()])
+                    returns.add(to, at, sampled[..., at], sampled[..., at - 1] if at else None)
+
+    def _estimates(
+        self, credit: Credit, scored: Scored, scale: ScoreScale, group: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The advantages of each estimator, before any whitening, by its label."""
+        args, values = self.credit.args.advantage, scored.rollout.values
+        options, texts = args.options(), scored.dense is None and scored.bootstrap is None
+        chosen = variants(args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1)
+        for label, variant in chosen.items():
+            rollout = replace(scored.rollout, values=values if variant.critic else None)
+            estimator = replace(args, **{**variant.options, "estimator": variant.name})
+            yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
+
+
+def spread(time: int, count: int | None, generator: torch.Generator) -> list[int]:
+    """Token positions, at random within `count` equal parts of the time axis, in a random order; None for all."""
+    parts = time if count is None else min(count, time)
+    positions = ((torch.arange(parts) + torch.rand(parts, generator=generator)) * time / parts).long()
+    return [int(positions[i]) for i in torch.randperm(parts, generator=generator)]
+
+
+def rounds(continuations: int, *, limited: bool) -> Iterator[int]:
+    """Continuations of each state per round: all at once, or ever more of them where time may run out."""
+    done = 0
+    while done < continuations:
+        count = min(max(done, FIRST_ROUND), continuations - done) if limited else continuations
+        yield count
+        done += count
+
+
+def gathered(processes: Processes, tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors `[completions, time]` of all processes, joined along their first axis, with NaN as padding."""
+    if processes.count == 1:
+        return tensors
+    longest = int(processes.max(torch.tensor(tensors[0].shape[1], device=processes.device)))
+    padded = [pad(x.double(), (0, longest - x.shape[1]), value=torch.nan) for x in tensors]
+    return list(processes.gather(torch.stack(padded, dim=1).to(processes.device)).cpu().unbind(1))

@@ -1,0 +1,61 @@
+"""`tokencredit audit`: the credit of a run against the truth, at one of its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn import rng
+from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
+from tokencredit.runs.resuming import saved
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AuditConfig
+from tokencredit.text.audit.auditing import Auditor
+from tokencredit.text.pipeline import UnusableBatch
+from tokencredit.text.trainer import PPOTrainer
+
+GROUP = 8
+"""Completions per prompt that group estimators compare, in an audit of a run that sampled fewer."""
+
+
+def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None = None) -> dict[str, Any]:
+    """Audit a run as it stood at a checkpoint; nothing is written.
+
+    Args:
+        run: its folder; it may still be going on.
+        config: its configuration.
+        settings: how much is measured; `every` is not read.
+        checkpoint: the iteration; None for the newest checkpoint.
+
+    Returns:
+        The contents of audit.json.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
+        RunStopped: a number of the audit is not finite.
+    """
+    number = checkpoint if checkpoint is not None else max(saved(run / "checkpoints"), default=None)
+    if number is None:
+        raise ConfigError(
+            f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end, and "
+            "audit.every audits it while it trains"
+        )
+    if number not in saved(run / "checkpoints"):
+        there = ", ".join(map(str, saved(run / "checkpoints"))) or "none"
+        raise ConfigError(f"{str(run)!r} has no checkpoint of iteration {number}; there are: {there}")
+    try:
+        state = read_checkpoint(run / "checkpoints" / f"{number:06d}", 0)
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"the checkpoint of iteration {number} cannot be used: {error}") from error
+    with rng.preserved():
+        trainer = PPOTrainer(args=replace(config, run=replace(config.run, dir=str(run))))
+        trainer.load(state["trainer"] | {"process": state["process"]}, set())
+        group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt
+        auditor = Auditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group)
+        try:
+            audit = auditor.audit(number)
+        except UnusableBatch as error:
+            raise RunStopped(str(error)) from error
+        return audit.record(number, settings, trainer.tokenizer) | audit.judge(trainer.processes)

@@ -1,0 +1,47 @@
+"""The stream of a run's batches: prompts, and the random numbers that completions are sampled with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokencredit.learn.rng import from_text, to_text
+from tokencredit.processes import Processes
+from tokencredit.settings.training import RolloutConfig
+from tokencredit.text.data.prompts import PromptBatch, Prompts
+
+
+class BatchStream:
+    """Prompts and uniforms of one batch after another; each process takes its share of them.
+
+    The generator belongs to the stream alone, so that what is sampled does not depend on how many rows each process
+    shuffles, or on another stream.
+    """
+
+    def __init__(self, prompts: Prompts, settings: RolloutConfig, processes: Processes, seed: int):
+        """Start at the first prompt."""
+        self.prompts, self.settings, self.processes = prompts, settings, processes
+        self.generator = torch.Generator().manual_seed(seed)
+        self.drawn = 0
+        """Completions sampled so far; the position in the prompt sequence."""
+
+    def take(self) -> tuple[PromptBatch, Tensor]:
+        """This process's prompts of the next batch, and its uniforms `[share, max_new_tokens]`."""
+        settings = self.settings
+        share = settings.batch_size // self.processes.count
+        first = share * self.processes.rank
+        prompts = self.prompts.batch(self.drawn + first, share, settings.per_prompt)
+        self.drawn += settings.batch_size
+        uniforms = torch.rand(settings.batch_size, settings.max_new_tokens, generator=self.generator)
+        return prompts, uniforms[first:][:share]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        return {"drawn": self.drawn, "sampling": to_text(self.generator.get_state())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was."""
+        self.drawn = state["drawn"]
+        self.generator.set_state(from_text(state["sampling"]))

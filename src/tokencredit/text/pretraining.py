@@ -1,0 +1,121 @@
+"""Value pretraining: the critic learns the returns of the starting policy before the first iteration."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator
+from functools import partial
+
+import torch
+
+from tokencredit.learn.experience import critic_metrics
+from tokencredit.learn.learner import Learner
+from tokencredit.learn.stopping import Plateau
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import duration, figure
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.credit import Credit
+from tokencredit.text.data.stream import BatchStream
+from tokencredit.text.pipeline import Pipeline, UnusableBatch
+from tokencredit.text.stages import Stages, count_step
+
+FILE = "pretrain.jsonl"
+PATIENCE, RISE = 3, 0.01
+"""It ends after so many batches in a row whose explained variance is not above the best one by so much."""
+
+
+class Pretraining:
+    """Trains the critic alone on batches of the starting policy, with Monte-Carlo returns as targets.
+
+    Yuan et al. 2025 (VC-PPO, arXiv 2503.01491), "value pretraining". Each batch is sampled anew, measured, and then
+    learned from, so the explained variance of its returns is held out. Noise in the returns keeps it below 1.
+    """
+
+    def __init__(
+        self,
+        args: PPOConfig,
+        stream: BatchStream,
+        pipeline: Pipeline,
+        credit: Credit,
+        learner: Learner,
+        record: RunRecord,
+    ):
+        """Put the parts together; `stream` is another one than that of the iterations, which it leaves as it is."""
+        self.args, self.stream, self.pipeline = args, stream, pipeline
+        self.credit, self.learner, self.record = credit, learner, record
+        self.stages = Stages(self, ())  # callbacks are for iterations
+
+    def batches(self) -> Generator[None, None, dict[str, float]]:
+        """Train on one batch after another, yielding between two.
+
+        Returns:
+            `pretrain/batches`, `pretrain/tokens`, and `pretrain/explained_variance`, a mean over the last batches.
+
+        Raises:
+            TooManyBadSteps: batches or steps with something that is not finite, `run.max_bad_steps` in a row.
+            RewardError: a reward cannot be had.
+        """
+        began = time.perf_counter()
+        if self.record.main:
+            self.record.folder.write(FILE, "")  # a run that was cut short here begins anew
+        plateau, tokens, risen = Plateau(patience=PATIENCE, least=RISE), 0.0, True
+        explained: list[float] = []
+        number = 0
+        while risen and number < self.args.critic.pretrain:
+            if number:
+                yield
+            number += 1
+            row = self._batch(number)
+            tokens += row["tokens"]
+            if "explained_variance" in row:
+                explained.append(row["explained_variance"])
+                risen = not plateau.update(explained[-1])
+        last = explained[1:][-PATIENCE:] or explained
+        mean = sum(last) / len(last) if last else math.nan
+        start = explained[0] if explained else math.nan
+        self.record.event(
+            f"pretraining: the critic learned from {number} batches ({tokens:,.0f} tokens) in "
+            f"{duration(time.perf_counter() - began)}; explained variance of new batches {figure(start)} → "
+            f"{figure(mean)}" + ("" if risen else ", which no longer rose")
+        )
+        return {"pretrain/batches": number, "pretrain/tokens": tokens, "pretrain/explained_variance": mean}
+
+    def _batch(self, number: int) -> dict[str, float]:
+        """Sample, measure and learn from a batch, and write it down; returns its metrics."""
+        row: dict[str, float] = {"batch": number}
+        began = time.perf_counter()
+        settings, advantage, processes = self.args.rollout, self.args.advantage, self.pipeline.processes
+        prompts, uniforms = self.stream.take()
+        try:
+            scored = self.pipeline.collect(
+                prompts,
+                settings,
+                uniforms,
+                settings.per_prompt,
+                values=True,
+                bootstrap=advantage.bootstrap,
+                stage=self.stages,
+            )
+        except UnusableBatch as bad:
+            self.record.bad_step(0, str(bad), bad.rollout.inputs(), texts=bad.texts)
+            row |= {"tokens": float(processes.sum(bad.rollout.mask.sum())), "critic_steps": 0, "bad_steps": 1}
+        else:
+            rollout, experience = scored.rollout, self.credit.monte_carlo(scored)
+            assert rollout.values is not None
+            row |= critic_metrics(rollout.values, experience.returns, rollout.mask, processes.sum)
+            sums = torch.stack([rollout.mask.sum().float(), experience.returns.sum(), scored.totals().sum()])
+            tokens, returns, reward = processes.sum(sums).tolist()
+            row |= {"return_mean": returns / tokens, "reward": reward / settings.batch_size, "tokens": tokens}
+            with self.stages("update"):
+                row |= self.learner.pretrain_critic(experience, on_step=partial(count_step, self.record, 0, scored))
+            self.pipeline.engine.weights_changed()
+        row["seconds"] = time.perf_counter() - began
+        if self.record.main:
+            self.record.folder.append(FILE, {key: x if math.isfinite(x) else None for key, x in row.items()})
+        explained = row.get("explained_variance")
+        self.record.screen.say(
+            f"pretraining {number}/{self.args.critic.pretrain}  explained variance {figure(explained)}  "
+            f"value loss {figure(row.get('critic_value_loss'))}"
+        )
+        return row
