@@ -25,7 +25,8 @@ OPTIONS = [
     "1",
 ]
 OPTIONS += ["--eval.every", "3", "--eval.samples", "16", "--eval.max_new_tokens", "8"]
-OPTIONS += ["--critic.epochs", "2", "--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
+OPTIONS += ["--critic.epochs", "2", "--critic.buffer", "1", "--critic.places", "[0.3, 0.6, 0.9]"]
+OPTIONS += ["--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
 OPTIONS += ["--critic.pretrain", "2", "--run.save_every", "2", "--run.dir"]
 TOGETHER = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 
@@ -62,6 +63,22 @@ def test_two_processes_train_as_one_does_and_resume_together_or_as_one(tmp_path)
     _, resumed, _ = train([], tmp_path / "fewer", ["--resume"])
     assert resumed[:2] == together[:2]
     assert [m["iteration"] for m in resumed] == [1, 2, 3]
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_two_critics_learn_alike_in_two_processes(tmp_path):
+    """Micro-batches are so small that most have no row of one of the critics."""
+    options = [*OPTIONS[:8], "--critic.kind", "separate", "--critic.members", "2", "--critic.clip", "null"]
+    options += ["--critic.epochs", "1", "--ppo.micro_batch_tokens", "24", "--run.iterations", "1", "--run.dir"]
+    _, alone, _ = train([], tmp_path / "one", options)
+    _, together, _ = train(TOGETHER, tmp_path / "two", options, ACCELERATE_USE_CPU="true")
+    for one, two in zip(alone, together, strict=True):
+        for name in ("value_loss", "critic_value_loss", "grad_norm", "explained_variance", "reward"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
+    for part in ("value_head.safetensors", "value_head-2.safetensors", "critic-2/model.safetensors"):
+        weights, expected = (load_file(tmp_path / run / "policy" / part) for run in ("two", "one"))
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")

@@ -99,8 +99,12 @@ TEXTS = {
     },
     "pretrained": {"critic": CriticConfig(kind="separate", pretrain=3), "score": ScoreConfig(normalize="running")},
     "LoRA with dropout": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1))},
-    "muon, separate critic": {
-        "critic": CriticConfig(kind="separate", epochs=1),
+    "two half critics with frozen attention": {
+        "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, freeze="attention", epochs=1),
+    },
+    "a probe on the first layer": {"critic": CriticConfig(layers=1, detach=True, epochs=1)},
+    "muon, separate critic of histograms, buffer": {
+        "critic": CriticConfig(kind="separate", epochs=1, loss="histogram", buffer=2),
         "optim": OptimConfig(name="muon"),
     },
 }
@@ -124,7 +128,7 @@ AGENTS = {
         "env": EnvConfig(id="Hopper-v5", number=2, processes=True, normalize_observations=True, normalize_rewards=True),
         "steps": 64,
     },
-    "steps of the critic alone": {"critic": AgentCriticConfig(epochs=2, coef=0.0)},
+    "steps of the critic alone": {"critic": AgentCriticConfig(epochs=2, coef=0.0, loss="huber", buffer=2)},
     "episodes that end with the rollout": {
         "env": EnvConfig(id="Acrobot-v1", kwargs={"max_episode_steps": 10}),
         "steps": 10,

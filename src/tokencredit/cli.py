@@ -9,7 +9,6 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -195,19 +194,19 @@ def audit_parser() -> ArgumentParser:
     """The arguments of `tokencredit audit`."""
     parser = new_command("Measure a run's credit against the truth, and show it in the run's page.")
     parser.add_argument("run", help="The folder of a run; it may still be going on.")
-    parser.add_argument("--checkpoint", type=PositiveInt | None, help="The iteration; by default the newest checkpoint.")
+    parser.add_argument("--checkpoint", type=PositiveInt | None, help="Its iteration; by default the newest one.")
     parser.add_argument("--completions", type=PositiveInt, default=16, help="Fresh completions that are audited.")
     parser.add_argument("--continuations", type=PositiveInt, default=32, help="Continuations per state.")
-    parser.add_argument(
-        "--states", type=PositiveInt | Literal["all"], default="all", help="Tokens of each completion, spread over it."
-    )
+    parser.add_argument("--states", default="all", help="Tokens of each completion, spread over it: all, or a number.")
     parser.add_argument("--seconds", type=PositiveFloat | None, help="Longest time; by default none.")
     return parser
 
 
 def audit(options: Namespace) -> None:
     """`tokencredit audit`."""
-    states = None if options.states == "all" else options.states
+    if options.states != "all" and not (options.states.isdecimal() and int(options.states)):
+        raise ConfigError(f"--states is {options.states}; it must be all, or a whole number of at least 1")
+    states = None if options.states == "all" else int(options.states)
     sizes = {"completions": options.completions, "continuations": options.continuations}
     for name, size in sizes.items():
         if size < 2:

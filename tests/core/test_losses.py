@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import integrate, stats
 
 from tokencredit.core.logprobs import token_logprobs
 from tokencredit.core.losses import (
@@ -13,8 +14,12 @@ from tokencredit.core.losses import (
     RatioStats,
     clip_range,
     clipped_surrogate,
+    histogram_loss,
+    histogram_values,
     ratio_stats,
     reduction_count,
+    smoothed_histogram,
+    sparse_mask,
     token_weights,
     total_loss,
     value_loss,
@@ -57,6 +62,120 @@ def test_value_loss_by_hand():
     torch.testing.assert_close(value_loss(values, old, returns, mask), torch.tensor([0.0, 0.405, 0.0]))
     # The first is clipped to 1.2: ½ (1.2 − 3)² = 1.62. The second moved 0.1, which is allowed.
     torch.testing.assert_close(value_loss(values, old, returns, mask, clip=0.2), torch.tensor([1.62, 0.405, 0.0]))
+
+
+def test_huber_loss_by_hand():
+    """δ = ½: errors of 0.2, −0.5 and 2 cost ½ 0.04, ½ 0.25 and ½ (2 − ¼)."""
+    values, returns = torch.tensor([1.2, 0.5, 3.0, NAN]), torch.tensor([1.0, 1.0, 1.0, NAN])
+    mask = torch.tensor([T, T, T, F])
+    loss = value_loss(values, values, returns, mask, huber_delta=0.5)
+    torch.testing.assert_close(loss, torch.tensor([0.02, 0.125, 0.875, 0.0]))
+    # Clipped to 1.2 and 0.9: an error of 0.2 costs 0.02; one of 0.9, in the place of 0.5, ½ (0.9 − ¼).
+    old = torch.tensor([1.0, 1.5])
+    loss = value_loss(torch.tensor([3.0, 1.5]), old, torch.tensor([1.0, 2.4]), clip=0.2, huber_delta=0.5)
+    torch.testing.assert_close(loss, torch.tensor([0.875, 0.325]))
+
+
+def test_no_error_pulls_with_more_than_delta():
+    values = torch.tensor([0.3, -7.0, 0.5]).requires_grad_()
+    value_loss(values, values, torch.zeros(3), huber_delta=0.5).sum().backward()
+    torch.testing.assert_close(values.grad, torch.tensor([0.3, -0.5, 0.5]))
+
+
+@pytest.mark.parametrize("delta", [0.0, -1.0, NAN, math.inf])
+def test_a_huber_delta_is_above_0(delta):
+    with pytest.raises(ValueError, match="huber_delta"):
+        value_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), huber_delta=delta)
+
+
+EDGES = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_smoothed_histogram_by_hand():
+    """A Gaussian of deviation 0.75 around 2: Φ(4/3) = 0.90879 and Φ(8/3) = 0.99617, cut off at ± 2."""
+    inner, outer = 0.90879 - 0.5, 0.99617 - 0.90879
+    whole = 2 * (inner + outer)
+    mass = smoothed_histogram(torch.tensor([2.0, 0.0]), EDGES)
+    torch.testing.assert_close(mass[0], torch.tensor([outer, inner, inner, outer]) / whole, atol=1e-4, rtol=0)
+    # Around the outer edge 0: Φ(4/3) − ½, Φ(8/3) − Φ(4/3), Φ(4) − Φ(8/3) = 0.00380, the rest 3e-5.
+    expected = torch.tensor([inner, outer, 0.0038, 3.1e-5])
+    torch.testing.assert_close(mass[1], expected / expected.sum(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("target", [0.3, 1.9, 2.5, 3.99])
+def test_a_smoothed_histogram_by_numeric_integration(target):
+    edges = torch.linspace(-1, 6, 15)
+    scale = 0.75 * 0.5
+    whole = stats.truncnorm((-1 - target) / scale, (6 - target) / scale, loc=target, scale=scale)
+    expected = [integrate.quad(whole.pdf, float(a), float(b))[0] for a, b in pairwise(edges)]
+    mass = smoothed_histogram(torch.tensor([target]), edges)[0]
+    torch.testing.assert_close(mass, torch.tensor(expected), atol=1e-6, rtol=1e-4)
+
+
+@given(st.floats(-1, 1), st.integers(16, 200), st.floats(-1e3, 1e3), st.floats(1e-2, 1e3))
+def test_the_mean_of_a_smoothed_histogram_is_the_target(place, bins, low, width):
+    edges = low + width * torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    bin_width, middle = width / bins, low + width / 2
+    target = torch.tensor(middle + place * (width / 2 - 3 * bin_width), dtype=torch.float64)
+    mass = smoothed_histogram(target, edges)
+    assert mass.sum().item() == pytest.approx(1)
+    mean = histogram_values(mass.log(), edges).item()
+    assert abs(mean - target.item()) < 1e-4 * bin_width + 1e-6 * abs(mean)
+
+
+def test_a_target_outside_the_support_counts_as_its_end():
+    mass = smoothed_histogram(torch.tensor([-50.0, 0.0, 1e30, 4.0]), EDGES)
+    assert torch.equal(mass[0], mass[1])
+    assert torch.equal(mass[2], mass[3])
+
+
+def test_histogram_loss_by_hand():
+    """Four even bins cost log 4 whatever the target; the value is the middle. A bin that is sure has its centre."""
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [-50.0, 0.0, -50.0, -50.0]])
+    loss = histogram_loss(logits, torch.tensor([0.3, 1.5]), EDGES)
+    assert loss[0].item() == pytest.approx(math.log(4))
+    mass = smoothed_histogram(torch.tensor(1.5), EDGES)
+    assert loss[1].item() == pytest.approx(50 * (1 - mass[1]).item(), rel=1e-5)
+    torch.testing.assert_close(histogram_values(logits, EDGES), torch.tensor([2.0, 1.5]))
+    with pytest.raises(ValueError, match="edges has shape"):
+        histogram_loss(logits, torch.zeros(2), EDGES[:-1])
+
+
+def test_the_histogram_of_least_loss_has_the_mean_return():
+    """Its gradient, softmax(logits) − mean of the returns' histograms, is 0 there; PyTorch's cross-entropy agrees."""
+    edges = torch.linspace(-2, 3, 52, dtype=torch.float64)
+    returns = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    masses = smoothed_histogram(returns, edges)
+    logits = masses.mean(0).clamp(min=1e-30).log().expand(4, -1).clone().requires_grad_()
+    losses = histogram_loss(logits, returns, edges)
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits, masses, reduction="none"))
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    torch.testing.assert_close(gradient.sum(0), torch.zeros(51, dtype=torch.float64), atol=1e-9, rtol=0)
+    assert histogram_values(logits[0], edges).item() == pytest.approx(0.25, abs=1e-5)
+
+
+def test_sparse_states_by_hand():
+    """Number round((n − 1) · place), of 11, 5, 2, 1 and 0 tokens; 4 · 0.9 = 3.6 would be the last of five."""
+    lengths = [11, 5, 2, 1, 0]
+    mask = torch.arange(11) < torch.tensor(lengths).unsqueeze(1)
+    sparse = sparse_mask(mask, [0.3, 0.6, 0.9])
+    assert [row.nonzero().flatten().tolist() for row in sparse] == [[3, 6, 9], [1, 2, 3], [0], [0], []]
+    ends = sparse_mask(mask, [0.0, 1.0])
+    assert [row.nonzero().flatten().tolist() for row in ends] == [[0, 10], [0, 4], [0, 1], [0], []]
+
+
+def test_sparse_states_are_numbered_among_acted_tokens():
+    mask = torch.tensor([[T, F, T, T, F, T, T]])
+    assert sparse_mask(mask, [0.3, 0.6, 0.9]).nonzero()[:, 1].tolist() == [2, 3, 5]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.lists(st.floats(0, 1), min_size=1, max_size=4))
+def test_sparse_states_by_definition(lengths, places):
+    mask = torch.arange(40) < torch.tensor(lengths).unsqueeze(1)
+    for length, row in zip(lengths, sparse_mask(mask, places), strict=True):
+        numbers = {round((length - 1) * place) for place in places if place == 1}
+        numbers |= {max(min(round((length - 1) * place), length - 2), 0) for place in places if place < 1}
+        assert row.nonzero().flatten().tolist() == (sorted(numbers) if length else [])
 
 
 def test_weights_by_hand():
@@ -130,8 +249,10 @@ def test_value_loss_by_definition(value, old_value, target, clip):
     if clip is not None:
         clipped = min(max(value, old_value - clip), old_value + clip)
         expected = max(expected, 0.5 * (clipped - target) ** 2)
-    tensors = (torch.tensor([x], dtype=torch.float64) for x in (value, old_value, target))
+    tensors = [torch.tensor([x], dtype=torch.float64) for x in (value, old_value, target)]
     assert value_loss(*tensors, clip=clip).item() == pytest.approx(expected)
+    huber = torch.nn.functional.huber_loss(tensors[0], tensors[2], delta=0.7)
+    assert value_loss(*tensors, huber_delta=0.7).item() == pytest.approx(huber.item())
 
 
 def losses(mask, tensors, weights):

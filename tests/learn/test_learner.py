@@ -12,9 +12,10 @@ from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner, NonFiniteUpdate, UpdateSettings
-from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes, PolicyOutputs
+from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss, Objective, Passes, PolicyOutputs
 from tokencredit.learn.optim import schedule
 from tokencredit.processes import Processes
+from tokencredit.runs.checkpoint import read_checkpoint, write_manifest, write_process, write_state
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7
 OBJECTIVE = Objective(clip=0.2, value_clip=0.3, value_coef=0.5, entropy_coef=0.01)
@@ -62,7 +63,7 @@ def learner_of(policy, objective=OBJECTIVE, evaluate=evaluate, **settings):
     return Learner(
         policy,
         torch.optim.SGD(policy.parameters(), lr=0.5),
-        Passes(evaluate, lambda inputs: policy.value[inputs["states"]]),
+        Passes(evaluate, lambda inputs: CriticOutputs(policy.value[inputs["states"]]), ("states",)),
         objective,
         UpdateSettings(**{"epochs": 1, "minibatches": 1} | settings),
         schedule("constant"),
@@ -165,7 +166,7 @@ def test_a_constant_reduction_divides_by_rows_times_the_horizon(world):
 
 def test_the_loss_is_that_of_core(world):
     policy, experience = world
-    loss = MicroBatchLoss(OBJECTIVE, experience, experience.mask.sum())
+    loss = MicroBatchLoss(OBJECTIVE, experience, experience.mask.sum().repeat(2))
     now = policy(experience.inputs, loss)
     policy_losses = clipped_surrogate(now.logprobs, experience.logprobs, experience.advantages, experience.mask)
     value_losses = value_loss(now.values, experience.values, experience.returns, experience.mask, clip=0.3)
@@ -431,6 +432,106 @@ def test_pretraining_is_at_the_full_rate_without_a_clip_and_the_critics_alone(wo
         assert all(parameter.grad is None for parameter in policy.parameters())
     assert torch.equal(*tables)
     assert (tables[0] - start["value"]).abs().max() > 0.3  # six steps of Adam, of about 0.1 each
+
+
+def test_a_sparse_value_loss_by_hand(world):
+    """The gradient of the value loss is Σ (V − R) / states over the first and the last token of each row alone."""
+    policy, experience = world
+    before, rows = policy.value.detach().clone(), torch.arange(ROWS)
+    places = torch.stack([torch.zeros(ROWS, dtype=torch.int64), experience.mask.sum(1) - 1], dim=1)
+    at = (rows.repeat_interleave(2), places.flatten())
+    states, returns = experience.inputs["states"][at], experience.returns[at]
+    objective = Objective(value_clip=None, value_places=(0.0, 1.0), value_coef=1.0)
+    expected = before.index_add(0, states, -0.5 * (before[states] - returns) / (2 * ROWS))
+    for tokens in (None, TIME):  # micro-batches of one row add up to the same
+        policy.value.data = before.clone()
+        learner_of(policy, objective, micro_batch_tokens=tokens).update(experience)
+        torch.testing.assert_close(policy.value.detach(), expected)
+    policy.value.data = before.clone()
+    learner = learner_of(policy, replace(objective, value_coef=0.0), critic_epochs=1)
+    metrics = learner.update(experience)
+    torch.testing.assert_close(policy.value.detach(), expected)
+    errors = 0.5 * (before[states] - returns).square()
+    assert metrics["critic_value_loss"] == pytest.approx(errors.mean().item(), rel=1e-5)
+
+
+def earlier(experience, shift):
+    """Another experience of the same shape, of other states and returns."""
+    inputs = experience.inputs | {"states": experience.inputs["states"].roll(shift, 0)}
+    return replace(experience, inputs=inputs, returns=experience.returns.roll(1, 0) + shift)
+
+
+def test_the_buffer_s_steps_by_hand(world):
+    """The critic alone steps on the last two experiences, oldest first and without a clip, then on the new one."""
+    policy, experience = world
+    objective = Objective(value_clip=0.01, value_coef=0.0)
+    learner = learner_of(policy, objective, critic_epochs=1, critic_buffer=2)
+    batches = [earlier(experience, shift) for shift in (1, 2, 3)]
+    for batch in batches:
+        learner.update(batch)
+    expected = policy.value.detach().clone()
+    new = replace(experience, values=experience.values + 5)
+    for batch in (*batches[1:], new):
+        mask, states = batch.mask, batch.inputs["states"][batch.mask]
+        value = expected[states].requires_grad_()
+        clip = objective.value_clip if batch is new else None
+        loss = value_loss(value, batch.values[mask], batch.returns[mask], clip=clip).mean()
+        expected = expected.index_add(0, states, -0.5 * torch.autograd.grad(loss, value)[0])
+    metrics = learner.update(new)
+    torch.testing.assert_close(policy.value.detach(), expected)
+    assert metrics["critic_steps"] == 3
+
+
+def test_a_buffer_goes_on_from_its_state(world, tmp_path):
+    policy, experience = world
+    settings = {"minibatches": 2, "critic_epochs": 2, "critic_buffer": 2}
+    once, again = learner_of(policy, **settings), learner_of(TablePolicy(), **settings)
+    for shift in (1, 2, 3):
+        once.update(earlier(experience, shift))
+    shared, own = once.state()
+    write_state(tmp_path, {})
+    write_process(tmp_path, 0, own)
+    write_manifest(tmp_path)
+    shared = {name: {key: x.detach().clone() for key, x in part.items()} for name, part in shared.items()}
+    assert (tmp_path / "process-0.safetensors").is_file()
+    again.load(shared, read_checkpoint(tmp_path, 0)["process"])
+    expected = once.update(experience)
+    assert again.update(experience) == expected
+    assert expected["critic_steps"] == 2 * 3 * 2
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.model.parameters(), strict=True))
+
+
+def test_what_a_damaged_experience_holds_does_not_stay_in_the_buffer(world):
+    policy, experience = world
+    learner = learner_of(policy, critic_epochs=1, critic_buffer=2)
+    learner.update(earlier(experience, 1))
+    broken = earlier(experience, 2)
+    broken.returns[3, 0] = math.nan
+    assert learner.update(broken, on_step=lambda *_: None)["bad_steps"] == 2
+    assert learner.update(experience)["critic_steps"] == 2
+    learner.buffer.experiences[0].returns[0] = math.inf
+    errors = []
+    learner.update(experience, on_step=lambda minibatch, error: errors.append(error))
+    assert [(error.term, error.row) for error in errors if error] == [("value loss of an earlier batch", None)]
+
+
+def test_a_buffer_of_other_batches_helps_a_critic_that_one_batch_misleads():
+    """Returns of one state: ±1 with mean 0. The mean of five batches is nearer to it than that of the last one."""
+    torch.manual_seed(0)
+    errors = {}
+    for size in (0, 9):
+        policy, found = TablePolicy(), []
+        learner = learner_of(policy, Objective(value_clip=None), critic_epochs=20, critic_buffer=size)
+        for _ in range(30):
+            returns = torch.randn(4, 1).sign()
+            zeros = torch.zeros(4, 1)
+            inputs = {"states": zeros.long(), "actions": zeros.long(), "mask": zeros == 0}
+            values = policy.value.detach()[inputs["states"]]
+            batch = Experience(inputs, zeros == 0, torch.ones(4).long(), zeros, values, zeros, returns)
+            learner.update(batch)
+            found.append(policy.value[0].item() ** 2)
+        errors[size] = sum(found[10:]) / 20
+    assert errors[9] < 0.6 * errors[0]
 
 
 @dataclass(frozen=True)

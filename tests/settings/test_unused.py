@@ -32,6 +32,36 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
     ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),
     ("text", {"critic.pretrain": 2, "critic.coef": 0}, "critic.pretrain", "without critic.coef or critic.epochs"),
+    *[
+        (world, {f"critic.{key}": value, "critic.coef": 0}, f"critic.{key}", "without critic.coef or critic.epochs")
+        for world, key, value in [
+            ("text", "loss", "histogram"),
+            ("control", "loss", "huber"),
+            ("text", "places", [0.5]),
+        ]
+    ],
+    *[
+        (world, {f"critic.{key}": value}, f"critic.{key}", f"without critic.{need}")
+        for world, key, value, need in [
+            ("text", "huber_delta", 0.5, "loss: huber"),
+            ("control", "huber_delta", 0.5, "loss: huber"),
+            ("text", "bins", 101, "loss: histogram"),
+            ("text", "buffer", 2, "epochs"),
+            ("control", "buffer", 2, "epochs"),
+        ]
+    ],
+    ("text", {"critic.loss": "histogram", "critic.clip": 0.5}, "critic.clip", "without critic.loss: mse, huber"),
+    (
+        "text",
+        {"critic.continuations": 4, "critic.coef": 0},
+        "critic.continuations",
+        "without critic.coef or critic.epochs",
+    ),
+    ("text", {"critic.continued_states": 2}, "critic.continued_states", "without critic.continuations"),
+    *[
+        ("text", {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
+        for key, value in {"completions": 8, "continuations": 4, "states": 2, "seconds": 1.0}.items()
+    ],
     ("text", {"critic.trunk_lr": 0.1}, "critic.trunk_lr", "without critic.kind: separate"),
     (
         "text",
@@ -40,6 +70,14 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "with critic.detach",
     ),
     ("text", {"critic.name": "reward-model"}, "critic.name", "without critic.kind: separate"),
+    ("text", {"critic.members": 2, "critic.clip": None}, "critic.members", "without critic.kind: separate"),
+    ("text", {"critic.freeze": "attention"}, "critic.freeze", "without critic.kind: separate"),
+    (
+        "text",
+        {"critic.freeze": "attention", "critic.kind": "separate", "critic.detach": True},
+        "critic.freeze",
+        "with critic.detach",
+    ),
     ("text", {"critic.gain": 2.0}, "critic.gain", "without critic.init: orthogonal"),
     ("text", {"critic.gain": 2.0, "critic.init": "zeros"}, "critic.gain", "without critic.init: orthogonal"),
     ("text", {"critic.hidden_gain": 1.0}, "critic.hidden_gain", "without critic.init: orthogonal"),
@@ -62,10 +100,13 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("clip", None),
             ("warmup", 2),
             ("pretrain", 2),
+            ("layers", 1),
             ("head", "linear"),
             ("init", "zeros"),
             ("detach", True),
             ("epochs", 1),
+            ("loss", "huber"),
+            ("places", [0.5]),
         ]
     ],
     ("text", DATA | {"prompts.text": "This movie was really"}, "prompts.text", "with prompts.dataset"),

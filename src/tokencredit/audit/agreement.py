@@ -198,8 +198,10 @@ def ranked_pairs(known: Tensor, truth: Tensor, errors: Tensor, values: Tensor) -
 def reliability(known: Tensor, truth: Truth, values: Tensor, resampling: Resampling) -> list[dict[str, float | None]]:
     """Bins of equal size by the critic's values: mean value, mean truth with its interval, and number of states."""
     predicted = values.double()[known]
-    edges = torch.quantile(predicted, torch.linspace(0, 1, BINS + 1, dtype=torch.float64)[1:-1]) if len(predicted) else 0
-    bins = torch.bucketize(values.double(), edges.unique() if isinstance(edges, Tensor) else torch.zeros(0).double())
+    if len(predicted) == 0:
+        return []
+    edges = torch.quantile(predicted, torch.linspace(0, 1, BINS + 1, dtype=torch.float64)[1:-1])
+    bins = torch.bucketize(values.double(), edges.unique())
     found: list[dict[str, float | None]] = []
     for number in bins[known].unique().tolist():
         inside = known & (bins == number)

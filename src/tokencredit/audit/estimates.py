@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from tokencredit.core.estimators import ESTIMATORS
 
 LAMBDAS = (0.5, 0.9, 0.95)
+TD, MONTE_CARLO = "td (gae, λ = 0)", "monte_carlo (gae, λ = 1)"
+"""Labels of the two ends of GAE."""
 
 
 class Variant(NamedTuple):
@@ -22,8 +24,8 @@ class Variant(NamedTuple):
 def label(name: str, options: Mapping[str, Any]) -> str:
     """A variant in a table: `gae, λ = 0.95`."""
     if name in ("gae", "td", "monte_carlo"):
-        lam = {"td": 0.0, "monte_carlo": 1.0}.get(name, options.get("lam"))
-        return {0.0: "td (gae, λ = 0)", 1.0: "monte_carlo (gae, λ = 1)"}.get(lam, f"gae, λ = {lam:g}")
+        lam = {"td": 0.0, "monte_carlo": 1.0}[name] if name != "gae" else float(options["lam"])
+        return {0.0: TD, 1.0: MONTE_CARLO}.get(lam, f"gae, λ = {lam:g}")
     shown = {"lam": "λ", "alpha": "α", "n": "n"}
     settings = [f"{shown[key]} = {options[key]:g}" for key in ESTIMATORS[name].settings if key in shown]
     return ", ".join([name, *settings])

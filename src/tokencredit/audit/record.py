@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tokencredit.audit.agreement import share_real
+from tokencredit.audit.estimates import MONTE_CARLO, TD
 from tokencredit.audit.truth import Truth
 
 DECIMALS = 6
@@ -32,7 +33,7 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
         "sign_agreement": shown["sign_agreement"]["value"],
         "noise": credit["noise"]["value"],
     }
-    for name, label in {"raise_lam": "monte_carlo (gae, λ = 1)", "lower_lam": "td (gae, λ = 0)"}.items():
+    for name, label in {"raise_lam": MONTE_CARLO, "lower_lam": TD}.items():
         if label in estimators and label != credit["shown"]:
             found[name] = estimators[label]["gain"]["low"]
     if critic is not None:

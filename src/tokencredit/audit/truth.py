@@ -64,6 +64,11 @@ class Returns:
                 total[rows, at] += part.sum(1)
         self.counts[rows, at] += values.shape[1]
 
+    def means(self) -> Tensor:
+        """Mean return from each state, `[rows, time]`; NaN where none was sampled."""
+        count = torch.where(self.counts > 0, self.counts, torch.nan)
+        return (self._shifts["values"] + self._sums["values"][0] / count)[:, :-1]
+
     def truth(self, last_rewards: Tensor, lengths: Tensor) -> Truth:
         """True values and advantages of the states with two continuations or more.
 

@@ -9,7 +9,7 @@ from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
 from tokencredit.errors import ConfigError
 from tokencredit.learn.learner import Learner, UpdateSettings
-from tokencredit.learn.objective import Objective, Passes, PolicyLoss, PolicyOutputs
+from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.processes import Processes
 from tokencredit.settings.control import AgentConfig, ControlConfig
@@ -28,13 +28,13 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
         outputs: PolicyOutputs = model(**inputs, policy_loss=loss, entropy=entropy)
         return outputs
 
-    def critic_values(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        return agent.critic_values(inputs["observations"])
+    def critic(inputs: dict[str, torch.Tensor]) -> CriticOutputs:
+        return CriticOutputs(agent.critic_values(inputs["observations"]))
 
     return Learner(
         agent,
         build_agent_optimizer(args, agent),
-        Passes(evaluate, critic_values),
+        Passes(evaluate, critic, ("observations",)),
         Objective(**args.ppo.objective(args.critic), horizon=1),
         build_update(args),
         schedule(**args.optim.rates(args.run.iterations)),

@@ -29,8 +29,8 @@ _NAMES = {
     "estimators": "ESTIMATORS Estimator",
     "kl": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate",
     "logprobs": "token_kl token_logprobs token_loss token_stats",
-    "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate ratio_stats reduction_count token_weights "
-    "total_loss value_loss weighted_sum",
+    "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
+    "reduction_count smoothed_histogram sparse_mask token_weights total_loss value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance inverse_deviation masked_mean masked_sum "
     "moments whiten zero_outside",
     "projection": "Linear TokenLoss TokenStats",

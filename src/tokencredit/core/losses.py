@@ -9,12 +9,19 @@ The weights of all micro-batches and processes together sum to 1 (by token, by s
 cut, so their losses and gradients add up to those of the whole batch without another division.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tokencredit.core.checks import require_choice, require_flags, require_not_negative, require_shape
+from tokencredit.core.checks import (
+    require_choice,
+    require_flags,
+    require_not_negative,
+    require_positive,
+    require_shape,
+)
 from tokencredit.core.kl import k1, k3
 from tokencredit.core.masked import at_least_float32, zero_outside
 
@@ -26,6 +33,9 @@ REDUCTIONS = ("token", "sequence", "constant")
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within ± this many nats, so that no ratio overflows. e²⁰ is 5·10⁸: a token that far off has
 left every trust region, and the infinite or NaN gradient it would give helps nobody find out why."""
+
+SMOOTHING = 0.75
+"""Deviation of the Gaussian around a return, in bin widths; a target then spreads over about six bins."""
 
 
 def clip_range(clip: Clip) -> tuple[float, float]:
@@ -90,11 +100,15 @@ def value_loss(
     mask: Tensor | None = None,
     *,
     clip: float | None = None,
+    huber_delta: float | None = None,
 ) -> Tensor:
     """½ (V − R)², or ½ max of that and ½ (V_clipped − R)², where V_clipped stays within ± clip of the old value.
 
     The clipped form is the one of OpenAI's baselines (`ppo2`), which the PPO paper does not mention; its effect is
     named and measured in Engstrom et al. 2020 (arXiv 2005.12729), section 3.
+
+    With `huber_delta` = δ each square is Huber's loss (Huber 1964, "Robust estimation of a location parameter"), of an
+    error e: ½ e² where |e| ≤ δ, and δ (|e| − ½ δ) elsewhere, so that no error pulls with more than δ.
 
     Args:
         values: V, from the critic that is being trained; any shape.
@@ -102,23 +116,95 @@ def value_loss(
         returns: R, the target; no gradient flows into it or into `old_values`.
         mask: bool; the loss is 0 where it is false. None: every element counts.
         clip: how far V may move from its old value before more movement stops paying, in units of value. None: no clip.
+        huber_delta: δ, in units of value, above 0. None: squares.
 
     Returns:
         The loss of each token, the shape of `values`.
 
     Raises:
-        ValueError: shapes differ, or `clip` is negative.
+        ValueError: shapes differ, `clip` is negative, or `huber_delta` is not above 0.
     """
     require_shape("old_values", old_values, values.shape)
     require_shape("returns", returns, values.shape)
     values, returns = zero_outside(values, mask), zero_outside(returns.detach(), mask)
-    error = (values - returns).square()
+    error = _doubled_loss(values, returns, huber_delta)
     if clip is not None:
         require_not_negative("value clip", clip)
         old_values = zero_outside(old_values.detach(), mask)
         clipped = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (clipped - returns).square())
+        error = torch.maximum(error, _doubled_loss(clipped, returns, huber_delta))
     return 0.5 * error
+
+
+def smoothed_histogram(targets: Tensor, edges: Tensor) -> Tensor:
+    """The mass that a Gaussian around each target, cut off at the outer edges, has in each bin.
+
+    Its deviation is 0.75 bin widths: Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950). Where a target
+    is 4 deviations or more inside the outer edges, the mean Σ mass · centre is the target to 1e-4 bin widths.
+
+    Args:
+        targets: `[...]`; one beyond an outer edge counts as that edge.
+        edges: `[bins + 1]`, ascending, at equal distances.
+
+    Returns:
+        Masses `[..., bins]`, whose sum is 1.
+    """
+    targets = targets.clamp(edges[0], edges[-1]).unsqueeze(-1)
+    below = torch.special.ndtr((edges - targets) / (SMOOTHING * (edges[1] - edges[0])))
+    mass: Tensor = below.diff(dim=-1)
+    return mass / mass.sum(-1, keepdim=True)
+
+
+def histogram_loss(logits: Tensor, returns: Tensor, edges: Tensor) -> Tensor:
+    """−Σ_b m_b log p_b, the cross-entropy of p = softmax(logits) against m = `smoothed_histogram` of the return.
+
+    Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950); Imani and White 2018 (arXiv 1806.04613). It is
+    least where p is the mean of m over the returns of a state, and Σ p_b · centre_b then is the mean return.
+
+    Args:
+        logits: `[..., bins]`.
+        returns: `[...]`, the targets; no gradient flows into them.
+        edges: `[bins + 1]`, as in `smoothed_histogram`.
+
+    Returns:
+        The loss of each token `[...]`, in nats.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    require_shape("returns", returns, logits.shape[:-1])
+    require_shape("edges", edges, (logits.shape[-1] + 1,))
+    mass = smoothed_histogram(returns.detach(), edges)
+    loss: Tensor = -(mass * at_least_float32(logits).log_softmax(-1)).sum(-1)
+    return loss
+
+
+def histogram_values(logits: Tensor, edges: Tensor) -> Tensor:
+    """Σ_b p_b · centre_b `[...]` of p = softmax(logits), `[..., bins]`: the value that a histogram of returns means."""
+    values: Tensor = at_least_float32(logits).softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
+    return values
+
+
+def sparse_mask(mask: Tensor, places: Sequence[float]) -> Tensor:
+    """True at a few acted tokens of each row: at number round((n − 1) · place) of its n, counted from 0.
+
+    A place below 1 is never the last token, unless that is the only one; halves are rounded to even. Li et al. 2026
+    (SP³O, arXiv 2609.18708), with places 0.3, 0.6 and 0.9: neighbouring states are nearly the same, so a loss on all of
+    them repeats one update, and with one return for all it also punishes every difference between their values.
+
+    Args:
+        mask: bool `[batch, time]`.
+        places: from 0, the first acted token, to 1, the last.
+
+    Returns:
+        Bool `[batch, time]`, true at as many tokens of a row as there are places, or fewer in a short one.
+    """
+    last = mask.sum(1, keepdim=True) - 1
+    numbers = (last * torch.tensor(places, dtype=torch.float64, device=mask.device)).round()
+    inner = torch.tensor([place < 1 for place in places], device=mask.device)
+    numbers = torch.where(inner, numbers.minimum(last - 1).clamp(min=0), numbers)
+    chosen: Tensor = (numbers.unsqueeze(1) == (mask.cumsum(1) - 1).unsqueeze(2)).any(2)
+    return chosen & mask
 
 
 def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None) -> Tensor:
@@ -259,6 +345,14 @@ def ratio_stats(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = No
     below = torch.full_like(ratio, -torch.inf)
     extremes = torch.stack([torch.where(mask, ratio, below).max(), torch.where(mask, -ratio, below).max()])
     return RatioStats(sums, extremes)
+
+
+def _doubled_loss(values: Tensor, returns: Tensor, huber_delta: float | None) -> Tensor:
+    """(V − R)², or twice its Huber loss."""
+    if huber_delta is None:
+        return (values - returns).square()
+    require_positive("huber_delta", huber_delta)
+    return 2 * nn.functional.huber_loss(values, returns, reduction="none", delta=huber_delta)
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None) -> Tensor:

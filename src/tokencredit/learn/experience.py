@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,45 @@ class Experience:
         """Row numbers, shuffled and cut into `count` minibatches whose sizes differ by one at most."""
         order = torch.randperm(len(self), generator=generator)
         yield from order.to(self.mask.device).tensor_split(count)
+
+
+class ReturnBuffer:
+    """The last experiences, as far as a critic learns from them: its inputs, and returns."""
+
+    def __init__(self, size: int, inputs: Iterable[str]):
+        """Start empty; `size` is the number of experiences, `inputs` are the names of those that the critic reads."""
+        self.inputs = tuple(inputs)
+        self.experiences: deque[Experience] = deque(maxlen=size)
+
+    def add(self, experience: Experience) -> None:
+        """Keep an experience, in the place of the oldest one if there are enough."""
+        inputs = {name: experience.inputs[name] for name in self.inputs}
+        nothing = _nothing(experience.returns)
+        self.experiences.append(
+            replace(experience, inputs=inputs, logprobs=nothing, advantages=nothing, ref_logprobs=None)
+        )
+
+    def state(self) -> list[dict[str, Any]]:
+        """The experiences, oldest first; no two tensors share memory, which a checkpoint could not hold."""
+        return [
+            {"inputs": {name: x.clone() for name, x in experience.inputs.items()}}
+            | {name: getattr(experience, name).clone() for name in ("mask", "lengths", "values", "returns")}
+            for experience in self.experiences
+        ]
+
+    def load(self, state: Iterable[dict[str, Any]], device: torch.device) -> None:
+        """Hold what `state` gave, on a device."""
+        self.experiences.clear()
+        for tensors in state:
+            inputs = {name: x.to(device) for name, x in tensors["inputs"].items()}
+            own = {name: x.to(device) for name, x in tensors.items() if name != "inputs"}
+            nothing = _nothing(own["returns"])
+            self.experiences.append(Experience(inputs, logprobs=nothing, advantages=nothing, **own))
+
+
+def _nothing(returns: Tensor) -> Tensor:
+    """A tensor with as many rows and no columns, in the place of what a critic does not learn from."""
+    return returns[:, :0]
 
 
 def critic_metrics(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> dict[str, float]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tokencredit.core.losses import RatioStats, ratio_stats
 from tokencredit.core.masked import whiten
-from tokencredit.learn.experience import Experience, like_lengths
+from tokencredit.learn.experience import Experience, ReturnBuffer, like_lengths
+from tokencredit.learn.histogram import follow_returns, histogram_heads
 from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
@@ -32,6 +33,8 @@ class UpdateSettings:
     """Optimizer steps per pass."""
     critic_epochs: int = 0
     """Further passes, after these, in which only the critic's own parameters learn, from the value loss alone."""
+    critic_buffer: int = 0
+    """Earlier experiences that take part in those passes."""
     micro_batch_tokens: int | None = None
     """The most tokens in memory at once, padding included; None for no limit. It changes no gradient."""
     whiten_minibatches: bool = False
@@ -106,7 +109,9 @@ class Learner:
         self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
         self.schedule, self.generator, self.processes = schedule, generator, processes
         self.wrapped = processes.wrap(model)
-        self._evaluate, self._critic_values = passes
+        self._evaluate, self._critic, critic_inputs = passes
+        self.buffer = ReturnBuffer(settings.critic_buffer, critic_inputs)
+        self.histograms = histogram_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.training_modules = training_modules(model)
 
@@ -141,6 +146,7 @@ class Learner:
         records: list[list[StepRecord]] = []
         grad_norms: list[float] = []
         bad_steps = 0
+        follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
             for rows in self._minibatches(experience, settings.epochs):
                 minibatch = self._whitened(experience.select(rows))
@@ -157,7 +163,10 @@ class Learner:
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
                 on_step(minibatch, None)
-            critic, bad_critic_steps = self._critic_steps(experience, settings.critic_epochs, on_step)
+            # Values of earlier iterations say nothing of this update's change, so those have no clip.
+            passes = [(earlier, self._unclipped()) for earlier in self.buffer.experiences]
+            passes = [*passes, (experience, self.objective)] * settings.critic_epochs
+            critic, bad_critic_steps = self._critic_steps(experience, passes, on_step)
         drop_gradients(self.parameters)  # they are as large as the weights, and sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
@@ -180,20 +189,23 @@ class Learner:
         Raises:
             NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
         """
-        objective, self.objective = self.objective, replace(self.objective, value_clip=None)
         set_rates(self.optimizer, 1.0)
-        try:
-            with training(self.training_modules):
-                metrics, bad_steps = self._critic_steps(experience, self.settings.epochs, on_step)
-        finally:
-            self.objective = objective
+        follow_returns(self.histograms, experience, self.processes)
+        with training(self.training_modules):
+            passes = [(experience, self._unclipped())] * self.settings.epochs
+            metrics, bad_steps = self._critic_steps(experience, passes, on_step)
         drop_gradients(self.parameters)
         return metrics | {"bad_steps": bad_steps}
+
+    def _unclipped(self) -> Objective:
+        """The objective without a clip of the value loss."""
+        return replace(self.objective, value_clip=None)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What training has made: weights and moments, which all processes share, and this process's own generator."""
         shared = {"weights": trained_weights(self.model), "optimizer": optimizer_state(self.optimizer)}
-        return shared, {"shuffling": to_text(self.generator.get_state())}
+        own = {"shuffling": to_text(self.generator.get_state())}
+        return shared, own | ({"buffer": self.buffer.state()} if self.settings.critic_buffer else {})
 
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Go on from what `state` gave.
@@ -204,6 +216,8 @@ class Learner:
         load_trained_weights(self.model, shared["weights"])
         load_optimizer_state(self.optimizer, shared["optimizer"])
         self.generator.set_state(from_text(own["shuffling"]))
+        if self.settings.critic_buffer:
+            self.buffer.load(own["buffer"], self.processes.device)
 
     def _minibatches(self, experience: Experience, epochs: int) -> Iterator[Tensor]:
         """Rows of each minibatch, but for those without a token in the loss in any process.
@@ -256,37 +270,49 @@ class Learner:
         self.processes.backward(total)
         return StepRecord(total.detach(), parts, now.logprobs, part.logprobs, part.mask)
 
-    def _critic_steps(self, experience: Experience, epochs: int, on_step: OnStep) -> tuple[dict[str, float], int]:
-        """Take the steps of the critic alone; returns their metrics, and how many were skipped."""
+    def _critic_steps(
+        self, experience: Experience, passes: Iterable[tuple[Experience, Objective]], on_step: OnStep
+    ) -> tuple[dict[str, float], int]:
+        """Take the steps of the critic alone; returns their metrics, and how many were skipped.
+
+        Args:
+            experience: the new one.
+            passes: what each pass goes through, and the objective whose value loss it minimises.
+            on_step: as in `update`.
+        """
         losses: list[float] = []
         bad_steps = 0
-        for rows in self._minibatches(experience, epochs):
-            minibatch = experience.select(rows)
-            loss, grad_norm = self._critic_gradient(minibatch)
-            if not self.processes.all(math.isfinite(loss + grad_norm)):
-                bad_steps += 1
-                on_step(minibatch, self._locate(experience, rows))
-                continue
-            self.optimizer.step()  # leaves parameters without a gradient as they are, moments and decay included
-            losses.append(loss)
-            on_step(minibatch, None)
+        for source, objective in passes:
+            for rows in self._minibatches(source, 1):
+                minibatch, new = source.select(rows), source is experience
+                loss, grad_norm = self._critic_gradient(minibatch, objective)
+                if not self.processes.all(math.isfinite(loss + grad_norm)):
+                    bad_steps += 1
+                    earlier = NonFiniteUpdate("value loss of an earlier batch", None)
+                    on_step(minibatch, self._locate(experience, rows) if new else earlier)
+                    continue
+                self.optimizer.step()  # leaves parameters without a gradient as they are, moments and decay included
+                losses.append(loss)
+                on_step(minibatch, None)
+        if self.settings.critic_buffer and not bad_steps:
+            self.buffer.add(experience)
         if not losses:
             return {}, bad_steps
         last = losses[-self.settings.minibatches :]
         return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
 
-    def _critic_gradient(self, minibatch: Experience) -> tuple[float, float]:
+    def _critic_gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
         """Put the gradient of the value loss, clipped, into the critic's own parameters; returns the loss and its norm.
 
         The model's wrapper, which waits for the gradient of every parameter, has no part in it.
         """
-        assert self._critic_values is not None
+        assert self._critic is not None
         drop_gradients(self.parameters)
-        count = self.processes.sum(self.objective.count(minibatch.mask))
+        count = self.processes.sum(objective.count(minibatch.mask))
         losses = []
         for rows in like_lengths(minibatch.lengths, self.settings.micro_batch_tokens):
             part = minibatch.select(rows)
-            loss = MicroBatchLoss(self.objective, part, count).value_loss(self._critic_values(part.inputs))
+            loss = MicroBatchLoss(objective, part, count).value_loss(self._critic(part.inputs))
             loss.backward()
             losses.append(loss.detach())
         self.processes.sum_gradients(self.parameters)

@@ -10,19 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from tokencredit.core.kl import kl_estimate
 from tokencredit.core.losses import (
     Clip,
     clipped_surrogate,
+    histogram_loss,
     reduction_count,
+    sparse_mask,
     token_weights,
     value_loss,
     weighted_sum,
 )
 from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
+from tokencredit.learn.histogram import Histogram
 
 
 class PolicyOutputs(NamedTuple):
@@ -36,6 +40,16 @@ class PolicyOutputs(NamedTuple):
     """`[batch, time]`, with the critic's gradient."""
     entropy: Tensor | None = None
     kl: Tensor | None = None
+    histogram: Histogram | None = None
+    """What the values are the means of, where the critic predicts that."""
+
+
+class CriticOutputs(NamedTuple):
+    """What a critic outputs for an experience, with its gradient."""
+
+    values: Tensor
+    """`[batch, time]`."""
+    histogram: Histogram | None = None
 
 
 class PolicyLoss(Protocol):
@@ -60,9 +74,11 @@ class Passes(NamedTuple):
     """The passes of an update through a model."""
 
     evaluate: Evaluate
-    critic_values: Callable[[dict[str, Tensor]], Tensor] | None = None
-    """From an experience's inputs to values `[batch, time]`, whose gradient reaches the critic's own parameters alone;
+    critic: Callable[[dict[str, Tensor]], CriticOutputs] | None = None
+    """From an experience's inputs to the critic's outputs, whose gradient reaches the critic's own parameters alone;
     None without a critic."""
+    critic_inputs: tuple[str, ...] = ()
+    """Names of the inputs that this pass reads."""
 
 
 class Loss(NamedTuple):
@@ -82,6 +98,10 @@ class Objective:
     clip: Clip = 0.2
     dual_clip: float | None = None
     value_clip: float | None = None
+    huber_delta: float | None = None
+    """δ of Huber's loss in the place of the value loss's squares."""
+    value_places: tuple[float, ...] = ()
+    """Places in a row at which the value loss counts (`core.losses.sparse_mask`); none for all tokens."""
     value_coef: float = 0.5
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
@@ -95,8 +115,15 @@ class Objective:
     additive = True
 
     def count(self, mask: Tensor) -> Tensor:
-        """What the weights of this process's rows are divided by, once it is summed over processes."""
-        return reduction_count(mask, self.reduction, self.horizon)
+        """What the weights of this process's rows are divided by, once it is summed over processes.
+
+        Two numbers: for the policy's parts, and for the value loss.
+        """
+        count = reduction_count(mask, self.reduction, self.horizon)
+        if not self.value_places:
+            return count.repeat(2)
+        sparse = sparse_mask(mask, self.value_places)
+        return torch.stack([count, reduction_count(sparse, self.reduction, len(self.value_places))])
 
     def token_losses(self, now: TokenStats, rows: Experience, at: Tensor) -> dict[str, Tensor]:
         """Each part of the policy's loss at acted tokens, before its coefficient.
@@ -132,13 +159,11 @@ class MicroBatchLoss:
         Args:
             objective: what is minimised.
             rows: the micro-batch.
-            count: what weights are divided by; None for a count of 1, to look at rows alone.
+            count: `[2]`, what weights are divided by; None for a count of 1, to look at rows alone.
         """
-        self.objective, self.rows = objective, rows
+        self.objective, self.rows, self.counts = objective, rows, count
         self.additive = objective.additive
-        self.weights = (
-            rows.mask.float() if count is None else token_weights(rows.mask, by=objective.reduction, count=count)
-        )
+        self.weights = self._weights(rows.mask, 0)
         self.acted = rows.mask.flatten().nonzero().squeeze(1)
         self.parts: dict[str, Tensor] = {}
 
@@ -152,18 +177,35 @@ class MicroBatchLoss:
             self.parts[name] = self.parts[name] + part.detach() if name in self.parts else part.detach()
         return self.objective.total(sums)
 
+    def _weights(self, mask: Tensor, part: int) -> Tensor:
+        if self.counts is None:
+            return mask.float()
+        return token_weights(mask, by=self.objective.reduction, count=self.counts[part])
+
     def complete(self, now: PolicyOutputs) -> Loss:
         """The whole loss, with its gradient; parts carry none."""
         loss, parts = now.policy_loss, dict(self.parts)
         if now.values is not None and self.rows.values is not None:
-            value = self.value_loss(now.values)
+            value = self.value_loss(CriticOutputs(now.values, now.histogram))
             loss = loss + self.objective.value_coef * value
             parts["value_loss"] = value.detach()
         return Loss(loss, parts)
 
-    def value_loss(self, values: Tensor) -> Tensor:
+    def value_loss(self, now: CriticOutputs) -> Tensor:
         """The critic's part, before its coefficient, with its gradient."""
-        rows = self.rows
+        rows, objective = self.rows, self.objective
+        places = objective.value_places
+        weights = self._weights(sparse_mask(rows.mask, places), 1) if places else self.weights
+        if now.histogram is not None:
+            losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[self.acted], now.histogram.edges)
+            return weighted_sum(losses, weights.flatten()[self.acted])
         assert rows.values is not None
-        losses = value_loss(values, rows.values, rows.returns, rows.mask, clip=self.objective.value_clip)
-        return weighted_sum(losses, self.weights)
+        losses = value_loss(
+            now.values,
+            rows.values,
+            rows.returns,
+            rows.mask,
+            clip=objective.value_clip,
+            huber_delta=objective.huber_delta,
+        )
+        return weighted_sum(losses, weights)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokencredit.learn.histogram import HistogramHead
+
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module that training may change."""
@@ -20,8 +22,9 @@ def memory_of(parameters: Iterable[Tensor]) -> int:
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training may change, by name; the others are those that the model was loaded with."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    """What training may change, by name: parameters, and supports of histograms; the rest is as it was loaded."""
+    supports = {f"{name}.support": x.support for name, x in module.named_modules() if isinstance(x, HistogramHead)}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad} | supports
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Checkpoints: a tree of plain values and tensors as a folder of JSON and safetensors, whole or not there at all.
 
 `checkpoints/000040/` holds `state.json`, the tree, in which a tensor's place has its name in `tensors.safetensors`;
-`process-0.json` and so on, what each process knows for itself; and `manifest.json`, size and SHA-256 of all these, and
-the versions of what wrote them.
+`process-0.json` and so on, what each process knows for itself, with `process-0.safetensors` if it has tensors; and
+`manifest.json`, size and SHA-256 of all these, and the versions of what wrote them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def write_process(folder: Path, process: int, own: Mapping[str, Any]) -> None:
-    """Write what one process knows for itself: a tree without tensors."""
-    (folder / f"process-{process}.json").write_text(json.dumps(own), encoding="utf-8")
+    """Write what one process knows for itself: a tree as `write_state` takes it."""
+    tensors: dict[str, Tensor] = {}
+    (folder / f"process-{process}.json").write_text(json.dumps(_without_tensors(own, "", tensors)), encoding="utf-8")
+    if tensors:
+        save_file(tensors, folder / f"process-{process}.safetensors")
 
 
 def size_of(state: Any) -> int:
@@ -86,17 +89,14 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{name!r} is missing, or no plain file of the folder")
         if _fingerprint(folder / name) != expected:
             raise DamagedCheckpoint(f"{name} is not as it was written")
-    try:
-        tensors = load_file(folder / TENSORS)
-    except (SafetensorError, ValueError) as error:
-        raise DamagedCheckpoint(f"{TENSORS}: {error}") from error
-    own = f"process-{process}.json"
+    own, own_tensors = f"process-{process}.json", f"process-{process}.safetensors"
     if own not in files:
         raise DamagedCheckpoint(f"it has no {own}, so fewer processes wrote it")
     written_with = manifest.get("versions")
-    state: dict[str, Any] = _with_tensors(_read_json(folder / STATE), tensors)
+    state: dict[str, Any] = _with_tensors(_read_json(folder / STATE), _read_tensors(folder / TENSORS))
+    tensors = _read_tensors(folder / own_tensors) if own_tensors in files else {}
     return state | {
-        "process": _read_json(folder / own),
+        "process": _with_tensors(_read_json(folder / own), tensors),
         "versions": written_with if isinstance(written_with, dict) else {},
     }
 
@@ -140,10 +140,17 @@ def _with_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         if set(tree) in ({IN_TENSORS}, {AS_ARRAY}):
             ((kind, name),) = tree.items()
             if name not in tensors:
-                raise DamagedCheckpoint(f"{TENSORS} lacks {name!r}")
+                raise DamagedCheckpoint(f"the tensor {name!r} is missing")
             return tensors[name].numpy() if kind == AS_ARRAY else tensors[name]
         return {key: _with_tensors(value, tensors) for key, value in tree.items()}
     return [_with_tensors(value, tensors) for value in tree] if isinstance(tree, list) else tree
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpoint(f"{file.name}: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -118,8 +118,8 @@ class Screen:
         if critic is not None:
             explained, error = critic["explained_variance"], critic["rmse"]["value"]
             self.say(
-                f"the critic explains {_number(explained['value'])} ({_range(explained)}) of the true values' variance; "
-                f"error {_number(error)}, of the best constant {_number(critic['constant_rmse']['value'])}"
+                f"the critic explains {_number(explained['value'])} ({_range(explained)}) of the true values' "
+                f"variance; error {_number(error)}, of the best constant {_number(critic['constant_rmse']['value'])}"
             )
         self.say(
             f"{credit['tokens']} tokens of {len(found['samples'])} completions, {found['continuations']:.0f} "

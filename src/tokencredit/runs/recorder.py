@@ -218,13 +218,15 @@ class RunRecord:
         Args:
             number: of the iteration.
             state: the trainer's, the same in every process.
-            process: what belongs to this process alone; no tensors.
+            process: what belongs to this process alone.
         """
         target = self.folder.path / "checkpoints" / f"{number:06d}"
         with ExitStack() as stack:
             folder = beside(target, "part")
             if self.main:
-                self.folder.make_room(f"checkpoints/{target.name}", size_of(state))
+                self.folder.make_room(
+                    f"checkpoints/{target.name}", size_of(state) + self.processes.count * size_of(process)
+                )
                 folder = stack.enter_context(replacing(target))
             self.processes.wait()
             write_process(folder, self.processes.rank, process)

@@ -25,6 +25,8 @@ FREE = (
     "critic.lr",
     "critic.coef",
     "critic.clip",
+    "critic.huber_delta",
+    "critic.places",
     "critic.warmup",
     "env.processes",
 )

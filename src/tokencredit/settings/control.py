@@ -88,6 +88,8 @@ class AgentCriticConfig(CriticTraining):
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
     """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
+    loss: Literal["mse", "huber"] = setting("mse", needs=LEARNS)
+    """Value loss: half the squared error, or Huber's, in which large errors count by their size alone."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from tokencredit.settings.yaml import flat
 Config = TypeVar("Config")
 
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-PLURALS = {int: "whole numbers", str: "texts"}
+PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 ROWS = ("train_dataset", "eval_dataset")
 """Arguments of `PPOTrainer` that a setting may need; a configuration alone does not show whether they are given."""
 

@@ -86,6 +86,8 @@ class PPOConfig:
                 )
         self.advantage.check_critic(self.critic.kind)
         self.critic.check_warmup(self.run.iterations)
+        self.critic.check_places()
+        self.critic.check_members()
         size, per_prompt = self.rollout.batch_size, self.rollout.per_prompt
         if self.ppo.minibatches > size:
             raise ConfigError(

@@ -131,9 +131,7 @@ class Credit:
         nothing = torch.zeros_like(scored.scores)
         return paid, token_rewards(nothing, mask, kl=scored.reference.kl, kl_coef=self.kl.coef)
 
-    def _estimate(
-        self, scored: Scored, paid: Tensor, price: Tensor, args: AdvantageConfig
-    ) -> tuple[Tensor, Tensor]:
+    def _estimate(self, scored: Scored, paid: Tensor, price: Tensor, args: AdvantageConfig) -> tuple[Tensor, Tensor]:
         """Advantages and returns.
 
         The KL takes no part in a group's normalisation: A = (s − mean s) / (deviation of s + 1e-4) − β (KL − mean KL).
@@ -170,9 +168,13 @@ class Credit:
 
     def _experience(self, scored: Scored, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
         """The experience to learn from; the rollout's mask is true at the tokens that take part in the loss."""
-        reference = scored.reference
+        reference, inputs = scored.reference, rollout.inputs()
+        if reference.hidden is not None:
+            inputs["ref_hidden"] = reference.hidden
+        if self.args.critic.members > 1:
+            inputs["member"] = torch.arange(len(rollout.mask), device=rollout.mask.device) % self.args.critic.members
         return Experience(
-            inputs=rollout.inputs() | ({} if reference.hidden is None else {"ref_hidden": reference.hidden}),
+            inputs=inputs,
             mask=rollout.mask,
             lengths=rollout.lengths(),
             logprobs=rollout.logprobs,

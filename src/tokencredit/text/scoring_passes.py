@@ -60,7 +60,8 @@ def evaluate_rollout(policy: ActorCritic, rollout: Rollout, temperature: float, 
         now = policy(inputs, temperature=temperature)
         return {"logprobs": now.logprobs} | ({} if now.values is None else {"values": now.values})
 
-    return PolicyOutputs(torch.zeros(()), **by_length(rollout, budget, read))
+    outputs = by_length(rollout, budget, read)
+    return PolicyOutputs(torch.zeros(()), outputs["logprobs"], outputs.get("values"))
 
 
 def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> Tensor:
@@ -76,12 +77,9 @@ def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) ->
     """Values `[batch, time]` of a rollout, by a pass of the critic alone."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
-        critic = policy.critic
-        assert critic is not None
-        hidden = policy.response_hidden(inputs) if critic.trunk is None else policy.critic_hidden(inputs)
-        return {"values": critic(hidden)}
+        return {"values": policy.critic_outputs(inputs).values}
 
-    return by_length(rollout, budget, read)["values"].masked_fill(~rollout.mask, 0.0)
+    return by_length(rollout, budget, read)["values"]
 
 
 def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:

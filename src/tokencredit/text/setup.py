@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.learner import Learner, UpdateSettings
-from tokencredit.learn.objective import Objective, Passes, PolicyLoss, PolicyOutputs
+from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.state import trainable
 from tokencredit.processes import Processes
@@ -80,7 +80,12 @@ def check_batch_size(args: PPOConfig, processes: int) -> None:
             f"rollout.batch_size is {args.rollout.batch_size}; it must be a multiple of {processes} processes times "
             f"rollout.per_prompt, {args.rollout.per_prompt}"
         )
-    if args.ppo.minibatches > (rows := args.rollout.batch_size // processes):
+    if args.critic.members > (rows := args.rollout.batch_size // processes):
+        raise ConfigError(
+            f"critic.members is {args.critic.members}; it must be at most {rows}, the completions of each of the "
+            f"{processes} processes (rollout.batch_size is {args.rollout.batch_size}): each critic learns from its own"
+        )
+    if args.ppo.minibatches > rows:
         raise ConfigError(
             f"ppo.minibatches is {args.ppo.minibatches}; it must be at most {rows}, the completions of each of the "
             f"{processes} processes (rollout.batch_size is {args.rollout.batch_size})"
@@ -164,8 +169,8 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
     """The learner of a run: optimizer, schedule, objective and the generator that shuffles."""
     policy, precision, optim = models.policy, models.precision, args.optim
     hidden = hidden_matrices(policy.lm, exclude=policy.lm.get_output_embeddings().parameters())
-    if policy.critic is not None and policy.critic.trunk is not None:
-        hidden += hidden_matrices(policy.critic.trunk)
+    for member in () if policy.critic is None else policy.critic.members:
+        hidden += [] if member.trunk is None else hidden_matrices(member.trunk)
     optimizer = build_optimizer(parameter_groups(args, policy), optim.name, hidden=hidden, eps=optim.eps)
     exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
     options = {
@@ -179,14 +184,15 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
             outputs: PolicyOutputs = model(inputs, policy_loss=loss, **options)
         return outputs
 
-    def critic_values(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def critic(inputs: dict[str, torch.Tensor]) -> CriticOutputs:
         with precision.autocast():
-            return policy.critic_values(inputs)
+            return policy.critic_outputs(inputs)
 
+    critic_inputs = ("prompt_ids", "prompt_mask", "response_ids", "mask") + ("member",) * (args.critic.members > 1)
     return Learner(
         policy,
         optimizer,
-        Passes(evaluate, critic_values),
+        Passes(evaluate, critic, critic_inputs),
         build_objective(args),
         build_update(args),
         schedule(**optim.rates(args.run.iterations)),
@@ -196,16 +202,17 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
 
 
 def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
-    """The parameters of the policy, of a separate critic's trunk and of the value head, each with its rate."""
-    critic, rate = policy.critic, args.optim.lr
-    parts: list[tuple[str, torch.nn.Module, float]] = [("lr", policy.lm, rate)]
-    if critic is not None and critic.trunk is not None:
-        parts.append(("trunk_lr", critic.trunk, args.critic.trunk_lr or rate))
-    if critic is not None:
-        parts.append(("value_lr", critic.head, args.critic.lr))
+    """The parameters of the policy, of separate critics' trunks and of the value heads, each with its rate."""
+    critics, rate = [] if policy.critic is None else policy.critic.members, args.optim.lr
+    parts: list[tuple[str, list[torch.nn.Module], float]] = [
+        ("lr", [policy.lm], rate),
+        ("trunk_lr", [x.trunk for x in critics if x.trunk is not None], args.critic.trunk_lr or rate),
+        ("value_lr", [x.head for x in critics], args.critic.lr),
+    ]
     groups = [
-        {"params": trainable(part), "lr": lr, "weight_decay": args.optim.weight_decay, "metric": metric}
-        for metric, part, lr in parts
+        {"params": [p for x in modules for p in trainable(x)], "lr": lr, "metric": metric}
+        | {"weight_decay": args.optim.weight_decay}
+        for metric, modules, lr in parts
     ]
     return [group for group in groups if group["params"]]
 
@@ -217,6 +224,7 @@ def build_objective(args: PPOConfig) -> Objective:
         **args.ppo.objective(args.critic),
         kl_estimator=kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
         horizon=args.rollout.max_new_tokens,
+        value_places=tuple(args.critic.places or ()),
     )
 
 

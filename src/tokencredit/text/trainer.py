@@ -21,7 +21,7 @@ from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes
 from tokencredit.report.card import model_card
 from tokencredit.report.page import LARGEST, write_report
-from tokencredit.runs.folder import replacing, write_audit
+from tokencredit.runs.folder import replacing
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
@@ -30,6 +30,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import TEXT
 from tokencredit.text import setup
 from tokencredit.text.audit.auditing import Auditor
+from tokencredit.text.audit.targets import with_continuations
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
@@ -106,6 +107,7 @@ class PPOTrainer:
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes)
         self.credit = Credit(args, self.processes.sum)
+        self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner = setup.build_learner(args, models, self.processes)
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
@@ -155,12 +157,15 @@ class PPOTrainer:
             samples: list[dict[str, Any]] = []
             rates = self.learner.set_rates(number)
             try:
-                scored = self.collect()
+                batch, experience = self.credit.give(self.collect())
+                if self.args.critic.continuations:
+                    with self.stages("continuations"):
+                        experience, sampled = with_continuations(experience, batch, self.pipeline, self.credit, number)
+                    metrics |= sampled
             except UnusableBatch as bad:
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
                 metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
             else:
-                batch, experience = self.credit.give(scored)
                 metrics |= batch.metrics(self.processes) | {"kl_coef": self.credit.kl.coef}
                 metrics |= self.update(number, batch, experience)
                 if "kl" in metrics:
@@ -170,7 +175,7 @@ class PPOTrainer:
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
             if self.args.audit.every and number % self.args.audit.every == 0:
-                metrics |= self.audit(number)
+                metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
             results |= {"metrics": metrics, "samples": samples}
         metrics["seconds"] = seconds.pop("iteration")
         metrics |= {f"seconds/{stage}": spent for stage, spent in seconds.items()}
@@ -219,7 +224,8 @@ class PPOTrainer:
             with self.pipeline.precision.no_grad():
                 temperature, budget = self.args.rollout.temperature, self.pipeline.budget
                 logprobs = rollout_logprobs(self.policy, rollout, temperature, budget)
-        return [{"iteration": number, **sample} for sample in batch.samples(self.tokenizer, range(len(logprobs)), logprobs)]
+        samples = batch.samples(self.tokenizer, range(len(logprobs)), logprobs)
+        return [{"iteration": number, **sample} for sample in samples]
 
     def evaluate(self) -> dict[str, float]:
         """Measure the policy, and keep it in `best/` if it never did as well; nothing if a number is not finite."""
@@ -234,21 +240,6 @@ class PPOTrainer:
             with replacing(self.record.folder.path / "best") as folder:
                 save_policy(folder, self.policy, self.tokenizer)
         return metrics
-
-    def audit(self, number: int) -> dict[str, float]:
-        """Measure the credit that the policy would now be given against the truth; nothing if a number is not finite."""
-        settings = self.args.audit
-        try:
-            with self.stages("audit") as results:
-                audit = Auditor(self.pipeline, self.credit, self.prompts, settings).audit(number)
-                found = audit.judge(self.processes)
-                results["metrics"] = found["metrics"]
-        except UnusableBatch as error:
-            self.record.event(f"an audit is left out: {error}")
-            return {}
-        if self.processes.main:
-            write_audit(self.record.folder, audit.record(number, settings, self.tokenizer) | found)
-        return found["metrics"]
 
     def state(self) -> tuple[State, State]:
         """Everything that the next iteration depends on: what all processes share, and this process's own."""

@@ -12,8 +12,7 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.assembly import build_models, load_start
-from tokencredit.text.models.building import build_policy, save_policy
-from tokencredit.text.models.critic import build_trunk
+from tokencredit.text.models.building import build_policy, build_trunks, save_policy
 from tokencredit.text.models.loading import load_language_model, load_tokenizer
 from tokencredit.text.models.peft_models import UNSUPPORTED
 from tokencredit.text.models.precision import Precision
@@ -299,7 +298,7 @@ def test_a_model_without_a_trained_parameter_is_refused(model_folders):
 def test_a_separate_critic_starts_from_the_policy_with_its_adapter(lora_folder, adapted):
     args = ModelConfig(name=str(lora_folder))
     lm, tokenizer = load_language_model(args)
-    trunk = build_trunk(CriticConfig(kind="separate"), args, lm, tokenizer)
+    (trunk,) = build_trunks(CriticConfig(kind="separate"), args, lm, tokenizer)
     assert not any("lora" in name for name, _ in trunk.named_parameters())
     assert all(p.requires_grad for p in trunk.parameters())
     with torch.no_grad():

@@ -168,7 +168,12 @@ def test_a_separate_critic_goes_on_by_its_own_name(tmp_path):
     ("saved", "asked", "note"),
     [
         ({"kind": "separate"}, {"kind": "shared"}, "is separate, and critic.kind is shared: a new critic begins"),
-        ({"head": "linear"}, {"head": "mlp"}, "has another form than critic.head: a new one begins"),
+        (
+            {"head": "linear"},
+            {"head": "mlp"},
+            "has another form than critic.head and critic.loss give: a new one begins",
+        ),
+        ({"loss": "histogram"}, {}, "has another form than critic.head and critic.loss give: a new one begins"),
     ],
 )
 @pytest.mark.slow
@@ -238,12 +243,79 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_
     assert metrics["critic_value_loss"] < 0.01 * metrics["value_loss"]
 
 
+@pytest.mark.parametrize(("loss", "kind"), [("huber", "shared"), ("histogram", "shared"), ("histogram", "separate")])
+@pytest.mark.slow
+def test_every_loss_fits_the_returns(loss, kind, tmp_path):
+    clip = {} if loss == "histogram" else {"clip": None, "huber_delta": 0.1}
+    changes = {
+        "critic": CriticConfig(kind=kind, lr=1e-2, epochs=150, loss=loss, **clip),
+        "optim": OptimConfig(lr=1e-3, warmup=0),
+        "ppo": UpdateConfig(epochs=2, minibatches=1, micro_batch_tokens=64),
+        "prompts": PromptsConfig(text=[f"The {word}" for word in WORDS]),  # no two texts share a state
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
+    }
+    trainer = PPOTrainer(args=small(tmp_path, **changes))
+    scored = trainer.collect()
+    batch, experience = trainer.credit.give(scored)
+    trainer.update(1, batch, experience)
+    now = rollout_values(trainer.policy, scored.rollout, None)
+    assert explained_variance(now, experience.returns, experience.mask) > 0.97
+
+
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_a_histogram_s_values_are_0_at_first_then_the_same_in_every_pass_and_after_loading(head, detach, tmp_path):
+    critic = CriticConfig(loss="histogram", head=head, detach=detach, bins=31, lr=1e-2)
+    trainer = PPOTrainer(args=small(tmp_path / "a", critic=critic))
+    assert trainer.collect().rollout.values.abs().max() == 0
+    trainer.train()
+    scored = trainer.collect()
+    rollout = scored.rollout
+    with torch.no_grad():
+        now = rollout_values(trainer.policy, rollout, None)
+        outputs = trainer.policy.critic_outputs(rollout.inputs())
+    mask = rollout.mask
+    assert now[mask].unique().numel() > 8
+    torch.testing.assert_close(rollout.values[mask], now[mask], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(outputs.values[mask], now[mask], atol=1e-5, rtol=1e-4)
+    assert outputs.histogram.logits.shape == (int(mask.sum()), 31)
+    inside = trainer.policy.critic.head.support
+    assert bool(((now[mask] > inside[0]) & (now[mask] < inside[1])).all())
+    model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
+    again = PPOTrainer(args=small(tmp_path / "b", model=model, critic=critic))
+    with torch.no_grad():
+        assert torch.equal(rollout_values(again.policy, rollout, None), now)
+
+
+def test_a_histogram_s_gradient_reaches_the_trunk_unless_it_is_detached(tmp_path):
+    for detach in (False, True):
+        args = small(tmp_path / str(detach), critic=CriticConfig(loss="histogram", init="default", detach=detach))
+        trainer = PPOTrainer(args=args)
+        inputs = trainer.collect().rollout.inputs()
+        trainer.policy(inputs, temperature=1.0).histogram.logits.square().sum().backward()
+        assert all(p.grad is not None for p in trainer.policy.critic.head.parameters())
+        gradient = trainer.policy.lm.get_input_embeddings().weight.grad
+        assert (gradient is None) is detach
+
+
+def test_the_value_loss_counts_at_the_places_alone(tmp_path):
+    args = small(tmp_path, critic=CriticConfig(places=[0.0, 0.5], clip=None), ppo=UpdateConfig(epochs=1, minibatches=1))
+    trainer = PPOTrainer(args=args)
+    batch, experience = trainer.credit.give(trainer.collect())
+    losses = []
+    for values, returns, length in zip(experience.values, experience.returns, experience.mask.sum(1), strict=True):
+        numbers = {0, min(round((int(length) - 1) * 0.5), max(int(length) - 2, 0))}
+        losses += [0.5 * (values[n] - returns[n]).item() ** 2 for n in numbers]
+    metrics = trainer.update(1, batch, experience)
+    assert metrics["value_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
 def test_steps_of_the_critic_alone_compute_no_vocabulary(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path, critic=CriticConfig(epochs=1)))
     _, experience = trainer.credit.give(trainer.collect())
     vocabulary = trainer.policy.lm.config.vocab_size
     with Shapes() as shapes:
-        trainer.learner._critic_steps(experience, lambda *_: None)
+        trainer.learner._critic_steps(experience, [(experience, trainer.learner.objective)], lambda *_: None)
     assert shapes.sizes
     assert vocabulary not in shapes.sizes
 

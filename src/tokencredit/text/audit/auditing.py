@@ -17,12 +17,15 @@ from tokencredit.audit.estimates import variants
 from tokencredit.audit.record import audit_metrics, true_numbers
 from tokencredit.audit.truth import Returns, Truth
 from tokencredit.processes import Processes
+from tokencredit.runs.folder import write_audit
+from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
-from tokencredit.text.audit.continuations import Continuations
+from tokencredit.text.audit.continuations import Continuations, in_all, spread
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+from tokencredit.text.stages import Stages
 
 SEED_OFFSET = 2_000_003
 """Keeps an audit's random numbers apart from those of training and evaluation."""
@@ -102,14 +105,9 @@ class Auditor:
         credit.load_state_dict(self.credit.state_dict())
         batch, _ = credit.give(scored)
         scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
-        deadline = None if self.settings.seconds is None else started + self.settings.seconds
-        returns, error = Returns(len(rows), scored.rollout.mask.shape[1]), None
-        try:
-            self._sample(returns, scored, scale, rows, generator, deadline)
-        except UnusableBatch as caught:
-            error = caught
-        if not processes.all(error is None):
-            raise error or UnusableBatch("another process could not audit", scored.rollout, scored.texts())
+        returns = Returns(len(rows), scored.rollout.mask.shape[1])
+        sampler = Continuations.of(self.pipeline, credit, scored, generator)
+        in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
         lengths = scored.rollout.mask.sum(1).cpu()[rows]
         last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
         values = scored.rollout.values
@@ -123,6 +121,23 @@ class Auditor:
             time.perf_counter() - started,
         )
 
+    def measure(
+        self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, float]:
+        """Audit while training: writes audit.json, returns metrics; nothing if a number is not finite."""
+        try:
+            with stages("audit") as results:
+                audit = self.audit(number)
+                found = audit.judge(self.pipeline.processes)
+                results["metrics"] = found["metrics"]
+        except UnusableBatch as error:
+            record.event(f"an audit is left out: {error}")
+            return {}
+        if self.pipeline.processes.main:
+            write_audit(record.folder, audit.record(number, self.settings, tokenizer) | found)
+        metrics: dict[str, float] = found["metrics"]
+        return metrics
+
     def _collect(self, place: int, group: int, generator: torch.Generator) -> Scored:
         """Fresh completions of this process, whole groups."""
         args = self.credit.args
@@ -131,40 +146,25 @@ class Auditor:
         prompts, bootstrap = self.prompts.batch(place * count, count, group), args.advantage.bootstrap
         return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
 
-    def _sample(
-        self,
-        returns: Returns,
-        scored: Scored,
-        scale: ScoreScale,
-        rows: Tensor,
-        generator: torch.Generator,
-        deadline: float | None,
-    ) -> None:
+    def _sample(self, returns: Returns, sampler: Continuations, scored: Scored, rows: Tensor, started: float) -> None:
         """Sample continuations into `returns` until there are enough, or the time is up."""
-        args, lengths = self.credit.args, scored.rollout.mask.sum(1).cpu()[rows]
-        alone = replace(self.pipeline, processes=self.pipeline.processes.alone())
-        credit = Credit(args, lambda x: x)
-        credit.load_state_dict(self.credit.state_dict())
-        bootstrap = args.advantage.bootstrap
-        sampler = Continuations(alone, credit, scale, args.rollout, generator, bootstrap)
-        tokens = spread(int(lengths.max()), self.settings.states, generator)
-        for count in rounds(self.settings.continuations, limited=deadline is not None):
+        lengths, seconds = scored.rollout.mask.sum(1).cpu()[rows], self.settings.seconds
+        tokens = spread(int(lengths.max()), self.settings.states, sampler.generator)
+        for count in rounds(self.settings.continuations, limited=seconds is not None):
             done: set[int] = set()
             for at in (at for token in tokens for at in (token, token + 1)):
                 own = (lengths > at).nonzero().squeeze(1)
                 if at in done or len(own) == 0:
                     continue
-                if deadline is not None and len(done) > 1 and time.perf_counter() > deadline:
+                if seconds is not None and len(done) > 1 and time.perf_counter() > started + seconds:
                     return
                 done.add(at)
                 places = {int(row): int(place) for place, row in zip(own, rows[own], strict=True)}
-                for part, sampled in sampler.returns(scored, rows[own], at, count):
+                for part, sampled, _ in sampler.returns(scored, rows[own], at, count):
                     to = torch.tensor([places[row] for row in part.tolist()])
                     returns.add(to, at, sampled[..., at], sampled[..., at - 1] if at else None)
 
-    def _estimates(
-        self, credit: Credit, scored: Scored, scale: ScoreScale, group: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _estimates(self, credit: Credit, scored: Scored, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
         """The advantages of each estimator, before any whitening, by its label."""
         args, values = self.credit.args.advantage, scored.rollout.values
         options, texts = args.options(), scored.dense is None and scored.bootstrap is None
@@ -173,13 +173,6 @@ class Auditor:
             rollout = replace(scored.rollout, values=values if variant.critic else None)
             estimator = replace(args, **{**variant.options, "estimator": variant.name})
             yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
-
-
-def spread(time: int, count: int | None, generator: torch.Generator) -> list[int]:
-    """Token positions, at random within `count` equal parts of the time axis, in a random order; None for all."""
-    parts = time if count is None else min(count, time)
-    positions = ((torch.arange(parts) + torch.rand(parts, generator=generator)) * time / parts).long()
-    return [int(positions[i]) for i in torch.randperm(parts, generator=generator)]
 
 
 def rounds(continuations: int, *, limited: bool) -> Iterator[int]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
-from tokencredit.text.pipeline import Pipeline, Scored
+from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 
 ROWS = 512
 """Continuations that are sampled at once."""
@@ -25,12 +25,17 @@ class Continuations:
     credit: Credit
     scale: ScoreScale
     """Of the scores, held still."""
-    settings: SamplingConfig
     generator: torch.Generator
-    bootstrap: bool = False
-    """Continuations that are cut off are worth the critic's value there, as `advantage.bootstrap` has it."""
 
-    def returns(self, scored: Scored, rows: Tensor, at: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    @classmethod
+    def of(cls, pipeline: Pipeline, credit: Credit, scored: Scored, generator: torch.Generator) -> Continuations:
+        """For completions to which `credit` was given, in any number of processes."""
+        scale = credit.score_scale(scored.scores)
+        alone = Credit(credit.args, lambda x: x)
+        alone.load_state_dict(credit.state_dict())
+        return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator)
+
+    def returns(self, scored: Scored, rows: Tensor, at: int, count: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Returns of continuations from the states before token `at` of completions, some rows at a time.
 
         Args:
@@ -40,23 +45,48 @@ class Continuations:
             count: continuations of each state.
 
         Yields:
-            Rows, and the discounted returns `[rows, count, time]` of their continuations from each token on.
+            Rows, the discounted returns `[rows, count, time]` of their continuations from each token on, and how many
+            tokens were sampled.
 
         Raises:
             UnusableBatch: a log-probability, KL or reward is not finite.
             RewardError: a reward cannot be had.
         """
         for part in rows.split(max(ROWS // count, 1)):
-            returns = self.credit.returns(self._sample(scored, part, at, count), self.scale)
-            yield part, returns.unflatten(0, (len(part), count))
+            sampled = self._sample(scored, part, at, count)
+            returns = self.credit.returns(sampled, self.scale)
+            tokens = int(sampled.rollout.mask.sum()) - len(sampled.rollout.mask) * at
+            yield part, returns.unflatten(0, (len(part), count)), tokens
 
     def _sample(self, scored: Scored, rows: Tensor, at: int, count: int) -> Scored:
-        rollout, device = scored.rollout, self.pipeline.precision.device
+        rollout, device, args = scored.rollout, self.pipeline.precision.device, self.credit.args
         repeated = rows.repeat_interleave(count).to(device)
         prompts = scored.prompts.select(repeated.tolist())
-        uniforms = torch.rand(len(repeated), self.settings.max_new_tokens, generator=self.generator)
+        uniforms = torch.rand(len(repeated), args.rollout.max_new_tokens, generator=self.generator)
         started = rollout.response_ids[repeated, :at]
-        sampled = self.pipeline.engine.generate(prompts, self.settings, uniforms, count, started)
+        sampled = self.pipeline.engine.generate(prompts, args.rollout, uniforms, count, started)
         sampled.logprobs[:, :at] = rollout.logprobs[repeated, :at]
         texts = sampled.texts(self.pipeline.tokenizer)
-        return self.pipeline.score(prompts, self.settings, sampled, texts, bootstrap=self.bootstrap)
+        return self.pipeline.score(prompts, args.rollout, sampled, texts, bootstrap=args.advantage.bootstrap)
+
+
+def in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -> None:
+    """Do what each process does alone.
+
+    Raises:
+        UnusableBatch: in all of them, if one raises it.
+    """
+    error = None
+    try:
+        work()
+    except UnusableBatch as caught:
+        error = caught
+    if not processes.all(error is None):
+        raise error or UnusableBatch("a continuation in another process is not finite", scored.rollout, scored.texts())
+
+
+def spread(time: int, count: int | None, generator: torch.Generator) -> list[int]:
+    """Token positions, at random within `count` equal parts of the time axis, in a random order; None for all."""
+    parts = time if count is None else min(count, time)
+    positions = ((torch.arange(parts) + torch.rand(parts, generator=generator)) * time / parts).long()
+    return [int(positions[i]) for i in torch.randperm(parts, generator=generator)]

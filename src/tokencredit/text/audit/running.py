@@ -12,7 +12,6 @@ from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
 from tokencredit.runs.resuming import saved
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
-from tokencredit.text.audit.auditing import Auditor
 from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.trainer import PPOTrainer
 
@@ -53,9 +52,8 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
         trainer = PPOTrainer(args=replace(config, run=replace(config.run, dir=str(run))))
         trainer.load(state["trainer"] | {"process": state["process"]}, set())
         group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt
-        auditor = Auditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group)
         try:
-            audit = auditor.audit(number)
+            audit = replace(trainer.auditor, settings=settings, group=group).audit(number)
         except UnusableBatch as error:
             raise RunStopped(str(error)) from error
         return audit.record(number, settings, trainer.tokenizer) | audit.judge(trainer.processes)

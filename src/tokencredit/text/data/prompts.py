@@ -48,7 +48,7 @@ class PromptBatch:
         """These rows, in this order; one may stand several times."""
         at = torch.tensor(rows, device=self.ids.device)
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
-        prompts, texts = ([values[i] for i in rows] for values in (self.prompts, self.texts))
+        prompts, texts = [self.prompts[i] for i in rows], [self.texts[i] for i in rows]
         return PromptBatch(prompts, texts, self.ids[at], self.mask[at], columns)
 
     def continued(self, completions: Sequence[str]) -> list[str]:

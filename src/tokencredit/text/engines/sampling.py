@@ -22,6 +22,7 @@ from tokencredit.text.engines.cache import sampling_cache
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, positions
+from tokencredit.text.models.critic import Critic
 
 CONTEXT = 16
 """Tokens of a prompt that are read again at each step, to look for stop strings."""
@@ -153,7 +154,7 @@ def sample(
     on its own numbers alone, not on how the batch was cut or on which rows ended before it.
 
     Args:
-        model: the policy and its critic; a critic that shares its trunk gives values on the way.
+        model: the policy and its critic; a critic on its last hidden states gives values on the way.
         prompts: on the model's device.
         uniforms: `[batch, settings.max_new_tokens]`, in [0, 1).
         settings: how to draw and when to stop.
@@ -168,7 +169,7 @@ def sample(
     started = prompts.ids.new_zeros(batch, 0) if started is None else started
     begun = started.shape[1]
     state = Decoding(started, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
-    critic = model.critic if model.critic is not None and model.critic.trunk is None else None
+    critic = model.critic if isinstance(model.critic, Critic) and model.critic.reads_last else None
     inputs = torch.cat([prompts.ids, started], dim=1)
     steps = CachedSteps(model, pad(prompts.mask, (0, begun), value=True), limit - begun)
     for step in range(begun, limit):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
 
@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
 from tokencredit.core.projection import TokenStats, in_columns, multiply
-from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
+from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
+from tokencredit.learn.state import trainable
 from tokencredit.text.models.adapters import Adapter
-from tokencredit.text.models.critic import Critic
-from tokencredit.text.models.parts import trunk_of
+from tokencredit.text.models.critic import Critic, Ensemble
+from tokencredit.text.models.parts import layers_of, output_states, states_after, trunk_of
 
 Inputs = dict[str, Tensor]
 """Prompts and their responses, by name:
@@ -26,7 +27,8 @@ Inputs = dict[str, Tensor]
 - `prompt_mask`: `[batch, prompt]`, true at the prompt's own tokens;
 - `response_ids`: `[batch, time]`, padded on the right; the padding may hold anything;
 - `mask`: `[batch, time]`, true at sampled tokens, which come first; nothing is computed of the others;
-- `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`.
+- `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`;
+- `member`: `[batch]`, only in updates of an `Ensemble`: the number of the critic that learns from the row.
 """
 
 
@@ -44,7 +46,7 @@ class ActorCritic(nn.Module):
     def __init__(
         self,
         lm: PreTrainedModel,
-        critic: Critic | None = None,
+        critic: Critic | Ensemble | None = None,
         *,
         adapter: Adapter | None = None,
         compiled: bool = False,
@@ -53,7 +55,7 @@ class ActorCritic(nn.Module):
 
         Args:
             lm: a causal language model.
-            critic: on the model's last hidden states, or on a trunk of its own.
+            critic: on the model's hidden states, or on trunks of its own.
             adapter: the adapter that is trained on `lm`, if there is one.
             compiled: run whole texts through `torch.compile`; sampling, a token at a time, stays as it is.
         """
@@ -68,7 +70,7 @@ class ActorCritic(nn.Module):
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
         """Last normalised hidden states `[batch, time, width]`; `cache`, if given, is read and extended."""
         trunk = trunk_of(self.lm)
-        return trunk_hidden(trunk, input_ids, trunk_inputs(trunk, attention_mask, position_ids, cache))
+        return trunk_hidden(trunk, input_ids, trunk_inputs(trunk, attention_mask, position_ids, cache))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of hidden states, in float32."""
@@ -117,7 +119,7 @@ class ActorCritic(nn.Module):
             gradients.
         """
         mask, loss = inputs["mask"], policy_loss or NoLoss()
-        hidden = self.response_hidden(inputs)
+        hidden, *tapped = self._read(trunk_of(self.lm), inputs, partial(self.trunk_hidden, tap=self._tap()))
         ref = None
         if reference is not None:
             ref_projection = reference.lm.get_output_embeddings()
@@ -137,23 +139,46 @@ class ActorCritic(nn.Module):
             additive=loss.additive,
         )
         assert stats.logprobs is not None
-        values = None
+        values = histogram = None
         if self.critic is not None:
-            values = self._values(hidden if self.critic.trunk is None else self.critic_hidden(inputs), mask)
-        return PolicyOutputs(total, stats.logprobs, values, stats.entropy, stats.kl)
+            states = [hidden, *tapped][-1] if self.critic.shared else None
+            values, histogram = self._outputs(inputs, states)
+        return PolicyOutputs(total, stats.logprobs, values, stats.entropy, stats.kl, histogram)
 
-    def critic_values(self, inputs: Inputs) -> Tensor:
-        """Values `[batch, time]` as `forward` gives them, with a gradient for the critic's own parameters alone."""
+    def critic_outputs(self, inputs: Inputs) -> CriticOutputs:
+        """The critic's outputs as `forward` gives them, with a gradient for the critic's own parameters alone."""
         assert self.critic is not None
-        shared = self.critic.trunk is None
-        with torch.set_grad_enabled(not shared):
-            states = self.response_hidden(inputs) if shared else self.critic_hidden(inputs)
-        return self._values(states, inputs["mask"])
+        if not self.critic.shared:
+            return self._outputs(inputs)
+        with torch.no_grad():
+            states = self.critic_states(self.critic.members[0], inputs)
+        return self._outputs(inputs, states)
 
-    def _values(self, states: Tensor, mask: Tensor) -> Tensor:
-        """The critic's values of acted tokens, 0 elsewhere."""
+    def _outputs(self, inputs: Inputs, states: Tensor | None = None) -> CriticOutputs:
+        """The critic's outputs of acted tokens, values 0 elsewhere; `states` are those that a shared critic reads.
+
+        An ensemble's values are the mean of its members', or with a `member` for each row that one's alone.
+        """
         assert self.critic is not None
-        return states.new_zeros(mask.shape, dtype=torch.float32).masked_scatter(mask, self.critic(states[mask]))
+        members, mask = self.critic.members, inputs["mask"]
+        if "member" not in inputs:
+            each = [self._outputs_of(critic, inputs, states) for critic in members]
+            return each[0] if len(each) == 1 else CriticOutputs(torch.stack([now.values for now in each]).mean(0))
+        values = torch.zeros(mask.shape, device=mask.device)
+        for number, critic in enumerate(members):
+            rows = (inputs["member"] == number).nonzero().squeeze(1)
+            if len(rows):
+                own = {name: inputs[name][rows] for name in ("prompt_ids", "prompt_mask", "response_ids", "mask")}
+                values = values.index_copy(0, rows, self._outputs_of(critic, own).values)
+            else:  # a gradient of 0, since processes wait for those of all parameters
+                values = values + 0 * torch.stack([p.sum() for p in trainable(critic)]).sum()
+        return CriticOutputs(values)
+
+    def _outputs_of(self, critic: Critic, inputs: Inputs, states: Tensor | None = None) -> CriticOutputs:
+        """One critic's outputs of acted tokens, values 0 elsewhere."""
+        states, mask = self.critic_states(critic, inputs) if states is None else states, inputs["mask"]
+        now = critic.outputs(states[mask])
+        return now._replace(values=states.new_zeros(mask.shape, dtype=torch.float32).masked_scatter(mask, now.values))
 
     def logprobs(self, hidden: Tensor, inputs: Inputs, temperature: float) -> Tensor:
         """Log-probabilities `[batch, time]` of responses, nats, from their `response_hidden`."""
@@ -171,24 +196,35 @@ class ActorCritic(nn.Module):
 
     def response_hidden(self, inputs: Inputs) -> Tensor:
         """Hidden states `[batch, time, width]` of the states before each response token."""
-        return self._read(trunk_of(self.lm), inputs)
+        return self._read(trunk_of(self.lm), inputs, self.trunk_hidden)[0]
 
-    def critic_hidden(self, inputs: Inputs) -> Tensor:
-        """The same from the trunk of a separate critic."""
-        assert self.critic is not None
-        assert self.critic.trunk is not None
-        return self._read(self.critic.trunk, inputs)
+    def critic_states(self, critic: Critic, inputs: Inputs) -> Tensor:
+        """The same as a critic reads them, by a pass through its own trunk or as far as needed through the policy's."""
+        if critic.trunk is not None:
+            return self._read(critic.trunk, inputs, self.trunk_hidden)[0]
+        layer = self._tap()
+        if layer is None:
+            return self.response_hidden(inputs)
+        return self._read(trunk_of(self.lm), inputs, partial(states_after, layer=layer))[0]
 
-    def _read(self, trunk: nn.Module, inputs: Inputs) -> Tensor:
-        """A trunk's states before each response token, 0 past the longest; columns of mere padding are not read."""
+    def _tap(self) -> nn.Module | None:
+        """The layer of the policy's trunk whose states the critic reads; None where it reads none or the last."""
+        tap = None if self.critic is None else self.critic.tap
+        return None if tap is None else layers_of(trunk_of(self.lm))[tap - 1]
+
+    def _read(self, trunk: nn.Module, inputs: Inputs, run: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        """What `run` gives of a trunk's states before each response token, 0 past the longest.
+
+        Columns of mere padding are not read.
+        """
         prompt_ids, prompt_mask, response_ids = (inputs[x] for x in ("prompt_ids", "prompt_mask", "response_ids"))
         length = max(int(inputs["mask"].sum(1).max()), 1)
         padding = int((~prompt_mask).all(0).sum())
         prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
         input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
         others = trunk_inputs(trunk, *positions(prompt_mask, length - 1))
-        hidden = self.trunk_hidden(trunk, input_ids, others)[:, prompt_ids.shape[1] - 1 :]
-        return nn.functional.pad(hidden, (0, 0, 0, response_ids.shape[1] - length))
+        states = (x[:, prompt_ids.shape[1] - 1 :] for x in run(trunk, input_ids, others))
+        return [nn.functional.pad(x, (0, 0, 0, response_ids.shape[1] - length)) for x in states]
 
 
 class NoLoss:
@@ -212,10 +248,18 @@ def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor
     return mask, (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def trunk_hidden(trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """Last normalised hidden states `[batch, time, width]` of a language model without its head."""
-    hidden: Tensor = trunk(input_ids=input_ids, **inputs).last_hidden_state
-    return hidden
+def trunk_hidden(
+    trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any], tap: nn.Module | None = None
+) -> tuple[Tensor, ...]:
+    """Last normalised hidden states `[batch, time, width]` of a language model without its head; also a layer's."""
+    states: list[Tensor] = []
+    hook = None if tap is None else tap.register_forward_hook(lambda *call: states.append(output_states(call[2])))
+    try:
+        hidden: Tensor = trunk(input_ids=input_ids, **inputs).last_hidden_state
+    finally:
+        if hook is not None:
+            hook.remove()
+    return hidden, *states
 
 
 def trunk_inputs(trunk: nn.Module, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
 from tokencredit.text.models.checks import check_policy
-from tokencredit.text.models.critic import saved_critic
+from tokencredit.text.models.critic import saved_critics
 from tokencredit.text.models.loading import (
     check_language_model,
     check_origin,
@@ -150,9 +150,10 @@ def load_run_models(
     values = args.critic if which == "base" else replace(args.critic, name=None, init="saved")
     if not critic:
         values = CriticConfig(kind="none")
-    if critic and which != "base" and values.kind != "none" and saved_critic(name) is None:
+    if critic and which != "base" and values.kind != "none" and (have := len(saved_critics(name))) != values.members:
         raise ConfigError(
-            f"{name!r} has no critic, though critic.kind of the run is {values.kind}; its files are incomplete"
+            f"{name!r} has {have or 'no'} critic, though critic.kind of the run is {values.kind} and critic.members "
+            f"{values.members}; its files are incomplete"
         )
     with preserved():
         lm, tokenizer = _load_base(run, args, plain) if which == "base" else load_start(replace(args, model=own))

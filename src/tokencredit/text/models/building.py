@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.state import trainable
@@ -16,8 +19,10 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter
 from tokencredit.text.models.checks import check_checkpointing, check_critic
-from tokencredit.text.models.critic import build_critic, build_trunk
-from tokencredit.text.models.parts import width
+from tokencredit.text.models.critic import SavedCritic, build_critic, start_of
+from tokencredit.text.models.loading import check_vocabulary, load_model, load_tokenizer, naming, resolve
+from tokencredit.text.models.parts import attention_of, cut_layers, fewer_layers, trunk_of, width
+from tokencredit.text.models.peft_models import plain_decoder, saved_config
 
 
 def build_policy(
@@ -36,17 +41,125 @@ def build_policy(
             not be trained, or no compiler where one is needed.
     """
     check_compiler(model)
-    trunk = build_trunk(critic, model, lm, tokenizer)
+    trunks = build_trunks(critic, model, lm, tokenizer)
     adapter = build_adapter(lm, model, peft_config)
-    values, notes = build_critic(critic, model, lm, trunk)
-    if trunk is not None:
-        check_critic(critic.name or model.name, ActorCritic(lm, values))
+    values, notes = build_critic(critic, model, lm, trunks)
+    if values is not None:
+        check_critic(critic.name or model.name, ActorCritic(lm, values), critic.layers)
     if model.gradient_checkpointing:
-        for part in filter(None, (lm, trunk)):
+        for part in (lm, *trunks):
             enable_checkpointing(part)
         if not model.dropout:
             check_checkpointing(model.name, ActorCritic(lm))
     return ActorCritic(lm, values, adapter=adapter, compiled=model.compile), notes
+
+
+def build_trunks(
+    args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[PreTrainedModel]:
+    """The trunks of separate critics: saved ones, that of `critic.name`, or a copy of the policy's, for each member.
+
+    Raises:
+        ConfigError: one cannot be loaded, has another vocabulary (by its tokenizer, or by its size if there is none),
+            other layers than asked for, or no attention to freeze.
+    """
+    if args.kind != "separate":
+        return []
+    name, saved = args.name or model.name, start_of(args, model)
+    if saved and saved[0].trunk is not None:
+        trunks = [load_saved_trunk(one, lm, model) for one in saved]
+        check_kept_layers(args, name, trunks[0])
+    else:
+        trunks = [plain_decoder(lm) if args.name is None else load_trunk(args.name, model)]
+        layers = fewer_layers(args.layers, trunks[0])
+        if layers is not None:
+            cut_layers(trunks[0], layers)
+    if args.name is not None or saved:
+        check_vocabulary(name, trunks[0], tokenizer)
+        check_same_tokens(name, tokenizer, model)
+    if args.freeze == "attention":
+        for trunk in trunks:
+            freeze_attention(trunk)
+    return trunks + [deepcopy(trunks[0]) for _ in range(args.members - len(trunks))]
+
+
+def load_trunk(name: str, model: ModelConfig) -> PreTrainedModel:
+    """The trunk of the model of a name.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is an adapter.
+    """
+    folder = resolve(name, "policy")
+    if saved_config(folder) is not None:
+        raise ConfigError(
+            f"critic.name is {name!r}, which holds an adapter and no trunk of a critic; give a whole model, "
+            "or the policy/ of a run whose critic.kind was separate"
+        )
+    return load_model(AutoModel, name, folder, model)
+
+
+def load_saved_trunk(saved: SavedCritic, lm: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+    """The trunk that a run saved.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    if saved.trunk is None:
+        raise ConfigError(f"{str(saved.head)!r} is there without its trunk; the files of {saved.name!r} are incomplete")
+    # A trunk such as OPT's is a part of what AutoModel makes of its configuration.
+    own = type(trunk_of(lm))
+    with naming(f"a critic from {saved.name!r}"):
+        config, _ = PreTrainedConfig.get_config_dict(saved.trunk)
+    kind = own if own.__name__ in (config.get("architectures") or ()) else AutoModel
+    return load_model(kind, saved.name, str(saved.trunk), model)
+
+
+def check_kept_layers(args: CriticConfig, name: str, trunk: PreTrainedModel) -> None:
+    """Raise `ConfigError` if a saved trunk, which keeps its layers, has another number than asked for."""
+    count = trunk.config.get_text_config().num_hidden_layers
+    if args.layers not in (None, count):
+        raise ConfigError(
+            f"critic.layers is {args.layers}, and the critic saved in {name!r} has {count} layers, which it keeps; "
+            "leave critic.layers out"
+        )
+
+
+def freeze_attention(trunk: PreTrainedModel) -> None:
+    """Leave the attention of a trunk as it is.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    modules = attention_of(trunk)
+    if not modules:
+        raise ConfigError(
+            f"critic.freeze is attention, and {type(trunk).__name__} has no module whose name ends in attn or "
+            "attention; leave it out"
+        )
+    for module in modules:
+        module.requires_grad_(False)
+
+
+def check_same_tokens(name: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Make sure that a critic's tokenizer, if its folder has one, has the policy's tokens under the same ids.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    folder = resolve(name, "policy")
+    # Of a folder without its files some classes would make an empty tokenizer.
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if not any(cached_file(folder, file, _raise_exceptions_for_missing_entries=False) for file in files):
+        return
+    ids = load_tokenizer(replace(model, name=name)).get_vocab()
+    others = {token: i for token, i in tokenizer.get_vocab().items() if ids.get(token) != i}
+    if others:
+        token, i = min(others.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"critic.name is {name!r}, whose tokenizer has other ids for {len(others)} of the policy's "
+            f"{len(tokenizer)} tokens, such as {ids.get(token)} for {token!r}, which is {i} in the policy; take a "
+            "critic with the policy's vocabulary"
+        )
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:

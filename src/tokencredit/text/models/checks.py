@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from tokencredit.learn.modes import checkpointing_modules, training
 from tokencredit.learn.rng import preserved
 from tokencredit.text.engines.sampling import CachedSteps
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
+from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.parts import trunk_of
 
 TOLERANCE = 1e-3
@@ -51,21 +53,58 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
             _compare(title, _logprobs(model, hidden), expected[rows, time], "with its cache")
 
 
-def check_critic(name: str, policy: ActorCritic) -> None:
-    """Make sure that the values of a policy's separate critic depend neither on later tokens nor on padding.
+def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> None:
+    """Make sure that values of a policy's critic, unless it reads its last states, depend on no later token or padding.
+
+    Args:
+        name: of the model that the critic comes from, in messages.
+        policy: with the critic.
+        layers: `critic.layers`; the trunk of a separate critic, which was cut, must be one that can be loaded again.
 
     Raises:
-        ConfigError: they do, or a pass fails.
+        ConfigError: they do, a trunk cannot, or a pass fails.
     """
     assert policy.critic is not None
-    trunk = policy.critic.trunk
-    assert trunk is not None
-    title = f"the separate critic {_title(name, trunk)}"
-    with _passes(title):
-        inputs = _example(trunk.config.get_text_config().vocab_size, trunk.device)
-        alone = check_causal(title, policy.critic_hidden, inputs)
-        if not _close(policy.critic_hidden(inputs), alone, TOLERANCE * alone.abs().max()):
-            raise ConfigError(f"{title} gives other states for a prompt that is padded on the left; take another model")
+    for critic in policy.critic.members:
+        if critic.reads_last:
+            continue
+        trunk = policy.lm if critic.trunk is None else critic.trunk
+        title = _title(name, trunk)
+        title = title if critic.trunk is None else f"the separate critic {title}"
+        title += "" if layers is None else f" with critic.layers: {layers}"
+        with _passes(title):
+            inputs = _example(trunk.config.get_text_config().vocab_size, trunk.device)
+            states = policy.critic_states(critic, inputs)
+            if states.shape[:-1] != inputs["response_ids"].shape:
+                raise ConfigError(f"{title} gives states of a form that no value head reads; leave it out")
+            alone = check_causal(title, partial(policy.critic_states, critic), inputs)
+            if not _close(states, alone, TOLERANCE * alone.abs().max()):
+                raise ConfigError(
+                    f"{title} gives other states for a prompt that is padded on the left; take another model"
+                )
+            if layers is not None and critic.trunk is not None:
+                again = Critic(critic.head, _built_again(title, critic.trunk))
+                if not _close(policy.critic_states(again, inputs), states, TOLERANCE * states.abs().max()):
+                    raise ConfigError(f"{title} computes something else when it is loaded again; leave it out")
+
+
+def _built_again(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
+    """A trunk as it would be loaded from its configuration, around the same weights.
+
+    Raises:
+        ConfigError: the configuration does not describe it.
+    """
+    try:
+        with torch.device("meta"):
+            again: PreTrainedModel = type(trunk)(type(trunk.config).from_dict(trunk.config.to_dict())).eval()
+        again.load_state_dict(trunk.state_dict(), assign=True)
+    except Exception as error:  # anybody's code: the library's, or the model's own with trust_remote_code
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{title} cannot be cut: {reason}; leave it out") from error
+    for key, buffer in trunk.named_buffers():  # those that are not saved
+        module, _, name = key.rpartition(".")
+        again.get_submodule(module)._buffers[name] = buffer
+    return again
 
 
 def check_checkpointing(name: str, policy: ActorCritic) -> None:

@@ -100,7 +100,7 @@ def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
     base = _base(args.name, folder)
     if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
         folder = resolve(base, "policy")
-    with _naming(f"a tokenizer from {args.name!r}"):
+    with naming(f"a tokenizer from {args.name!r}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
 
 
@@ -225,7 +225,7 @@ def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrain
     Raises:
         ConfigError: the folder holds none.
     """
-    with _naming(f"a language model from {name!r}"):
+    with naming(f"a language model from {name!r}"):
         model: PreTrainedModel = kind.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=args.trust_remote_code
         )
@@ -235,7 +235,7 @@ def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrain
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Turn what loading raises into one message."""
     try:
         yield

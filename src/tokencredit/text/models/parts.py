@@ -1,10 +1,14 @@
-"""Parts of a language model as Transformers builds it: its trunk, and the width of its states."""
+"""Parts of a language model as Transformers builds it: its trunk, layers and attention, and the width of its states."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from tokencredit.errors import ConfigError
 
 
 def trunk_of(lm: PreTrainedModel) -> PreTrainedModel:
@@ -19,6 +23,91 @@ def width(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     # Some sizes of OPT project their states down before the vocabulary.
     return int(getattr(config, "word_embed_proj_dim", config.hidden_size))
+
+
+def layers_of(trunk: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a trunk.
+
+    Raises:
+        ConfigError: it has no list of them, or several that may be it.
+    """
+    return _layer_list(trunk)[1]
+
+
+def _layer_list(trunk: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The outermost list of as many modules as the trunk's configuration has layers, and its name in the trunk."""
+    config: Any = trunk.config
+    count = config.get_text_config().num_hidden_layers
+    lists = [(name, x) for name, x in trunk.named_modules() if isinstance(x, nn.ModuleList) and len(x) == count]
+    outermost = [(name, x) for name, x in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    if len(outermost) != 1:
+        raise ConfigError(
+            f"critic.layers needs a model with one list of its layers, and {type(trunk).__name__} has {len(outermost)} "
+            f"of {count} modules; leave it out"
+        )
+    return outermost[0]
+
+
+def cut_layers(trunk: PreTrainedModel, count: int) -> None:
+    """Cut a trunk, in place, to its first so many layers; its configuration, which is saved with it, follows."""
+    name, layers = _layer_list(trunk)
+    config: Any = trunk.config.get_text_config()
+    for key, value in list(vars(config).items()):  # such as layer_types
+        if "layer" in key and isinstance(value, list) and len(value) == len(layers):
+            setattr(config, key, value[:count])
+    config.num_hidden_layers = count
+    parent, _, child = name.rpartition(".")
+    setattr(trunk.get_submodule(parent), child, layers[:count])
+
+
+def fewer_layers(layers: int | None, model: PreTrainedModel) -> int | None:
+    """A number of layers (`critic.layers`), if the model has more; None for all of them.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    if layers is not None and layers > count:
+        raise ConfigError(
+            f"critic.layers is {layers}; it must be at most {count}, the layers of the {type(model).__name__}"
+        )
+    return None if layers == count else layers
+
+
+class _Reached(Exception):
+    """Ends a pass at a layer, with the layer's states."""
+
+    def __init__(self, states: Tensor):
+        super().__init__()
+        self.states = states
+
+
+def states_after(trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any], layer: nn.Module) -> tuple[Tensor, ...]:
+    """States `[batch, time, width]` after a layer of a trunk; the layers above it are not computed."""
+
+    def end(layer: nn.Module, args: Any, output: Any) -> None:
+        raise _Reached(output_states(output))
+
+    hook = layer.register_forward_hook(end)
+    try:
+        trunk(input_ids=input_ids, **inputs)
+    except _Reached as reached:
+        return (reached.states,)
+    finally:
+        hook.remove()
+    raise RuntimeError("the layer took no part in the pass")
+
+
+def output_states(output: Any) -> Tensor:
+    """The states in the output of a layer, which some families put into a tuple."""
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def attention_of(trunk: nn.Module) -> list[nn.Module]:
+    """The attention modules of a trunk: those so named that hold matrices, which norms before or after them do not."""
+    named = [x for name, x in trunk.named_modules() if name.endswith(("attn", "attention"))]
+    return [x for x in named if any(p.dim() > 1 for p in x.parameters())]
 
 
 def weight_hash(weight: Tensor) -> int:

@@ -1,0 +1,423 @@
+"""Critics on fewer layers, of several members, with frozen attention, and from classifiers."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
+
+from tokencredit import load
+from tokencredit.errors import ConfigError
+from tokencredit.learn.learner import UpdateSettings
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import OptimConfig, RolloutConfig, RunConfig, SamplingConfig, UpdateConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.sampling import sample
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.building import build_policy, save_policy
+from tokencredit.text.models.critic import Critic, Ensemble, build_value_head
+from tokencredit.text.models.loading import load_language_model, resolve
+from tokencredit.text.models.parts import attention_of, layers_of, trunk_of
+from tokencredit.text.scoring_passes import rollout_values
+from tokencredit.text.setup import check_batch_size
+from tokencredit.text.trainer import PPOTrainer
+
+SEPARATE = {"kind": "separate", "head": "linear"}
+NORMS = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}
+"""Names of trunks' last norms, where it is not `norm`."""
+
+
+def small(folder, iterations=1, **critic):
+    return PPOConfig(
+        model=ModelConfig(dtype="float32"),
+        critic=CriticConfig(**critic),
+        rollout=RolloutConfig(batch_size=8, max_new_tokens=8),
+        ppo=UpdateConfig(epochs=2, minibatches=2),
+        optim=OptimConfig(lr=1e-3, warmup=0),
+        run=RunConfig(dir=str(folder), iterations=iterations, trackers=[], show_every=0),
+    )
+
+
+@pytest.fixture
+def folder(architecture, model_folders):
+    return str(model_folders[architecture])
+
+
+def built(folder, **critic):
+    """A policy with a critic whose values differ from state to state."""
+    args = ModelConfig(name=folder)
+    lm, tokenizer = load_language_model(args)
+    policy, notes = build_policy(lm, tokenizer, args, CriticConfig(**critic))
+    torch.manual_seed(1)
+    for member in policy.critic.members:
+        for parameter in member.head.parameters():
+            nn.init.normal_(parameter)
+    return policy, tokenizer, notes
+
+
+def batch():
+    """Two prompts and two responses of different lengths."""
+    prompt_ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+    prompt_mask = torch.tensor([[False, False, True, True], [True] * 4])
+    response_ids = torch.tensor([[11, 12, 13], [14, 15, 0]])
+    mask = torch.tensor([[True] * 3, [True, True, False]])
+    return {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "response_ids": response_ids, "mask": mask}
+
+
+def by_hand(trunk, inputs, value):
+    """Values of states of rows read alone; `value` maps all hidden states of a row to its values."""
+    values = torch.zeros(inputs["mask"].shape)
+    for row, (own, acted) in enumerate(zip(inputs["prompt_mask"], inputs["mask"], strict=True)):
+        prompt, response = inputs["prompt_ids"][row][own], inputs["response_ids"][row][acted]
+        ids = torch.cat([prompt, response])[:-1].unsqueeze(0)
+        hidden = trunk(input_ids=ids, output_hidden_states=True).hidden_states
+        values[row, : len(response)] = value(hidden)[0, len(prompt) - 1 :]
+    return values
+
+
+def close(now, expected):
+    torch.testing.assert_close(now, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_tap_reads_the_normalised_states_after_its_layers(folder, detach):
+    policy, _, _ = built(folder, layers=1, head="linear", detach=detach)
+
+    def value(hidden):
+        scale = hidden[1].var(-1, unbiased=False, keepdim=True).add(1e-5).sqrt()
+        return policy.critic.head((hidden[1] - hidden[1].mean(-1, keepdim=True)) / scale).squeeze(-1)
+
+    expected = by_hand(trunk_of(policy.lm), batch(), value)
+    close(policy(batch(), temperature=1.0).values, expected)
+    close(policy.critic_values(batch()), expected)
+    assert not torch.allclose(expected, by_hand(trunk_of(policy.lm), batch(), lambda x: policy.critic(x[2])))
+
+
+def test_layers_that_add_nothing_leave_the_embedding_to_the_tap(model_folders):
+    """Worked by hand: GPT-2's blocks add their outputs to the sum of token and position embeddings."""
+    policy, _, _ = built(str(model_folders["gpt2"]), layers=1, head="linear")
+    trunk = policy.lm.transformer
+    with torch.no_grad():
+        for layer in trunk.h:
+            for output in (layer.attn.c_proj, layer.mlp.c_proj):
+                output.weight.zero_()
+                output.bias.zero_()
+    embedded = trunk.wte.weight[[6, 11, 12]] + trunk.wpe.weight[[1, 2, 3]]
+    states = (embedded - embedded.mean(1, keepdim=True)) / (embedded.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    close(policy(batch(), temperature=1.0).values[0], policy.critic.head(states).squeeze(-1))
+
+
+def test_a_tap_moves_only_the_layers_beneath_it(folder):
+    policy, _, _ = built(folder, layers=1, head="linear")
+    policy(batch(), temperature=1.0).values.sum().backward()
+    below, above = layers_of(trunk_of(policy.lm))
+    assert all(p.grad.abs().sum() > 0 for p in below.parameters() if p.dim() > 1)
+    assert all(p.grad is None for p in above.parameters())
+    policy.zero_grad()
+    probe = ActorCritic(policy.lm, Critic(policy.critic.head, detach=True, tap=1))
+    for values in (probe(batch(), temperature=1.0).values, policy.critic_values(batch())):
+        values.sum().backward()
+        assert all(p.grad is None for p in policy.lm.parameters())
+        assert policy.critic.head.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_values_alone_compute_no_layer_above(folder, kind):
+    policy, _, _ = built(folder, kind=kind, layers=1)
+    trunk = trunk_of(policy.lm) if kind == "shared" else policy.critic.trunk
+    calls = []
+    for number, layer in enumerate(layers_of(trunk)):
+        layer.register_forward_hook(lambda *_, number=number: calls.append(number))
+    with torch.no_grad():
+        policy.critic_values(batch())
+    assert calls == [0]
+    if kind == "separate":
+        assert trunk.config.num_hidden_layers == len(layers_of(trunk)) == 1
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_all_layers_are_the_same_as_null(folder, kind):
+    values = [built(folder, kind=kind, layers=layers)[0].critic_values(batch()) for layers in (None, 2)]
+    assert torch.equal(*values)
+
+
+def test_a_cut_trunk_normalises_the_states_of_its_last_layer_and_is_loaded_as_it_was(folder, architecture, tmp_path):
+    policy, tokenizer, _ = built(folder, layers=1, **SEPARATE)
+    norm = getattr(trunk_of(policy.lm), NORMS.get(architecture, "norm"))
+    expected = by_hand(trunk_of(policy.lm), batch(), lambda x: policy.critic.head(norm(x[1])).squeeze(-1))
+    close(policy(batch(), temperature=1.0).values, expected)
+    save_policy(tmp_path, policy, tokenizer)
+    args = ModelConfig(name=str(tmp_path))
+    for layers in (None, 1):
+        again, notes = build_policy(*load_language_model(args), args, CriticConfig(layers=layers, **SEPARATE))
+        assert notes == [f"the critic goes on from the one saved in {tmp_path}"]
+        assert torch.equal(again.critic_values(batch()), policy.critic_values(batch()))
+    with pytest.raises(ConfigError, match=r"critic\.layers is 2, and the critic saved in .* has 1 layers, which it"):
+        build_policy(*load_language_model(args), args, CriticConfig(layers=2, **SEPARATE))
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_more_layers_than_there_are_are_refused(kind, model_folders):
+    with pytest.raises(ConfigError, match=r"critic\.layers is 3; it must be at most 2, the layers of the Llama"):
+        built(str(model_folders["llama"]), kind=kind, layers=3)
+
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+GEMMA = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size_per_layer_input": 2048, "num_kv_shared_layers": 0}
+HYBRID = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+OPT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 16}
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+
+
+def random_policy(family, shape, tokenizer, **critic):
+    torch.manual_seed(0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": 0}
+    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=len(tokenizer), **shape, **ids)).eval()
+    for parameter in lm.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    return build_policy(lm, tokenizer, ModelConfig(name=""), CriticConfig(head="linear", **critic))[0]
+
+
+@pytest.mark.parametrize(("family", "shape"), [("opt", OPT), ("mamba", MAMBA), ("lfm2", SHAPE | HYBRID)])
+def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(family, shape, tokenizer, tmp_path):
+    """OPT projects its last states and saves a part of what its configuration builds; Mamba counts its states anew."""
+    tap = random_policy(family, shape, tokenizer, layers=1)
+    nn.init.normal_(tap.critic.head.weight)
+    seen = []
+    hook = layers_of(trunk_of(tap.lm))[0].register_forward_hook(
+        lambda *call: seen.append(call[2][0] if isinstance(call[2], tuple) else call[2])
+    )
+    trunk_of(tap.lm)(input_ids=torch.tensor([[7, 8, 9, 10, 14]]), use_cache=False)
+    hook.remove()
+    expected = tap.critic.head(nn.functional.layer_norm(seen[0], [32])).squeeze(-1)[0, 3:]
+    close(tap(batch(), temperature=1.0).values[1, :2], expected)
+    for layers in (None, 1):
+        policy = random_policy(family, shape, tokenizer, kind="separate", layers=layers)
+        nn.init.normal_(policy.critic.head.weight)
+        save_policy(tmp_path / str(layers), policy, tokenizer)
+        args = ModelConfig(name=str(tmp_path / str(layers)))
+        again, _ = build_policy(*load_language_model(args), args, CriticConfig(**SEPARATE))
+        close(again.critic_values(batch()), policy.critic_values(batch()))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "critic", "message"),
+    [
+        (
+            "minicpm3",
+            SHAPE | MLA,
+            {"kind": "separate", "layers": 1},
+            r"separate critic MiniCPM3Model with critic\.layers: 1 computes something else when it is loaded again",
+        ),
+        (
+            "gemma3n_text",
+            SHAPE | GEMMA,
+            {"layers": 1},
+            r"Gemma3nForCausalLM with critic\.layers: 1 gives states of a form that no value head reads; leave it out",
+        ),
+        (
+            "gpt_neox_japanese",
+            {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+            {"kind": "separate", "layers": 1},
+            r"GPTNeoXJapaneseModel with critic\.layers: 1 cannot be cut: .*; leave it out",
+        ),
+        (
+            "mamba",
+            MAMBA,
+            {"kind": "separate", "freeze": "attention"},
+            r"critic\.freeze is attention, and MambaModel has no module whose name ends in attn or attention",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_cut_or_frozen_is_refused(family, shape, critic, message, tokenizer):
+    with pytest.raises(ConfigError, match=message):
+        random_policy(family, shape, tokenizer, **critic)
+
+
+def test_a_model_without_a_list_of_its_layers_is_refused(model_folders):
+    lm, tokenizer = load_language_model(ModelConfig(name=str(model_folders["gpt2"])))
+    lm.config.num_hidden_layers = 5
+    with pytest.raises(ConfigError, match=r"critic\.layers needs a model with one list of its layers, and GPT2Model"):
+        build_policy(lm, tokenizer, ModelConfig(), CriticConfig(layers=1))
+
+
+def test_sampling_leaves_the_values_of_a_tap_to_a_pass(model_folders):
+    policy, tokenizer, _ = built(str(model_folders["llama"]), layers=1)
+    prompts = Prompts(["A film", "This movie was really"], tokenizer).batch(0, 4)
+    rollout = sample(policy, prompts, torch.rand(4, 6), SamplingConfig(), tokenizer, [tokenizer.eos_token_id])
+    assert rollout.values is None
+    with torch.no_grad():
+        close(rollout_values(policy, rollout, None), policy(rollout.inputs(), temperature=1.0).values)
+
+
+@pytest.mark.slow
+def test_a_saved_tap_goes_on_at_the_same_layer_only(tmp_path):
+    first = PPOTrainer(args=small(tmp_path / "a", layers=1, detach=True))
+    first.train()
+    weights = {key: x.clone() for key, x in first.policy.critic.state_dict().items()}
+    assert weights["head.2.weight"].abs().sum() > 0
+    model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
+    other = "is for other layers than critic.layers: a new one begins"
+    for critic, note in [
+        ({"layers": 1}, "the critic goes on from"),
+        ({}, other),
+        ({"kind": "separate"}, other),
+        ({"kind": "separate", "layers": 1}, other),
+    ]:
+        policy, notes = build_policy(*load_language_model(model), model, CriticConfig(**critic))
+        assert len(notes) == 1
+        assert note in notes[0]
+        assert torch.equal(policy.critic.head[2].weight, weights["head.2.weight"]) == (critic == {"layers": 1})
+
+
+def ensemble(policy, *values):
+    """The policy with separate critics that give these values everywhere."""
+    members = []
+    for value in values:
+        head = build_value_head("linear", 32)
+        nn.init.constant_(head.bias, value)
+        members.append(Critic(head, policy.critic.members[0].trunk))
+    return ActorCritic(policy.lm, Ensemble(members))
+
+
+def test_values_are_the_mean_of_the_members_and_in_updates_each_rows_own(model_folders):
+    policy = ensemble(built(str(model_folders["llama"]), **SEPARATE)[0], 1.0, 4.0)
+    for values in (policy(batch(), temperature=1.0).values, policy.critic_values(batch())):
+        assert values.tolist() == [[2.5, 2.5, 2.5], [2.5, 2.5, 0]]
+    inputs = batch() | {"member": torch.tensor([1, 0])}
+    for values in (policy(inputs, temperature=1.0).values, policy.critic_values(inputs)):
+        assert values.tolist() == [[4, 4, 4], [1, 1, 0]]
+
+
+def test_a_row_moves_its_member_alone(folder):
+    policy, _, _ = built(folder, members=2, clip=None, **SEPARATE)
+    first, second = policy.critic.members
+    values = policy(batch() | {"member": torch.tensor([0, 1])}, temperature=1.0).values
+    values[0].sum().backward(retain_graph=True)
+    assert all(p.grad.abs().sum() > 0 for p in first.parameters() if p.dim() > 1 and p.shape != (64, 32))
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in second.parameters())
+    alone = policy.critic_values({key: x[:1] for key, x in batch().items()} | {"member": torch.tensor([0])})
+    policy.zero_grad()
+    alone.sum().backward()
+    assert all((p.grad == 0).all() for p in second.parameters()), "there, since processes wait for it"
+
+
+def test_completions_of_a_prompt_are_divided_among_the_members(tmp_path):
+    args = small(tmp_path, kind="separate", members=2, clip=None)
+    args.rollout.per_prompt = 4
+    trainer = PPOTrainer(args=args)
+    batch, experience = trainer.credit.give(trainer.collect())
+    assert experience.inputs["member"].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert "member" not in batch.scored.rollout.inputs()
+
+
+def test_a_members_gradient_is_that_of_a_critic_on_its_rows(tmp_path):
+    """Up to the tokens that the loss is a mean over."""
+    trainer = PPOTrainer(args=small(tmp_path, kind="separate", members=2, clip=None, head="linear"))
+    for critic in trainer.policy.critic.members:
+        nn.init.normal_(critic.head.weight)
+    _, experience = trainer.credit.give(trainer.collect())
+    learner, tokens, gradients = trainer.learner, [], []
+    learner.settings = UpdateSettings(minibatches=1, micro_batch_tokens=24)
+    member = experience.inputs["member"]
+    for rows in (experience, experience.select(member == 0), experience.select(member == 1)):
+        learner._critic_gradient(rows)
+        tokens.append(rows.mask.sum())
+        gradients.append([[p.grad * tokens[-1] for p in x.parameters()] for x in trainer.policy.critic.members])
+    for number in (0, 1):
+        for together, alone in zip(gradients[0][number], gradients[1 + number][number], strict=True):
+            assert alone.abs().sum() > 0
+            torch.testing.assert_close(together, alone, atol=1e-4 * float(alone.abs().max()), rtol=1e-3)
+        assert all((x == 0).all() for x in gradients[2 - number][number])
+
+
+@pytest.mark.slow
+def test_members_are_saved_and_go_on_together(tmp_path):
+    first = PPOTrainer(args=small(tmp_path / "a", kind="separate", members=2, clip=None, layers=1))
+    first.train()
+    trained = {key: x.clone() for key, x in first.policy.critic.state_dict().items()}
+    assert not torch.equal(trained["members.0.head.2.weight"], trained["members.1.head.2.weight"])
+    policy = tmp_path / "a" / "policy"
+    assert {"critic", "critic-2", "value_head.safetensors", "value_head-2.safetensors"} <= {
+        x.name for x in policy.iterdir()
+    }
+    options = {"kind": "separate", "clip": None, "name": str(policy)}
+    second = PPOTrainer(args=small(tmp_path / "b", members=2, **options))
+    assert all(torch.equal(x, trained[key]) for key, x in second.policy.critic.state_dict().items())
+    with pytest.raises(ConfigError, match=r"critic\.members is 3, and '.*' holds 2 critics; set it to 2"):
+        PPOTrainer(args=small(tmp_path / "c", members=3, **options))
+    (policy / "value_head-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has 1 critic, though .* separate and critic\.members 2; its files"):
+        load(tmp_path / "a")
+    third = PPOTrainer(args=small(tmp_path / "d", members=2, **options))  # all from one
+    state = third.policy.critic.state_dict()
+    assert all(torch.equal(x, trained[key.replace("s.1", "s.0")]) for key, x in state.items())
+    (policy / "value_head-2.safetensors").write_bytes((policy / "value_head.safetensors").read_bytes())
+    (policy / "critic-2" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"value_head-2.safetensors' is there without its trunk; the files of"):
+        PPOTrainer(args=small(tmp_path / "e", members=2, **options))
+
+
+def test_members_with_a_clip_or_without_rows_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"critic\.clip is 0\.2, and critic\.members is 2; .*set critic\.clip: null"):
+        small(tmp_path, kind="separate", members=2)
+    args = small(tmp_path, kind="separate", members=8, clip=None)
+    check_batch_size(args, 1)
+    with pytest.raises(ConfigError, match=r"critic\.members is 8; it must be at most 4, the completions of each of"):
+        check_batch_size(args, 2)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_frozen_attention_stays_bit_for_bit_and_all_else_learns(name, tmp_path):
+    args = small(tmp_path, kind="separate", freeze="attention", lr=1e-2, epochs=1)
+    args.optim.name = name
+    trainer = PPOTrainer(args=args)
+    critic = trainer.policy.critic
+    names = {key for key, _ in critic.named_parameters()}
+    frozen = {key for key in names if ".attn." in key}
+    assert len(frozen) == 2 * 4, "a weight and a bias of two products in each of two layers"
+    before = {key: x.clone() for key, x in critic.state_dict().items()}
+    for number in (1, 2):
+        trainer.iteration(number)
+    moved = {key for key in names if not torch.equal(critic.state_dict()[key], before[key])}
+    assert moved == names - frozen
+    assert all(p.requires_grad for p in trainer.policy.lm.parameters()), "the policy's own attention learns"
+
+
+def test_norms_before_attention_are_no_attention(folder):
+    policy, _, _ = built(folder, freeze="attention", **SEPARATE)
+    trunk = policy.critic.trunk
+    inside = {id(p) for module in attention_of(trunk) for p in module.parameters()}
+    assert {id(p) for p in trunk.parameters() if not p.requires_grad} == inside
+    layer = layers_of(trunk)[0]
+    (attention,) = (x for name, x in layer.named_children() if name in ("attn", "self_attn", "attention"))
+    outside = [p for p in layer.parameters() if id(p) not in {id(q) for q in attention.parameters()}]
+    assert outside
+    assert all(p.requires_grad for p in outside)
+
+
+def test_a_causal_classifier_with_the_policys_tokens_starts_a_critic(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": len(tokenizer)}
+    classifier = GPT2ForSequenceClassification(GPT2Config(pad_token_id=0, **shape))
+    classifier.save_pretrained(tmp_path / "classifier")
+    tokenizer.save_pretrained(tmp_path / "classifier")
+    args = small(tmp_path / "run", kind="separate", name=str(tmp_path / "classifier"), layers=1, freeze="attention")
+    trainer = PPOTrainer(args=args)
+    expected, critic = classifier.transformer.state_dict(), trainer.policy.critic
+    assert all(torch.equal(x, expected[key]) for key, x in critic.trunk.state_dict().items())
+    assert critic.head[2].weight.abs().sum() == 0, "a score head of classes is no value head"
+    trainer.iteration(1)
+
+
+def test_the_built_in_classifier_reads_other_tokens(tmp_path):
+    name = resolve("builtin:reviews", "sentiment")
+    with pytest.raises(ConfigError, match=r"the tokenizer has 2048 tokens, but '.*sentiment' knows 1265; they do not"):
+        PPOTrainer(args=small(tmp_path, kind="separate", name=name))
