@@ -22,6 +22,7 @@ from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
+    AdvantageConfig,
     EvalConfig,
     KLConfig,
     OptimConfig,
@@ -98,6 +99,7 @@ TEXTS = {
         "prompts": PromptsConfig(text=["This movie", "The film was", "I"], shuffle=True),
     },
     "pretrained": {"critic": CriticConfig(kind="separate", pretrain=3), "score": ScoreConfig(normalize="running")},
+    "a λ that follows": {"advantage": AdvantageConfig(lam_follows=True)},
     "LoRA with dropout": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1))},
     "two half critics with frozen attention": {
         "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, freeze="attention", epochs=1),

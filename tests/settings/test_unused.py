@@ -179,6 +179,13 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ],
     (
         "text",
+        {"advantage.estimator": "td", "advantage.lam_follows": True},
+        "advantage.lam_follows",
+        "without advantage.estimator: gae, decoupled_gae",
+    ),
+    ("text", {"advantage.lam": 1, "advantage.lam_follows": True}, "advantage.lam_follows", "with advantage.lam: 1.0"),
+    (
+        "text",
         {"advantage.estimator": "uniform", "critic.kind": "none", "advantage.gamma": 0.9},
         "advantage.gamma",
         "without advantage.estimator: gae, td",
@@ -234,6 +241,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         for key, value in [
             ("stop.kl", 5.0),
             ("advantage.bootstrap", True),
+            ("advantage.lam_follows", True),
             ("ppo.mask_truncated", True),
             ("ppo.reduction", "sequence"),
             ("run.samples", 3),
@@ -364,7 +372,7 @@ def test_every_need_names_settings_and_choices_that_there_are(world):
                 assert condition.key in known or condition.key in somewhere, (key, text)
                 for value in condition.values:
                     settings = {condition.key: value}
-                    if condition.key in known and condition.key != "ppo.minibatches":
+                    if condition.key in known and condition.key not in ("ppo.minibatches", "advantage.lam"):
                         assert value in choices(world.config, condition.key), (key, text, settings)
 
 

@@ -273,6 +273,35 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def test_lambda_follows_what_the_critic_explains_of_sampled_returns(tokenizer):
+    """Returns 1, 1, 0, 0 with values 0.5, 1, 0.5, 0: Var[R] = 1/4, Var[R − V] = 1/8, so EV = 1/2."""
+    credit = credit_of(advantage=AdvantageConfig(lam=0.9, lam_follows=True, whiten=False), **UNSCALED)
+    assert credit.lam == 1  # nothing is known of the critic
+
+    def give(values, scores=(1.0, 0.0)):
+        scored = scored_of(tokenizer, list(scores), values=values)
+        batch, _ = credit.give(scored)
+        options = {"gamma": 1.0, "lam": credit.lam}
+        advantages, _ = estimate("gae", batch.rewards, scored.rollout.values, options=options, mask=scored.rollout.mask)
+        assert torch.equal(batch.advantages, advantages)
+        assert credit.metrics() == {"kl_coef": 0.0, "lam": credit.lam}
+        return credit.lam
+
+    assert give([[0.5, 1.0], [0.5, 0.0]]) == pytest.approx(1 - 0.1 * 0.5)
+    mean = (0.8 * 0.5 + 1) / 1.8  # the earlier batch counts 0.8 times
+    assert give([[1.0, 1.0], [0.0, 0.0]]) == pytest.approx(1 - 0.1 * mean)
+    mean = 0.8 * 1.8 * mean / (0.8 * 1.8 + 1)  # values that mislead explain nothing, not less
+    assert give([[-9.0, 0.0], [9.0, 0.0]]) == pytest.approx(1 - 0.1 * mean)
+    assert give([[0.3, 0.1], [0.2, 0.9]], scores=(0.5, 0.5)) == pytest.approx(1 - 0.1 * mean)  # nothing to explain
+
+
+def test_lambda_stays_what_it_is_unless_it_is_to_follow(tokenizer):
+    credit = credit_of(advantage=AdvantageConfig(lam=0.9), **UNSCALED)
+    credit.give(scored_of(tokenizer, [1.0, 0.0], values=[[1.0, 1.0], [0.0, 0.0]]))
+    assert credit.lam == 0.9
+    assert "lam" not in credit.metrics()
+
+
 def small(folder, **changes):
     groups = {
         "model": ModelConfig(dtype="float32"),

@@ -113,6 +113,7 @@ class ControlConfig:
     NEEDS: ClassVar = dict.fromkeys(
         (
             "advantage.bootstrap",
+            "advantage.lam_follows",
             "ppo.mask_truncated",
             "ppo.reduction",
             "run.push_to_hub",

@@ -101,6 +101,9 @@ class AdvantageConfig:
     """Discount per token."""
     lam: float = setting(0.95, needs=read_by("lam"), at_least=0, at_most=1)
     """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
+    lam_follows: bool = setting(False, needs=(read_by("lam"), "lam: not 1.0, 1"))
+    """Let λ follow the critic: 1 − (1 − lam) · EV, with the explained variance EV of the sampled returns of new batches
+    (a running mean, at least 0). λ is 1 while the critic explains nothing, and `lam` where it explains all."""
     lam_returns: float = setting(1.0, needs=read_by("lam_returns"), at_least=0, at_most=1)
     """λ of the critic's targets, in decoupled_gae and length_adaptive_gae."""
     alpha: float = setting(0.05, needs=read_by("alpha"), above=0)

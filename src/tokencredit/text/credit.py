@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.advantages import Where, estimate
-from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten
+from tokencredit.core.masked import VARIANCE_GUARD, Reduce, explained_variance, moments, whiten
 from tokencredit.core.rewards import overlong_penalty, token_rewards
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
@@ -23,6 +23,8 @@ from tokencredit.text.pipeline import Scored
 
 NOISE = math.sqrt(VARIANCE_GUARD)
 """Deviation of scores up to which their differences are noise."""
+EXPLAINED_DECAY = 0.8
+"""Weight that earlier batches keep in the explained variance that λ follows, when one arrives."""
 
 
 class ScoreScale(NamedTuple):
@@ -46,6 +48,7 @@ class Credit:
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
         self.baseline = RunningMoments(args.advantage.baseline_decay)
+        self.explained = RunningMoments(EXPLAINED_DECAY)
 
     def give(self, scored: Scored) -> tuple[Batch, Experience]:
         """Completions with the reward, advantage and return of each token, and the experience to learn from.
@@ -67,7 +70,9 @@ class Credit:
             self._require_dense(scored)
         paid, price = self._rewards(scored, self.normalize(scored.scores))
         rewards = paid + price
-        advantages, returns = self._estimate(scored, paid, price, args.advantage)
+        if args.advantage.lam_follows:
+            self._measure_critic(scored, paid, price)
+        advantages, returns = self._estimate(scored, paid, price, self.advantage_now())
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
@@ -88,6 +93,33 @@ class Credit:
         advantages, returns = self._estimate(scored, paid, price, estimator)
         rollout = replace(scored.rollout, mask=self._in_loss(scored.rollout))
         return self._experience(scored, rollout, advantages, returns)
+
+    @property
+    def lam(self) -> float:
+        """λ: that of the settings, or as `advantage.lam_follows` has it.
+
+        Part of the variance of sampled returns is noise that no critic explains, so a critic's share of the variance
+        of true values is at least its explained variance: λ trusts it no more than is shown.
+        """
+        args = self.args.advantage
+        return 1 - (1 - args.lam) * self.explained.mean if args.lam_follows else args.lam
+
+    def advantage_now(self) -> AdvantageConfig:
+        """The settings with the λ of now, for credit and for comparisons with it."""
+        return replace(self.args.advantage, lam=self.lam, lam_follows=False)
+
+    def metrics(self) -> dict[str, float]:
+        """The coefficients that it gave credit with."""
+        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam_follows else {})
+
+    def _measure_critic(self, scored: Scored, paid: Tensor, price: Tensor) -> None:
+        """Take in how much of a batch's sampled returns the critic explains, which has not learned from it yet."""
+        values, mask = scored.rollout.values, scored.rollout.mask
+        assert values is not None, "the estimator needs a critic"
+        _, returns = self._estimate(scored, paid, price, replace(self.args.advantage, estimator="monte_carlo"))
+        explained = explained_variance(values, returns, mask, self.reduce)
+        if explained.isfinite():  # else returns do not vary, and there is nothing to explain
+            self.explained.update(explained.clamp(min=0))
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at the tokens that take part in the loss."""
@@ -186,7 +218,7 @@ class Credit:
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What it remembers."""
-        return {name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline")}
+        return {name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline", "explained")}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Remember what `state_dict` gave; what there is no state of begins anew."""

@@ -166,7 +166,7 @@ class PPOTrainer:
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
                 metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
             else:
-                metrics |= batch.metrics(self.processes) | {"kl_coef": self.credit.kl.coef}
+                metrics |= batch.metrics(self.processes) | self.credit.metrics()
                 metrics |= self.update(number, batch, experience)
                 if "kl" in metrics:
                     self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)

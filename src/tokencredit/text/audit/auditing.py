@@ -166,7 +166,7 @@ class Auditor:
 
     def _estimates(self, credit: Credit, scored: Scored, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
         """The advantages of each estimator, before any whitening, by its label."""
-        args, values = self.credit.args.advantage, scored.rollout.values
+        args, values = credit.advantage_now(), scored.rollout.values
         options, texts = args.options(), scored.dense is None and scored.bootstrap is None
         chosen = variants(args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1)
         for label, variant in chosen.items():
