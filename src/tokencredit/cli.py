@@ -9,6 +9,7 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -16,7 +17,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.control import ControlConfig, EpisodesConfig
+from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.fields import refuse_idle
 from tokencredit.settings.parsing import (
     config_parser,
@@ -32,6 +33,7 @@ from tokencredit.settings.parsing import (
 )
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.world import CONTROL, world_of
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
@@ -195,9 +197,9 @@ def audit_parser() -> ArgumentParser:
     parser = new_command("Measure a run's credit against the truth, and show it in the run's page.")
     parser.add_argument("run", help="The folder of a run; it may still be going on.")
     parser.add_argument("--checkpoint", type=PositiveInt | None, help="Its iteration; by default the newest one.")
-    parser.add_argument("--completions", type=PositiveInt, default=16, help="Fresh completions that are audited.")
+    parser.add_argument("--completions", type=PositiveInt, default=16, help="Fresh completions, or episodes, to audit.")
     parser.add_argument("--continuations", type=PositiveInt, default=32, help="Continuations per state.")
-    parser.add_argument("--states", default="all", help="Tokens of each completion, spread over it: all, or a number.")
+    parser.add_argument("--states", default="all", help="States of each, spread over it: all, or a number.")
     parser.add_argument("--seconds", type=PositiveFloat | None, help="Longest time; by default none.")
     return parser
 
@@ -207,24 +209,38 @@ def audit(options: Namespace) -> None:
     if options.states != "all" and not (options.states.isdecimal() and int(options.states)):
         raise ConfigError(f"--states is {options.states}; it must be all, or a whole number of at least 1")
     states = None if options.states == "all" else int(options.states)
-    sizes = {"completions": options.completions, "continuations": options.continuations}
-    for name, size in sizes.items():
-        if size < 2:
+    for name in ("completions", "continuations"):
+        if (size := getattr(options, name)) < 2:
             raise ConfigError(f"--{name} is {size}; it must be at least 2")
-    run, settings = Path(options.run), AuditConfig(every=1, states=states, seconds=options.seconds, **sizes)
-    config = read_config(run / "config.yaml", PPOConfig, options.no_code)
-    from transformers.utils.logging import disable_progress_bar
+    run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "states": states}
+    found = audits_of(run, options, shared | {"seconds": options.seconds})
 
     from tokencredit.report.page import write_report
     from tokencredit.runs.console import Screen
     from tokencredit.runs.folder import write_audit
-    from tokencredit.text.audit.running import audit_run
 
-    disable_progress_bar()
-    found = audit_run(run, config, settings, options.checkpoint)
     write_audit(RunFolder(options.run), found)
     Screen(0).audit(found)
     print(write_report(run))
+
+
+def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str, Any]:
+    """An audit of a run of either kind; `shared` are settings that both have."""
+    from tokencredit.report.reading import read_run
+
+    if world_of(read_run(run, samples=False).config) is CONTROL:
+        agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
+        require_gymnasium()
+        from tokencredit.control.audit.running import audit_run as audit_agent
+
+        return audit_agent(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
+    config = read_config(run / "config.yaml", PPOConfig, options.no_code)
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.text.audit.running import audit_run
+
+    disable_progress_bar()
+    return audit_run(run, config, AuditConfig(completions=options.completions, **shared), options.checkpoint)
 
 
 def report_parser() -> ArgumentParser:

@@ -20,6 +20,7 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.callbacks import Callback
+from tokencredit.text.pretraining import PATIENCE, RISE
 from tokencredit.text.trainer import PPOTrainer
 
 
@@ -124,10 +125,10 @@ def test_it_ends_where_held_out_batches_are_explained_no_better(run):
     assert [row["batch"] for row in rows] == list(range(1, len(rows) + 1))
     explained = [row["explained_variance"] for row in rows]
     assert explained[0] == pytest.approx(0, abs=1e-6)  # of a head that predicts 0
-    assert max(explained[-3:]) <= max(explained[:-3]) + 0.01
+    assert max(explained[-PATIENCE:]) <= max(explained[:-PATIENCE]) + RISE
     assert first["pretrain/batches"] == len(rows)
     assert first["pretrain/tokens"] == sum(row["tokens"] for row in rows)
-    assert first["pretrain/explained_variance"] == pytest.approx(sum(explained[-3:]) / 3)
+    assert first["pretrain/explained_variance"] == pytest.approx(sum(explained[-PATIENCE:]) / PATIENCE)
     assert first["pretrain/explained_variance"] > 0.4
     assert first["explained_variance"] > 0.4
     assert all(row["critic_steps"] == 16 and row["seconds"] > 0 for row in rows)

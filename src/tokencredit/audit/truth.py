@@ -23,25 +23,59 @@ class Truth:
     advantage_errors: Tensor
 
 
+class Samples:
+    """Numbers sampled at states, summed as they come: their means with standard errors."""
+
+    def __init__(self, rows: int, time: int):
+        """Begin with nothing sampled at any of `[rows, time]` states."""
+        self.counts = torch.zeros(rows, time, dtype=torch.float64)
+        """`[rows, time]`: samples of each state."""
+        self._shift, self._sum, self._squares = torch.zeros(3, rows, time, dtype=torch.float64)
+
+    def add(self, rows: Tensor, at: int, samples: Tensor) -> None:
+        """Take in samples `[n, count]` of the states at step `at` of rows `[n]`, all of them different."""
+        samples = samples.double().cpu()
+        # The first sample is taken off, so that squares of small differences are summed.
+        self._shift[rows, at] = torch.where(self.counts[rows, at] == 0, samples[:, 0], self._shift[rows, at])
+        rest = samples - self._shift[rows, at].unsqueeze(1)
+        self._sum[rows, at] += rest.sum(1)
+        self._squares[rows, at] += rest.square().sum(1)
+        self.counts[rows, at] += samples.shape[1]
+
+    def mean(self) -> Tensor:
+        """Means, `[rows, time]`; NaN where there is no sample."""
+        means: Tensor = self._shift + self._sum / torch.where(self.counts > 0, self.counts, torch.nan)
+        return means
+
+    def with_errors(self) -> tuple[Tensor, Tensor]:
+        """Means and their standard errors s / √n, with the sample deviation s; NaN of fewer than two samples."""
+        count = torch.where(self.counts >= 2, self.counts, torch.nan)
+        rest = self._sum / count
+        variance = ((self._squares - self._sum * rest) / (count - 1)).clamp(min=0.0)
+        return self._shift + rest, (variance / count).sqrt()
+
+
 class Returns:
-    """Sampled returns, summed as they come: from each state, and from the step before it where that step is given.
+    """Sampled returns from each state, and from the step before it where that step is given.
 
     Continuations from the state after step t are samples of V(sₜ₊₁) by their return from t + 1 on, and of Q(sₜ, aₜ) by
-    their return from t on, which holds the reward of the step itself.
+    their return from t on, which holds the reward of the step itself. That is so where the step decides the state after
+    it, as a token does.
     """
 
     def __init__(self, rows: int, time: int):
         """Begin with nothing sampled.
 
         Args:
-            rows: completions or episodes.
-            time: steps of the longest.
+            rows: completions.
+            time: tokens of the longest.
         """
-        zeros = torch.zeros(rows, time + 1, dtype=torch.float64)
-        self.counts = zeros.clone()
+        self._values, self._actions = Samples(rows, time + 1), Samples(rows, time)
+
+    @property
+    def counts(self) -> Tensor:
         """`[rows, time + 1]`: continuations of each state; the last state is the one after the last step."""
-        self._shifts = {name: zeros.clone() for name in ("values", "actions")}
-        self._sums = {name: (zeros.clone(), zeros.clone()) for name in ("values", "actions")}
+        return self._values.counts
 
     def add(self, rows: Tensor, at: int, values: Tensor, actions: Tensor | None) -> None:
         """Take in continuations from the states before step `at`.
@@ -52,45 +86,28 @@ class Returns:
             values: `[n, continuations]`, returns from step `at` on.
             actions: the same from step `at` − 1 on; None where `at` is 0.
         """
-        first = self.counts[rows, at] == 0
-        for name, returns in (("values", values), ("actions", actions)):
-            if returns is None:
-                continue
-            returns = returns.double().cpu()
-            shift = self._shifts[name]  # of the first return, so that squares of small differences are summed
-            shift[rows, at] = torch.where(first, returns[:, 0], shift[rows, at])
-            rest = returns - shift[rows, at].unsqueeze(1)
-            for total, part in zip(self._sums[name], (rest, rest.square()), strict=True):
-                total[rows, at] += part.sum(1)
-        self.counts[rows, at] += values.shape[1]
+        self._values.add(rows, at, values)
+        if actions is not None:
+            self._actions.add(rows, at - 1, actions)
 
     def means(self) -> Tensor:
         """Mean return from each state, `[rows, time]`; NaN where none was sampled."""
-        count = torch.where(self.counts > 0, self.counts, torch.nan)
-        return (self._shifts["values"] + self._sums["values"][0] / count)[:, :-1]
+        return self._values.mean()[:, :-1]
 
     def truth(self, last_rewards: Tensor, lengths: Tensor) -> Truth:
         """True values and advantages of the states with two continuations or more.
 
-        SE(V) = s / √n with the sample deviation s of n returns; SE(A)² = SE(Q)² + SE(V)², since Q and V are of
-        continuations of their own. The Q of a row's last step is its reward, which is known.
+        SE(A)² = SE(Q)² + SE(V)², since Q and V are of continuations of their own. The Q of a row's last step is its
+        reward, which is known.
 
         Args:
             last_rewards: `[rows]`, the return from each row's last step on, with its bootstrap if it has one.
             lengths: `[rows]`, steps of each row.
         """
-        values, value_errors = self._means("values")
-        actions, action_errors = (x[:, 1:].clone() for x in self._means("actions"))
+        means, errors = self._values.with_errors()
+        actions, action_errors = self._actions.with_errors()
         everyone = torch.arange(len(lengths))
         actions[everyone, lengths - 1] = last_rewards.double().cpu()
         action_errors[everyone, lengths - 1] = 0.0
-        values, value_errors = values[:, :-1], value_errors[:, :-1]
-        return Truth(values, value_errors, actions - values, torch.hypot(action_errors, value_errors))
-
-    def _means(self, name: str) -> tuple[Tensor, Tensor]:
-        """Means and their standard errors, `[rows, time + 1]`; NaN of fewer than two returns."""
-        total, squares = self._sums[name]
-        count = torch.where(self.counts >= 2, self.counts, torch.nan)
-        mean = total / count
-        variance = ((squares - total * mean) / (count - 1)).clamp(min=0.0)
-        return self._shifts[name] + mean, (variance / count).sqrt()
+        means, errors = means[:, :-1], errors[:, :-1]
+        return Truth(means, errors, actions - means, torch.hypot(action_errors, errors))

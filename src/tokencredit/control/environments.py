@@ -76,7 +76,7 @@ class Witness(gym.Wrapper):
         """What `follow` needs to come here."""
         if self.ended:  # all that is left of it is the randomness of the episodes to come
             return {"seed": self.seed, "ended": True, "began": self._beginning(None)}
-        here = {"steps": self.steps, "observation": self._flat_observation()}
+        here = {"steps": self.steps, "observation": self.flat_observation()}
         return {"seed": self.seed, "ended": False, "began": self.began, "actions": np.array(self.actions)} | here
 
     def follow(self) -> bool:
@@ -95,7 +95,7 @@ class Witness(gym.Wrapper):
             self.step(action)
         self.seed = trail["seed"]
         self.must_reset = not (
-            self.steps == trail["steps"] and np.array_equal(self._flat_observation(), trail["observation"])
+            self.steps == trail["steps"] and np.array_equal(self.flat_observation(), trail["observation"])
         )
         return not self.must_reset
 
@@ -129,7 +129,8 @@ class Witness(gym.Wrapper):
         state = generator.bit_generator.state if seed is None and isinstance(generator, np.random.Generator) else None
         return {"seed": seed, "random": state}
 
-    def _flat_observation(self) -> np.ndarray:
+    def flat_observation(self) -> np.ndarray:
+        """The last observation in one row."""
         return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
 
     def _raised(self, error: Exception) -> EnvironmentRaised:

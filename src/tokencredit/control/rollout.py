@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import EnvironmentRaised, follow_trails, leave_trails
+from tokencredit.core.advantages import estimate
 from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.rng import from_text, to_text
+from tokencredit.settings.training import AdvantageConfig
 
 
 class NonFiniteReward(RunStopped):
@@ -48,6 +50,19 @@ class Rollout:
     """The value of the observation after each step; of the true last one where an episode was cut off."""
     episodes: list[tuple[float, int]]
     """Return and length, before any normalisation, of each episode that ended."""
+
+    def credit(self, args: AdvantageConfig) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, `[copies, time]`; what was cut off is worth its bootstrap, what ended is worth 0."""
+        return estimate(
+            args.estimator,
+            self.rewards,
+            self.values,
+            options=args.options(),
+            mask=self.mask,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            bootstrap=self.bootstrap,
+        )
 
     def experience(self, advantages: Tensor, returns: Tensor) -> Experience:
         """The steps that are transitions, a row of one step each, with their credit."""

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tokencredit.control.agent import Agent
+from tokencredit.control.audit.auditing import Auditor
 from tokencredit.control.environments import expected_warnings, make_envs
 from tokencredit.control.evaluation import Player, check_videos, episode_metrics, save_agent
 from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not_restored
 from tokencredit.control.setup import build_learner
-from tokencredit.core.advantages import estimate
 from tokencredit.core.masked import moments, whiten
 from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import Experience, critic_metrics
@@ -65,6 +64,7 @@ class ControlTrainer:
             if args.eval.videos:
                 check_videos(args)
             self.player = Player(args, self.agent, self.envs)
+            self.auditor = Auditor(args, self.agent, self.envs)
             self.learner = build_learner(args, self.agent, processes)
             self.collector = Collector(self.envs, self.agent, args.seed)
             self.rng = torch_state()
@@ -118,11 +118,13 @@ class ControlTrainer:
         }
         if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
             metrics |= self.evaluate(number)
+        if args.audit.every and number % args.audit.every == 0:
+            metrics |= self.auditor.measure(number, self.record)
         return metrics, []
 
     def give_credit(self, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
         """The experience to learn from, a row per transition, and what there is to say of its credit."""
-        advantages, returns = self.credit(rollout)
+        advantages, returns = rollout.credit(self.args.advantage)
         _, mean, variance = moments(advantages, rollout.mask)
         metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
         if rollout.values is not None:
@@ -130,20 +132,6 @@ class ControlTrainer:
         if self.args.advantage.whitened_over("batch"):
             advantages = whiten(advantages, rollout.mask)
         return rollout.experience(advantages, returns), metrics
-
-    def credit(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, `[copies, time]`; what was cut off is worth its bootstrap, what ended is worth 0."""
-        args = self.args.advantage
-        return estimate(
-            args.estimator,
-            rollout.rewards,
-            rollout.values,
-            options=args.options(),
-            mask=rollout.mask,
-            terminated=rollout.terminated,
-            truncated=rollout.truncated,
-            bootstrap=rollout.bootstrap,
-        )
 
     def update(self, number: int, experience: Experience) -> dict[str, float]:
         """Train on transitions, the critic alone while it warms up; returns the update's metrics."""

@@ -163,9 +163,7 @@ class Learner:
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
                 on_step(minibatch, None)
-            # Values of earlier iterations say nothing of this update's change, so those have no clip.
-            passes = [(earlier, self._unclipped()) for earlier in self.buffer.experiences]
-            passes = [*passes, (experience, self.objective)] * settings.critic_epochs
+            passes = self._critic_passes(experience, self.objective)
             critic, bad_critic_steps = self._critic_steps(experience, passes, on_step)
         drop_gradients(self.parameters)  # they are as large as the weights, and sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
@@ -174,7 +172,7 @@ class Learner:
         return self._metrics(records) | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
 
     def pretrain_critic(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
-        """Take `epochs` × `minibatches` steps of the critic alone towards the returns of one rollout.
+        """Take steps of the critic alone towards the returns of one rollout, as many as it takes in an update.
 
         At full learning rates, whatever the schedule, and without a clip of the value loss, which would slow down a
         critic that has far to go. Only the critic's own parameters change.
@@ -192,10 +190,16 @@ class Learner:
         set_rates(self.optimizer, 1.0)
         follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
-            passes = [(experience, self._unclipped())] * self.settings.epochs
+            joint = self.settings.epochs if self.objective.value_coef > 0 else 0
+            passes = [(experience, self._unclipped())] * joint + self._critic_passes(experience, self._unclipped())
             metrics, bad_steps = self._critic_steps(experience, passes, on_step)
         drop_gradients(self.parameters)
         return metrics | {"bad_steps": bad_steps}
+
+    def _critic_passes(self, experience: Experience, objective: Objective) -> list[tuple[Experience, Objective]]:
+        """The passes of the critic alone: earlier experiences, without a clip, for which their values are too old."""
+        earlier = [(each, self._unclipped()) for each in self.buffer.experiences]
+        return [*earlier, (experience, objective)] * self.settings.critic_epochs
 
     def _unclipped(self) -> Objective:
         """The objective without a clip of the value loss."""

@@ -122,8 +122,9 @@ class Screen:
                 f"variance; error {_number(error)}, of the best constant {_number(critic['constant_rmse']['value'])}"
             )
         self.say(
-            f"{credit['tokens']} tokens of {len(found['samples'])} completions, {found['continuations']:.0f} "
-            f"continuations per state, {duration(found['seconds'])}; shown is {credit['shown']}"
+            f"{credit['tokens']} states of {found['settings'].get('completions', found['settings'].get('episodes'))} "
+            f"completions or episodes, {found['continuations']:.0f} continuations per state, "
+            f"{duration(found['seconds'])}; shown is {credit['shown']}"
         )
 
     def findings(self, findings: Sequence[Finding]) -> None:

@@ -38,6 +38,30 @@ def saved(checkpoints: Path) -> list[int]:
     return sorted(int(folder.name) for folder in checkpoints.glob("*") if folder.name.isdecimal())
 
 
+def at_iteration(run: Path, number: int | None) -> tuple[int, dict[str, Any]]:
+    """A checkpoint of a run, by its iteration, None for the newest: its number, and the state of the trainer.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is damaged.
+    """
+    there = saved(run / "checkpoints")
+    if not there:
+        raise ConfigError(
+            f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end, and "
+            "audit.every audits it while it trains"
+        )
+    number = there[-1] if number is None else number
+    if number not in there:
+        raise ConfigError(
+            f"{str(run)!r} has no checkpoint of iteration {number}; there are: {', '.join(map(str, there))}"
+        )
+    try:
+        state = read_checkpoint(run / "checkpoints" / f"{number:06d}", 0)
+    except DamagedCheckpoint as error:
+        raise ConfigError(f"the checkpoint of iteration {number} cannot be used: {error}") from error
+    return number, {**state["trainer"], "process": state["process"]}
+
+
 def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, Any] | None, list[str]]:
     """The newest checkpoint that can be used.
 

@@ -14,6 +14,7 @@ from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
 from tokencredit.settings.training import (
     MOST_SEED,
     AdvantageConfig,
+    AuditSettings,
     OptimConfig,
     RunConfig,
     StopConfig,
@@ -107,6 +108,14 @@ class EpisodesConfig:
 
 
 @dataclass
+class AgentAuditConfig(AuditSettings):
+    """Credit against the truth: fresh episodes, from whose states many continuations are played to their end."""
+
+    episodes: int = setting(16, needs="every", at_least=2)
+    """Episodes that are audited."""
+
+
+@dataclass
 class ControlConfig:
     """Everything that a run in the Gymnasium world is told."""
 
@@ -155,6 +164,8 @@ class ControlConfig:
     """When a run ends before its last iteration."""
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
     """Evaluation in a copy of the environment of its own."""
+    audit: AgentAuditConfig = field(default_factory=AgentAuditConfig)
+    """Credit against the truth, measured while training."""
     run: RunConfig = field(default_factory=lambda: RunConfig(iterations=976, show_every=0, save_every=100))
     """How long it runs, and what it leaves where."""
 

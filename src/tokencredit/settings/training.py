@@ -290,19 +290,25 @@ class EvalConfig(SamplingConfig):
 
 
 @dataclass
-class AuditConfig:
-    """Credit against the truth: fresh completions, from whose states many continuations are sampled and scored."""
+class AuditSettings:
+    """The settings of audits that language models and agents share."""
 
     every: int = setting(0, at_least=0)
     """Iterations between two audits in training; 0 for none."""
-    completions: int = setting(16, needs="every", at_least=2)
-    """Completions that are audited, over all processes."""
     continuations: int = setting(8, needs="every", at_least=2)
     """Continuations per state; more of them make the truth more precise."""
     states: int | None = setting(4, needs="every", at_least=1)
-    """Tokens of each completion whose credit is audited, spread over it; null for all."""
+    """States per completion or episode whose credit is measured, spread over it; null for all."""
     seconds: float | None = setting(None, needs="every", above=0)
     """Longest time of an audit; the states are then measured less precisely. null for no limit."""
+
+
+@dataclass
+class AuditConfig(AuditSettings):
+    """Credit against the truth: fresh completions, from whose states many continuations are sampled and scored."""
+
+    completions: int = setting(16, needs="every", at_least=2)
+    """Completions that are audited, over all processes."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.stages import Stages, count_step
 
 FILE = "pretrain.jsonl"
-PATIENCE, RISE = 3, 0.01
+PATIENCE, RISE = 5, 0.01
 """It ends after so many batches in a row whose explained variance is not above the best one by so much."""
 
 

@@ -15,22 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.audit.agreement import judge_credit, judge_critic
 from tokencredit.audit.estimates import variants
 from tokencredit.audit.record import audit_metrics, true_numbers
+from tokencredit.audit.sampling import STREAM, generator, rounds, spread
 from tokencredit.audit.truth import Returns, Truth
+from tokencredit.learn.rng import preserved
 from tokencredit.processes import Processes
 from tokencredit.runs.folder import write_audit
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
-from tokencredit.text.audit.continuations import Continuations, in_all, spread
+from tokencredit.text.audit.continuations import Continuations, in_all
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.stages import Stages
-
-SEED_OFFSET = 2_000_003
-"""Keeps an audit's random numbers apart from those of training and evaluation."""
-FIRST_ROUND = 4
-"""Continuations of every state before any state gets more, where time is limited."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +93,24 @@ class Auditor:
             UnusableBatch: a log-probability, KL, value or reward is not finite, in any process.
             RewardError: a reward cannot be had.
         """
+        with preserved():  # a reward may draw from the global generators
+            return self._audit(number)
+
+    def _audit(self, number: int) -> Audit:
         started, args, processes = time.perf_counter(), self.credit.args, self.pipeline.processes
         group = max(self.group, args.rollout.per_prompt)
         place = number * processes.count + processes.rank
-        generator = torch.Generator().manual_seed((args.seed << 24) + SEED_OFFSET + place)
-        scored = self._collect(place, group, generator)
-        credit = Credit(replace(args, rollout=replace(args.rollout, per_prompt=group)), self.credit.reduce)
+        random = generator(STREAM, args.seed, place)
+        scored = self._collect(place, group, random)
+        # A batch that holds whole groups, whatever their size, as the configuration's check wants it.
+        groups = replace(args.rollout, per_prompt=group, batch_size=group * args.rollout.batch_size)
+        credit = Credit(replace(args, rollout=groups), self.credit.reduce)
         credit.load_state_dict(self.credit.state_dict())
         batch, _ = credit.give(scored)
+        credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # that of the batches before
         scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
         returns = Returns(len(rows), scored.rollout.mask.shape[1])
-        sampler = Continuations.of(self.pipeline, credit, scored, generator)
+        sampler = Continuations.of(self.pipeline, credit, scored, random)
         in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
         lengths = scored.rollout.mask.sum(1).cpu()[rows]
         last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
@@ -138,11 +142,11 @@ class Auditor:
         metrics: dict[str, float] = found["metrics"]
         return metrics
 
-    def _collect(self, place: int, group: int, generator: torch.Generator) -> Scored:
+    def _collect(self, place: int, group: int, random: torch.Generator) -> Scored:
         """Fresh completions of this process, whole groups."""
         args = self.credit.args
         count = -(-self.settings.completions // self.pipeline.processes.count) * group
-        uniforms = torch.rand(count, args.rollout.max_new_tokens, generator=generator)
+        uniforms = torch.rand(count, args.rollout.max_new_tokens, generator=random)
         prompts, bootstrap = self.prompts.batch(place * count, count, group), args.advantage.bootstrap
         return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
 
@@ -173,15 +177,6 @@ class Auditor:
             rollout = replace(scored.rollout, values=values if variant.critic else None)
             estimator = replace(args, **{**variant.options, "estimator": variant.name})
             yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
-
-
-def rounds(continuations: int, *, limited: bool) -> Iterator[int]:
-    """Continuations of each state per round: all at once, or ever more of them where time may run out."""
-    done = 0
-    while done < continuations:
-        count = min(max(done, FIRST_ROUND), continuations - done) if limited else continuations
-        yield count
-        done += count
 
 
 def gathered(processes: Processes, tensors: list[Tensor]) -> list[Tensor]:

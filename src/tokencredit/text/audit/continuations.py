@@ -83,10 +83,3 @@ def in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -> No
         error = caught
     if not processes.all(error is None):
         raise error or UnusableBatch("a continuation in another process is not finite", scored.rollout, scored.texts())
-
-
-def spread(time: int, count: int | None, generator: torch.Generator) -> list[int]:
-    """Token positions, at random within `count` equal parts of the time axis, in a random order; None for all."""
-    parts = time if count is None else min(count, time)
-    positions = ((torch.arange(parts) + torch.rand(parts, generator=generator)) * time / parts).long()
-    return [int(positions[i]) for i in torch.randperm(parts, generator=generator)]

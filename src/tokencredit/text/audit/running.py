@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import RunStopped
 from tokencredit.learn import rng
-from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
-from tokencredit.runs.resuming import saved
+from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.pipeline import UnusableBatch
@@ -35,22 +34,10 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
         ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
         RunStopped: a number of the audit is not finite.
     """
-    number = checkpoint if checkpoint is not None else max(saved(run / "checkpoints"), default=None)
-    if number is None:
-        raise ConfigError(
-            f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end, and "
-            "audit.every audits it while it trains"
-        )
-    if number not in saved(run / "checkpoints"):
-        there = ", ".join(map(str, saved(run / "checkpoints"))) or "none"
-        raise ConfigError(f"{str(run)!r} has no checkpoint of iteration {number}; there are: {there}")
-    try:
-        state = read_checkpoint(run / "checkpoints" / f"{number:06d}", 0)
-    except DamagedCheckpoint as error:
-        raise ConfigError(f"the checkpoint of iteration {number} cannot be used: {error}") from error
+    number, state = at_iteration(run, checkpoint)
     with rng.preserved():
         trainer = PPOTrainer(args=replace(config, run=replace(config.run, dir=str(run))))
-        trainer.load(state["trainer"] | {"process": state["process"]}, set())
+        trainer.load(state, set())
         group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt
         try:
             audit = replace(trainer.auditor, settings=settings, group=group).audit(number)

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import torch
 
+from tokencredit.audit.sampling import generator, spread
 from tokencredit.audit.truth import Returns
 from tokencredit.learn.experience import Experience
-from tokencredit.text.audit.continuations import Continuations, in_all, spread
+from tokencredit.text.audit.continuations import Continuations, in_all
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit
 from tokencredit.text.pipeline import Pipeline
 
-SEED_OFFSET = 3_000_017
-"""Keeps the random numbers of continuations apart from those of rollouts, evaluations and audits."""
+STREAM = 3_000_017
+"""First number of these generators, which keeps them apart from those of rollouts, evaluations and audits."""
 
 
 def with_continuations(
@@ -41,13 +42,13 @@ def with_continuations(
     """
     args, processes, scored = credit.args, pipeline.processes, batch.scored
     place = number * processes.count + processes.rank
-    generator = torch.Generator().manual_seed((args.seed << 24) + SEED_OFFSET + place)
-    lengths, sampler = scored.rollout.mask.sum(1).cpu(), Continuations.of(pipeline, credit, scored, generator)
+    random = generator(STREAM, args.seed, place)
+    lengths, sampler = scored.rollout.mask.sum(1).cpu(), Continuations.of(pipeline, credit, scored, random)
     found, tokens = Returns(len(lengths), scored.rollout.mask.shape[1]), 0
 
     def sample() -> None:
         nonlocal tokens
-        for at in spread(int(lengths.max()), args.critic.continued_states, generator):
+        for at in spread(int(lengths.max()), args.critic.continued_states, random):
             rows = (lengths > at).nonzero().squeeze(1)
             for part, returns, sampled in sampler.returns(scored, rows, at, args.critic.continuations):
                 found.add(part, at, returns[..., at], None)

@@ -1,0 +1,126 @@
+"""Is the credit true? The main job with several critics, audited while it trains, over several seeds (`make truth`).
+
+    python benchmarks/truth.py [--variants default separate …] [--seeds 1 2 3 4 5]
+
+Each run is a process of its own. Its figures go to benchmarks/findings-data/truth.json, from which `make findings`
+makes the first chapter of docs/findings.md; runs that stand there are not done again. Times are without audits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokencredit import Callback, PPOConfig, PPOTrainer
+from tokencredit.settings.training import AuditConfig
+
+DATA = Path(__file__).parent / "findings-data" / "truth.json"
+AT = (5, 10, 20, 40)
+"""Iterations after which credit is audited."""
+COMPLETIONS, CONTINUATIONS, AT_END = 16, 16, 48
+"""Size of an audit; at the end, where values hardly vary, there are more continuations."""
+SEPARATE: dict[str, Any] = {"critic.kind": "separate", "critic.trunk_lr": 3e-4}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+}
+KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance", "lam", "seconds")
+
+
+class Audits(Callback):
+    """Audits at some iterations, timed apart from training."""
+
+    def __init__(self) -> None:
+        self.began, self.apart = time.perf_counter(), 0.0
+        self.found: dict[int, dict[str, Any]] = {}
+        self.clock: list[float] = []
+
+    def after_iteration(self, trainer: PPOTrainer, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        number = int(metrics["iteration"])
+        self.clock.append(time.perf_counter() - self.began - self.apart)
+        if number not in AT:
+            return
+        began = time.perf_counter()
+        continuations = AT_END if number == AT[-1] else CONTINUATIONS
+        settings = AuditConfig(every=1, completions=COMPLETIONS, continuations=continuations, states=None)
+        self.found[number] = replace(trainer.auditor, settings=settings, group=8).audit(number).judge(trainer.processes)
+        self.apart += time.perf_counter() - began
+
+
+def run(variant: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Train and audit one run; returns its figures."""
+    settings = {"seed": seed, "run.dir": str(folder), "run.trackers": [], "run.samples": 0, "run.show_every": 0}
+    audits = Audits()
+    trainer = PPOTrainer(args=PPOConfig.from_dict(settings | VARIANTS[variant]), callbacks=[audits])
+    audits.began = time.perf_counter()
+    trainer.train()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = {name: [float(f"{row[name]:.4g}") for row in rows] for name in KEPT if name in rows[0]}
+    return metrics | {"clock": [round(x, 2) for x in audits.clock], "audits": summary(audits.found)}
+
+
+def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of audits that are kept, by iteration."""
+    kept: dict[str, Any] = {}
+    for number, audit in found.items():
+        critic, credit = audit["critic"], audit["credit"]
+        names = ("explained_variance", "ranking", "slope", "spread", "rmse", "constant_rmse")
+        kept[str(number)] = {
+            "shown": credit["shown"],
+            "noise": credit["noise"]["value"],
+            "correlations": {name: one["correlation"]["value"] for name, one in credit["estimators"].items()},
+            "signs": credit["estimators"][credit["shown"]]["sign_agreement"]["value"],
+            "critic": None if critic is None else {name: critic[name]["value"] for name in names},
+        }
+    return kept
+
+
+def main() -> int:
+    """Do the runs that are missing, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            figures = run(options.variants[0], options.seeds[0], Path(folder) / "run")
+        options.one.write_text(json.dumps(figures))
+        return 0
+    kept = json.loads(DATA.read_text()) if DATA.is_file() else {}
+    for seed in options.seeds:
+        for variant in options.variants:
+            if str(seed) in kept.get(variant, {}):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "figures.json"
+                command = [sys.executable, __file__, "--variants", variant, "--seeds", str(seed), "--one", str(out)]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ)
+                kept.setdefault(variant, {})[str(seed)] = json.loads(out.read_text())
+            text = json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"')
+            DATA.write_text(text + "\n")
+            print(line(variant, seed, kept[variant][str(seed)]), flush=True)
+    return 0
+
+
+def line(variant: str, seed: int, figures: dict[str, Any]) -> str:
+    """One run in a line: correlation of shown with true advantages and explained variance after each of `AT`."""
+    cells = []
+    for number, audit in figures["audits"].items():
+        shown, critic = audit["correlations"][audit["shown"]], audit["critic"]
+        explained = "" if critic is None else f"/{critic['explained_variance'] or float('nan'):.2f}"
+        cells.append(f"{number}: {shown if shown is not None else float('nan'):.2f}{explained}")
+    reward = sum(figures["reward"][-5:]) / 5
+    kl = sum(figures["kl"][-5:]) / 5
+    return f"{variant} {seed}  {'  '.join(cells)}  reward {reward:.3f}  KL {kl:.2f}  {figures['clock'][-1]:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

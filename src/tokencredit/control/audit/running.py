@@ -1,0 +1,42 @@
+"""`tokencredit audit` for agents: the credit of a run against the truth, at one of its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokencredit.control.environments import expected_warnings
+from tokencredit.control.trainer import ControlTrainer
+from tokencredit.learn.rng import preserved
+from tokencredit.processes import threads
+from tokencredit.runs.resuming import at_iteration
+from tokencredit.settings.control import AgentAuditConfig, ControlConfig
+
+
+def audit_run(
+    run: Path, config: ControlConfig, settings: AgentAuditConfig, checkpoint: int | None = None
+) -> dict[str, Any]:
+    """Audit a run as it stood at a checkpoint; nothing is written.
+
+    Args:
+        run: its folder; it may still be going on.
+        config: its configuration.
+        settings: how much is measured; `every` is not read.
+        checkpoint: the iteration; None for the newest checkpoint.
+
+    Returns:
+        The contents of audit.json.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
+        RunStopped: the environment cannot be audited.
+    """
+    number, state = at_iteration(run, checkpoint)
+    with preserved(), threads(config.threads), expected_warnings(config.env):
+        trainer = ControlTrainer(replace(config, run=replace(config.run, dir=str(run))))
+        try:
+            trainer.load(state, set())
+            return trainer.auditor.audit(number, settings)
+        finally:
+            trainer.envs.close()

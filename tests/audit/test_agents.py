@@ -1,0 +1,463 @@
+"""The audit of agents: against a grid whose values are known exactly, and in real environments."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from tokencredit.audit.sampling import generator
+from tokencredit.control.agent import Agent
+from tokencredit.control.audit.auditing import Auditor, Measured, starts
+from tokencredit.control.audit.randomness import generators, redraw
+from tokencredit.control.audit.replays import NotReplayed
+from tokencredit.control.audit.running import audit_run
+from tokencredit.control.environments import make_envs
+from tokencredit.control.rollout import Collector
+from tokencredit.control.trainer import ControlTrainer
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import (
+    AgentAuditConfig,
+    AgentConfig,
+    AgentCriticConfig,
+    ControlConfig,
+    EnvConfig,
+    EpisodesConfig,
+)
+from tokencredit.settings.training import AdvantageConfig, RunConfig
+
+SIDE, SLIP, GOAL, PIT, GAMMA = 3, 0.2, 8, 5, 0.9
+STARTS, MOVES = (0, 1, 3, 6), ((-1, 0), (1, 0), (0, -1), (0, 1))
+CELLS = np.eye(SIDE * SIDE, dtype=np.float32)
+
+
+def moved(cell, action):
+    row, column = ((x + d) % SIDE for x, d in zip(divmod(cell, SIDE), MOVES[action], strict=True))
+    return row * SIDE + column
+
+
+def paid(cell):
+    return {GOAL: 1.0, PIT: -1.0}.get(cell, 0.0) - 0.1
+
+
+class Grid(gym.Env):
+    """Nine cells, without edges: a move costs 0.1, the goal pays 1, the pit −1, both end the episode; some moves slip.
+
+    Observations are one-hot.
+    """
+
+    observation_space = spaces.Box(0, 1, (SIDE * SIDE,), np.float32)
+    action_space = spaces.Discrete(len(MOVES))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cell = int(self.np_random.choice(STARTS))
+        return self.observe(), {}
+
+    def observe(self):
+        return CELLS[self.cell]
+
+    def step(self, action):
+        if self.np_random.random() < SLIP:
+            action = self.np_random.integers(len(MOVES))
+        self.cell = moved(self.cell, int(action))
+        return self.observe(), paid(self.cell), self.cell in (GOAL, PIT), False, {}
+
+
+gym.register("Grid-v0", Grid, disable_env_checker=True)
+
+
+def agent_of(args):
+    """An agent with random weights that are not all alike, and its environments."""
+    torch.manual_seed(3)
+    envs = make_envs(args.env, 1, args.advantage.gamma, stack=args.agent.observations())
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
+    with torch.no_grad():
+        agent.actor_head.weight.normal_(std=0.5)
+        agent.actor_head.bias.copy_(torch.linspace(0, 1.5, len(agent.actor_head.bias)))  # so that episodes end soon
+    return agent, envs
+
+
+def config(env="Grid-v0", gamma=GAMMA, **changes):
+    environment = env if isinstance(env, EnvConfig) else EnvConfig(env)
+    return ControlConfig(
+        **({"env": environment, "advantage": AdvantageConfig(gamma=gamma), "agent": AgentConfig(hidden=[8])} | changes)
+    )
+
+
+def small(folder, **changes):
+    groups = {
+        "steps": 32,
+        "eval": EpisodesConfig(episodes=0),
+        "run": RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+    }
+    return config(**(groups | changes))
+
+
+@torch.no_grad()
+def exact(agent):
+    """V and Q of the grid's cells under the agent, by the Bellman equation."""
+    policy = agent.outputs(torch.eye(SIDE * SIDE)).softmax(-1).double()
+    cells = range(SIDE * SIDE)
+    transitions = torch.zeros(SIDE * SIDE, len(MOVES), SIDE * SIDE, dtype=torch.float64)
+    for cell in cells:
+        for action in range(len(MOVES)):
+            transitions[cell, action, moved(cell, action)] += 1 - SLIP
+            for slip in range(len(MOVES)):
+                transitions[cell, action, moved(cell, slip)] += SLIP / len(MOVES)
+    rewards = transitions @ torch.tensor([paid(cell) for cell in cells], dtype=torch.float64)
+    goes_on = torch.tensor([cell not in (GOAL, PIT) for cell in cells])
+    step = (policy.unsqueeze(-1) * transitions).sum(1) * goes_on
+    values = torch.linalg.solve(torch.eye(SIDE * SIDE, dtype=torch.float64) - GAMMA * step, (policy * rewards).sum(1))
+    return values, rewards + GAMMA * transitions @ (values * goes_on)
+
+
+def test_in_a_grid_the_audit_is_within_its_standard_error_of_the_exact_values(covered):
+    """Over 100 seeds; with 40 continuations ±1.96 standard errors cover about 93 %."""
+    args = config()
+    agent, envs = agent_of(args)
+    values, actions = exact(agent)
+    errors = {"values": [], "advantages": []}
+    settings = AgentAuditConfig(episodes=2, continuations=40, states=2)
+    auditor = Auditor(args, agent, envs)
+    with auditor._replays() as replays:
+        for seed in range(100):
+            random = generator(seed, 0)
+            episodes = auditor.episodes(replays, settings.episodes, random)
+            measured = Measured(auditor.rollout(replays, episodes, random), choices=True)
+            auditor.play(replays, measured, starts(episodes, settings, random, None))
+            truth = measured.truth()
+            for row, episode in enumerate(episodes):
+                cells = torch.from_numpy(np.stack(episode.observations)).argmax(-1)
+                for at in truth.values[row].isfinite().nonzero()[:, 0].tolist():
+                    value, action = values[cells[at]], actions[cells[at], int(episode.actions[at])]
+                    errors["values"].append((truth.values[row, at] - value) / truth.value_errors[row, at])
+                    error = truth.advantages[row, at] - (action - value)
+                    errors["advantages"].append(error / truth.advantage_errors[row, at])
+    for found in errors.values():
+        covered(found, share=0.93)
+
+
+class Drift(gym.Env):
+    """Observes [steps, x]: a step adds noise and the action to x, which is the reward; ends after 6 steps, or at 3."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, source="np_random", by="termination", steps=6):
+        self.source, self.by, self.steps = source, by, steps
+        self.own = random.Random() if source == "unseeded" else random.Random(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None and self.source not in ("unseeded", "once"):
+            self.own = {
+                "Random": random.Random,
+                "RandomState": np.random.RandomState,
+                "torch": lambda x: torch.Generator().manual_seed(x),
+            }.get(self.source, random.Random)(seed)
+        self.count, self.x = 0, 0.0
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([self.count, self.x])
+
+    def draw(self):
+        if self.source == "global":
+            return np.random.random()
+        if self.source == "torch":
+            return float(torch.rand((), generator=self.own))
+        return (self.np_random if self.source == "np_random" else self.own).random()
+
+    def step(self, action):
+        self.count, self.x = self.count + 1, self.x + float(action) + self.draw()
+        over = self.count == self.steps
+        ended, cut = over and self.by == "termination", over and self.by == "truncation"
+        return self.observe(), self.x, bool(ended or self.x > 100), cut, {}
+
+
+class Shaken(gym.ActionWrapper):
+    """A wrapper with randomness of its own, behind a closure."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        generator = np.random.Generator(np.random.MT19937(3))
+        self.shake = lambda: generator.random()
+        self.set = lambda seed: setattr(generator.bit_generator, "state", np.random.MT19937(seed).state)
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.set(seed)
+        return super().reset(seed=seed, options=options)
+
+    def action(self, action):
+        return action if self.shake() < 0.5 else 1 - action
+
+
+def shaken(**kwargs):
+    return Shaken(Drift(**kwargs))
+
+
+gym.register("Drift-v0", Drift, disable_env_checker=True)
+gym.register("Shaken-v0", shaken, disable_env_checker=True)
+gym.register("Cut-v0", Drift, max_episode_steps=4, disable_env_checker=True)
+
+
+def replays_of(args):
+    agent, envs = agent_of(args)
+    auditor = Auditor(args, agent, envs)
+    return auditor, auditor._replays()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        EnvConfig("Drift-v0"),
+        EnvConfig("Drift-v0", kwargs={"source": "Random"}),
+        EnvConfig("Drift-v0", kwargs={"source": "RandomState"}),
+        EnvConfig("Drift-v0", kwargs={"source": "torch"}),
+        EnvConfig("Shaken-v0", kwargs={"source": "Random"}),
+        EnvConfig("CartPole-v1"),
+        EnvConfig("FrozenLake-v1"),
+        EnvConfig("Acrobot-v1", kwargs={"max_episode_steps": 30}),
+        EnvConfig("Pendulum-v1", kwargs={"max_episode_steps": 30}),
+        EnvConfig("HalfCheetah-v5", kwargs={"max_episode_steps": 30}),
+    ],
+    ids=lambda env: "-".join([env.id, *map(str, env.kwargs.values())]),
+)
+def test_an_episode_is_played_again_to_the_last_bit_and_goes_on_as_chance_has_it(env):
+    """A copy with the same generators takes the same course; one with new ones does not, where there is chance."""
+    if "Cheetah" in env.id:
+        pytest.importorskip("mujoco")
+    auditor, opened = replays_of(config(env))
+    with opened as replays:
+        (episode,) = auditor.episodes(replays, 1, generator(0, 1))
+        assert len(episode.observations) == len(episode.rewards) + 1 == len(episode.actions) + 1
+        copy, other = replays.envs[3:5]
+        replays.follow(copy, episode, len(episode.rewards))
+        middle = len(episode.rewards) // 2
+        for each in (copy, other):
+            replays.follow(each, episode, middle)
+        redraw(other, 5)
+        rewards = [[float(each.step(action)[1]) for action in episode.taken[middle:]] for each in (copy, other)]
+    assert rewards[0] == episode.rewards[middle:]
+    if "Drift" in env.id or "Shaken" in env.id:
+        assert all(one != two for one, two in zip(*rewards, strict=True)), "nothing of it is drawn again"
+
+
+def test_generators_are_found_wherever_they_are():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.deep = {"a": [{"b": (np.random.default_rng(0),)}], "partial": random.Random(1)}
+    hidden = np.random.RandomState(2)
+    holder.closure = lambda: hidden.random()
+    holder.torch, holder.itself, holder.module = torch.Generator(), holder, np.random
+    assert {type(x) for x in generators(holder)} == {
+        np.random.Generator,
+        random.Random,
+        np.random.RandomState,
+        torch.Generator,
+    }
+    assert len(generators(holder)) == 4, "no module's"
+
+
+@pytest.mark.parametrize("source", ["unseeded", "global"])
+def test_an_environment_whose_chance_follows_from_no_seed_is_refused_before_training(source, tmp_path):
+    args = config(
+        EnvConfig("Drift-v0", kwargs={"source": source}),
+        audit=AgentAuditConfig(every=1),
+        run=RunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[]),
+    )
+    with pytest.raises(ConfigError, match=r"audit\.every is 1, and env\.id Drift-v0 cannot be audited: with the seed"):
+        ControlTrainer(args)
+    agent, envs = agent_of(args)
+    with pytest.raises(NotReplayed, match=r"that differs from the episode's"):
+        Auditor(replace(args, audit=AgentAuditConfig()), agent, envs).audit(1, AgentAuditConfig())
+
+
+class Longer(Drift):
+    """Ends later in each further episode, whatever the seed."""
+
+    def reset(self, *, seed=None, options=None):
+        self.steps += 1
+        return super().reset(seed=seed, options=options)
+
+
+gym.register("Longer-v0", Longer, disable_env_checker=True)
+
+
+@pytest.mark.parametrize("env", [EnvConfig("Drift-v0", kwargs={"source": "once"}), EnvConfig("Longer-v0")])
+def test_what_shows_in_training_alone_leaves_an_audit_out(env, tmp_path):
+    """Fresh copies are alike, later ones are not; a long training is not given up for an audit."""
+    folder = tmp_path / "run"
+    ControlTrainer(small(folder, env=env, audit=AgentAuditConfig(every=2, episodes=40))).train()
+    assert "audit/" not in (folder / "metrics.jsonl").read_text()
+    assert f"an audit is left out: env.id {env.id} cannot be audited" in (folder / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("env", ["Pendulum-v1", "CartPole-v1", "FrozenLake-v1"])
+@pytest.mark.parametrize("agent", [AgentConfig(hidden=[8]), AgentConfig("transformer", [8], heads=2, context=3)])
+def test_an_agent_sees_in_an_audit_what_it_sees_in_training(env, agent):
+    """The same observations, and the same rewards, as the wrappers of the vector environment give, held still."""
+    normalise = {} if env == "FrozenLake-v1" else {"normalize_observations": True, "normalize_rewards": True}
+    args = config(EnvConfig(env, number=1, clip=2.0 if normalise else 10.0, **normalise), agent=agent)
+    torch.manual_seed(0)
+    envs = make_envs(args.env, 1, GAMMA, stack=agent.observations())
+    policy = Agent(envs.single_observation_space, envs.single_action_space, agent)
+    Collector(envs, policy, seed=1).collect(150)  # statistics stand somewhere
+    auditor = Auditor(args, policy, envs)
+    with auditor._replays() as replays:
+        (episode,) = auditor.episodes(replays, 1, generator(0, 1))
+        seen, paid_ = replays.seen(episode.observations), replays.paid(episode.rewards)
+    layer = envs
+    while layer is not None:  # the training's own wrappers, no longer learning
+        if hasattr(layer, "update_running_mean"):
+            layer.update_running_mean = False
+        if hasattr(layer, "return_rms"):
+            layer.return_rms.update = lambda _: None
+        layer = getattr(layer, "env", None)
+    observation, _ = envs.reset(seed=episode.seed)
+    torch.testing.assert_close(torch.from_numpy(observation[0]), seen[0], rtol=1e-6, atol=1e-7)
+    for step, action in enumerate(episode.taken):
+        observation, reward, *_ = envs.step(np.asarray([action]))
+        torch.testing.assert_close(torch.from_numpy(observation[0]), seen[step + 1], rtol=1e-6, atol=1e-7)
+        assert reward[0] == pytest.approx(paid_[step], rel=1e-6)
+
+
+def test_continuations_go_on_past_a_time_limit_until_what_is_left_weighs_little():
+    """γ = 0.5: 5 steps leave 3 %; an episode cut at 4 goes on to there, and one that cuts itself does not."""
+    for env in ("Cut-v0", "Drift-v0"):
+        args = config(EnvConfig(env, kwargs={"by": "truncation", "steps": 6 if env == "Drift-v0" else 50}), gamma=0.5)
+        auditor, opened = replays_of(args)
+        assert auditor._least() == 5
+        with opened as replays:
+            episodes = auditor.episodes(replays, 3, generator(0, 1))
+            begin = list(starts(episodes, AgentAuditConfig(states=None, continuations=2), generator(0, 2), None))
+            played = list(replays.play(iter(begin), auditor._least()))
+            lengths = {start.at: len(x.rewards) for start, x in played}
+        steps = {len(x.rewards) for x in episodes}
+        if env == "Cut-v0":
+            assert steps == {4}
+            assert set(lengths.values()) == {5}
+        else:
+            assert steps == {6}
+            assert lengths == {at: 6 - at for at in range(6)}
+
+
+def test_what_is_left_after_a_cut_is_the_critics_value():
+    args = config(EnvConfig("Drift-v0", kwargs={"by": "truncation", "steps": 3}), gamma=0.9)
+    auditor, opened = replays_of(args)
+    with opened as replays:
+        (episode,) = auditor.episodes(replays, 1, generator(0, 1))
+        total, weight = auditor._return(replays, episode)
+        last = float(auditor.agent.values(replays.seen(episode.observations[-1:])).detach())
+    assert weight == pytest.approx(0.9**3)
+    rewards = episode.rewards
+    assert total == pytest.approx(rewards[0] + 0.9 * rewards[1] + 0.81 * rewards[2] + 0.729 * last)
+    args = replace(args, critic=AgentCriticConfig(kind="none"), advantage=AdvantageConfig("reward_to_go", gamma=0.9))
+    auditor, opened = replays_of(args)
+    with opened as replays:
+        (episode,) = auditor.episodes(replays, 1, generator(0, 1))
+        assert auditor._return(replays, episode)[1] == 0.0, "without a critic a cut is an end, as in training"
+
+
+def test_estimators_are_cut_off_where_rollouts_of_the_run_end():
+    """Episodes of 6 steps in rollouts of 4: the run's own λ-returns end at a cut, and bootstrap there."""
+    args = config("Drift-v0", steps=4)
+    auditor, opened = replays_of(args)
+    with opened as replays:
+        episodes = auditor.episodes(replays, 30, generator(0, 1))
+        rollout = auditor.rollout(replays, episodes, generator(0, 2))
+    assert rollout.terminated.nonzero()[:, 1].tolist() == [5] * 30
+    cuts = {tuple(row.nonzero()[:, 0].tolist()) for row in rollout.truncated}
+    assert cuts == {(0, 4), (1,), (2,), (3,)}
+    estimates = dict(auditor.estimates(rollout))
+    assert next(iter(estimates)) == "gae, λ = 0.95"
+    for row, cut in enumerate(rollout.truncated):
+        at = int(cut.nonzero()[0])
+        td = rollout.rewards[row, at] + GAMMA * rollout.bootstrap[row, at] - rollout.values[row, at]
+        for label in ("gae, λ = 0.95", "monte_carlo (gae, λ = 1)", "td (gae, λ = 0)"):
+            assert float(estimates[label][row, at]) == pytest.approx(float(td), abs=1e-5)
+        assert float(estimates["reward_to_go"][row, at]) == pytest.approx(float(rollout.rewards[row, at]), abs=1e-5)
+
+
+NORMAL = {"normalize_observations": True, "normalize_rewards": True}
+RUNS = {
+    "discrete": {"env": EnvConfig("CartPole-v1", **NORMAL)},
+    "continuous": {"env": EnvConfig("Pendulum-v1", kwargs={"max_episode_steps": 40}, **NORMAL)},
+    "shared": {"env": "CartPole-v1", "critic": AgentCriticConfig(kind="shared")},
+    "none": {
+        "env": "CartPole-v1",
+        "critic": AgentCriticConfig(kind="none"),
+        "advantage": AdvantageConfig("reward_to_go", gamma=0.9),
+    },
+    "global": {"env": EnvConfig("Drift-v0", kwargs={"source": "Random"})},
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
+    runs = []
+    settings = AgentAuditConfig(every=1, episodes=4, continuations=4, states=2)
+    for name, audit in (("without", AgentAuditConfig()), ("with", settings)):
+        trainer = ControlTrainer(small(tmp_path / name, **RUNS[kind], audit=audit))
+        trainer.train()
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert ["seconds/audit" in row for row in rows] == [name == "with"] * 2
+        skipped = ("seconds", "steps_per_second", "audit/")
+        training = [{key: x for key, x in row.items() if not key.startswith(skipped)} for row in rows]
+        runs.append((training, [p.tolist() for p in trainer.agent.parameters()]))
+    assert runs[0] == runs[1]
+    written = json.loads((tmp_path / "with" / "audit.json").read_text())
+    assert written["iteration"] == 2
+    assert written["settings"] == {"episodes": 4, "continuations": 4, "states": 2}
+    assert written["continuations"] == 4
+    assert 0 <= written["bootstrapped"] < 1
+    assert (written["critic"] is None) == (kind == "none")
+    last = json.loads((tmp_path / "with" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {key: x for key, x in last.items() if key.startswith("audit/")} == written["metrics"]
+    again = audit_run(tmp_path / "with", trainer.args, settings)
+    timeless = [{key: x for key, x in audit.items() if key != "seconds"} for audit in (written, again)]
+    assert timeless[0] == timeless[1], "the command finds what the run found"
+    assert audit_run(tmp_path / "with", trainer.args, settings, 2)["iteration"] == 2
+    with pytest.raises(ConfigError, match=r"has no checkpoint of iteration 1; there are: 2"):
+        audit_run(tmp_path / "with", trainer.args, settings, 1)
+
+
+def test_time_that_is_up_leaves_fewer_pairs_and_none_of_one(tmp_path):
+    args = config()
+    agent, envs = agent_of(args)
+    settings = AgentAuditConfig(episodes=4, continuations=400, states=None, seconds=1e-6)
+    assert Auditor(args, agent, envs).audit(1, settings)["continuations"] == 4
+
+
+def test_an_action_that_is_certain_has_no_advantage():
+    """p q + (1 − p) v and (1 − p) (q − v), with p = 1."""
+    args = config()
+    agent, envs = agent_of(args)
+    with torch.no_grad():
+        agent.actor_head.weight.zero_()
+        agent.actor_head.bias.copy_(torch.tensor([0.0, 60.0, 0.0, 0.0]))
+    auditor = Auditor(args, agent, envs)
+    with auditor._replays() as replays:
+        random_ = generator(0, 1)
+        episodes = auditor.episodes(replays, 3, random_)
+        assert all(int(action) == 1 for episode in episodes for action in episode.actions)
+        measured = Measured(auditor.rollout(replays, episodes, random_), choices=True)
+        played = []
+        for start, trajectory in replays.play(starts(episodes, AgentAuditConfig(states=1), random_, None)):
+            played.append((start.own, int(trajectory.actions[0])))
+            measured.add(start, *auditor._return(replays, trajectory))
+    assert {own for own, action in played if action == 1} == {True}
+    assert {action for own, action in played if not own} == {0, 2, 3}, "another action is drawn"
+    truth = measured.truth()
+    known = truth.values.isfinite()
+    assert truth.advantages[known].abs().max() < 1e-20
+    assert math.isclose(float(truth.advantage_errors[known].max()), 0, abs_tol=1e-20)

@@ -1,0 +1,351 @@
+"""The audit of texts: against a policy of five tokens whose values are known exactly, and in every kind of run."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from tokencredit.settings.data import PromptsConfig, ScoreConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import (
+    AdvantageConfig,
+    AuditConfig,
+    KLConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.trainer import PPOTrainer
+
+WORDS = ["<e>", "a", "b", "c", "d"]
+END, LENGTH, PROMPT = 0, 4, [1, 2]
+WORTH = torch.tensor([0.3, 1.0, -0.5, 0.2, -1.0])
+
+
+def tokenizer():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", pad_token="<e>")
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    lm = GPT2LMHeadModel(
+        GPT2Config(vocab_size=5, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    ).eval()
+    for parameter in lm.parameters():  # the usual small initialisation makes all tokens alike
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.6)
+    return lm
+
+
+def whole(completion_ids, **_):
+    """A score of the whole completion, which no sum over tokens gives."""
+    return [score(ids) for ids in completion_ids]
+
+
+def score(ids):
+    return float(WORTH[ids].sum() + (0.7 if 1 in ids and 2 in ids else 0.0) * len(ids))
+
+
+def dense(completion_ids, **_):
+    """A number per token, which depends on the tokens before it."""
+    return [[paid(ids[: t + 1]) for t in range(len(ids))] for ids in completion_ids]
+
+
+def paid(ids):
+    return float(WORTH[ids[-1]]) * len(set(ids))
+
+
+def trainer_of(folder, reward=whole, **changes):
+    """A trainer whose policy has moved away from its reference."""
+    groups = {
+        "model": ModelConfig(dtype="float32"),
+        "prompts": PromptsConfig(text="a b"),
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=LENGTH),
+        "ppo": UpdateConfig(epochs=1, minibatches=1),
+        "kl": KLConfig(coef=0.3),
+        "audit": AuditConfig(every=1, completions=2, continuations=40, states=None),
+        "run": RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+    }
+    trainer = PPOTrainer(model(), reward, PPOConfig(**(groups | changes)), processing_class=tokenizer())
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in trainer.policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.15 * torch.randn_like(parameter)
+    return trainer
+
+
+@torch.no_grad()
+def exact(trainer, reward, gamma):
+    """V of each prefix, and Q of each of its tokens, by going through all completions from their ends."""
+    prefixes = [p for n in range(LENGTH) for p in product(range(5), repeat=n) if END not in p]
+    log_p, log_ref = {}, {}
+    for n in range(LENGTH):
+        rows = [p for p in prefixes if len(p) == n]
+        ids = torch.tensor([[*PROMPT, *p] for p in rows])
+        for found, lm in ((log_p, trainer.policy.lm), (log_ref, trainer.reference.lm)):
+            found.update(zip(rows, lm(ids).logits[:, -1].double().log_softmax(-1), strict=True))
+    values, actions = {}, {}
+    for prefix in sorted(prefixes, key=len, reverse=True):
+        q = -trainer.credit.kl.coef * (log_p[prefix] - log_ref[prefix])
+        for token in range(5):
+            ids = [*prefix, token]
+            over = token == END or len(ids) == LENGTH
+            q[token] += paid(ids) if reward is dense else score(ids) * over
+            q[token] += 0.0 if over else gamma * values[tuple(ids)]
+        values[prefix], actions[prefix] = float((log_p[prefix].exp() * q).sum()), q
+    return values, actions
+
+
+def test_the_audit_is_within_its_standard_error_of_the_exact_values(tmp_path, covered):
+    """Over 100 seeds, with scores of whole texts and of tokens, with and without a discount, and the price of KL."""
+    errors = {"values": [], "advantages": []}
+    for number, (reward, gamma) in enumerate(product((whole, dense), (1.0, 0.9))):
+        trainer = trainer_of(tmp_path / str(number), reward, advantage=AdvantageConfig(gamma=gamma))
+        values, actions = exact(trainer, reward, gamma)
+        for seed in range(25):
+            audit = trainer.auditor.audit(25 * number + seed)
+            ids, mask = audit.batch.scored.rollout.response_ids, audit.batch.scored.rollout.mask
+            for row in range(len(audit.rows)):
+                tokens = ids[row][mask[row]].tolist()
+                for at, token in enumerate(tokens):
+                    prefix, truth = tuple(tokens[:at]), audit.truth
+                    value, action = values[prefix], float(actions[prefix][token])
+                    errors["values"].append(float((truth.values[row, at] - value) / truth.value_errors[row, at]))
+                    error = truth.advantages[row, at] - (action - value)
+                    errors["advantages"].append(float(error / truth.advantage_errors[row, at]))
+    for found in errors.values():
+        covered(found)
+
+
+@torch.no_grad()
+def test_with_a_bootstrap_a_cut_completion_is_worth_its_rewards_and_the_critics_value(tmp_path):
+    """For the last token that is Q itself, and no continuation is needed."""
+    settings = AuditConfig(every=1, completions=20, continuations=2, states=None)
+    trainer = trainer_of(tmp_path, dense, advantage=AdvantageConfig(gamma=0.9, bootstrap=True), audit=settings)
+    audit = trainer.auditor.audit(1)
+    scored, policy = audit.batch.scored, trainer.policy
+    cut = scored.rollout.truncated.nonzero()[:, 0].tolist()
+    assert cut
+    for row in cut:
+        ids = scored.rollout.response_ids[row].tolist()
+        hidden = policy.lm.transformer(torch.tensor([[*PROMPT, *ids]])).last_hidden_state[:, -1]
+        kl = policy.lm(torch.tensor([[*PROMPT, *ids]])).logits.log_softmax(-1)[0, -2, ids[-1]]
+        kl -= trainer.reference.lm(torch.tensor([[*PROMPT, *ids]])).logits.log_softmax(-1)[0, -2, ids[-1]]
+        q = float(audit.truth.advantages[row, -1] + audit.truth.values[row, -1])
+        assert abs(float(policy.critic(hidden))) > 0.01
+        assert q == pytest.approx(paid(ids) - 0.3 * float(kl) + 0.9 * float(policy.critic(hidden)), abs=1e-4)
+
+
+KINDS = {
+    "shared": {},
+    "separate": {"critic": CriticConfig(kind="separate")},
+    "lora": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2))},
+    "none": {"critic": CriticConfig(kind="none"), "advantage": AdvantageConfig(estimator="reward_to_go")},
+    "uniform": {"critic": CriticConfig(kind="none"), "advantage": AdvantageConfig(estimator="uniform")},
+    "groups": {
+        "critic": CriticConfig(kind="none"),
+        "advantage": AdvantageConfig(estimator="group_relative"),
+        "rollout": RolloutConfig(batch_size=8, per_prompt=4, max_new_tokens=LENGTH),
+    },
+    "dense": {"reward": dense},
+    "bootstrap": {"reward": dense, "advantage": AdvantageConfig(bootstrap=True)},
+    "loss": {"kl": KLConfig(coef=0.3, place="loss", estimator="k3")},
+    "full": {"kl": KLConfig(coef=0.3, estimator="full")},
+    "alone": {"kl": KLConfig(coef=0.0)},
+    "running": {"score": ScoreConfig(normalize="running")},
+    "batch": {"score": ScoreConfig(normalize="batch", shift_mean=True)},
+    "filters": {"rollout": RolloutConfig(batch_size=8, max_new_tokens=LENGTH, top_k=3, min_new_tokens=2)},
+    "overlong": {"score": ScoreConfig(overlong_tokens=2, overlong_penalty=0.5, missing_eos_penalty=0.3)},
+    "bfloat16": {"model": ModelConfig(dtype="bfloat16")},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_is_audited_and_left_as_it_was(kind, tmp_path):
+    trainer = trainer_of(tmp_path, **KINDS[kind], audit=AuditConfig(every=1, completions=6, continuations=4))
+    trainer.credit.give(trainer.collect())  # running means stand somewhere
+    before = json.dumps([trainer._standing(), trainer.learner.state()[1]], default=str)
+    weights = {name: x.clone() for name, x in trainer.policy.state_dict().items()}
+    audit = trainer.auditor.audit(3)
+    assert json.dumps([trainer._standing(), trainer.learner.state()[1]], default=str) == before
+    assert all(torch.equal(x, weights[name]) for name, x in trainer.policy.state_dict().items())
+    shown, advantages = next(iter(audit.advantages.items()))
+    torch.testing.assert_close(advantages, audit.batch.advantages[audit.rows], atol=2e-6, rtol=1e-5)
+    found, known = audit.judge(trainer.processes), audit.truth.values.isfinite()
+    assert (found["critic"] is None) == (trainer.policy.critic is None)
+    assert found["credit"]["shown"] == shown
+    assert found["credit"]["tokens"] == known.sum() > 6
+    assert not (known & ~audit.batch.scored.rollout.mask[audit.rows]).any()
+    assert all(x["correlation"].keys() == {"value", "low", "high"} for x in found["credit"]["estimators"].values())
+    samples = audit.samples(trainer.tokenizer)
+    for row, sample in enumerate(samples):
+        length = len(sample["tokens"])
+        assert [x is not None for x in sample["true_values"]] == known[row, :length].tolist()
+        assert len(sample["true_advantage_errors"]) == length
+    again = trainer.auditor.audit(3)
+    assert audit.samples(trainer.tokenizer) == again.samples(trainer.tokenizer), "the same number, the same audit"
+    assert samples != trainer.auditor.audit(4).samples(trainer.tokenizer)
+
+
+def test_group_estimators_are_compared_though_the_run_samples_one_completion_per_prompt(tmp_path):
+    trainer = trainer_of(tmp_path, rollout=RolloutConfig(batch_size=6, max_new_tokens=LENGTH))
+    audit = replace(trainer.auditor, group=4).audit(1)
+    assert len(audit.batch.scored.scores) == 8
+    assert audit.rows == [0, 4]
+    scores = audit.batch.scored.scores.view(2, 4)
+    rest = (scores.sum(1) - scores[:, 0]) / 3
+    kl = trainer.credit._rewards(audit.batch.scored, audit.batch.scored.scores)[1].sum(1).view(2, 4)
+    rest_kl = (kl.sum(1) - kl[:, 0]) / 3
+    expected = scores[:, 0] + kl[:, 0] - rest - rest_kl
+    torch.testing.assert_close(audit.advantages["leave_one_out"][:, 0], expected)
+
+
+def test_a_running_baseline_is_the_one_that_the_run_would_subtract(tmp_path):
+    """That of earlier batches, in which the audited completions themselves have no part."""
+    kind = KINDS["uniform"] | {"kl": KLConfig(coef=0.0)}
+    trainer = trainer_of(tmp_path, **kind)
+    trainer.credit.give(trainer.collect())
+    audit = trainer.auditor.audit(1)
+    expected = audit.batch.scored.scores - trainer.credit.baseline.mean
+    torch.testing.assert_close(audit.advantages["uniform"][:, 0], expected[audit.rows])
+
+
+@pytest.mark.parametrize("normalize", ["running", "batch"])
+def test_the_truth_is_on_the_scale_of_the_runs_scores(normalize, tmp_path):
+    trainers = {
+        name: trainer_of(tmp_path / name, score=ScoreConfig(normalize=name, **shift), kl=KLConfig(coef=0.0))
+        for name, shift in (("none", {}), (normalize, {"shift_mean": True}))
+    }
+    plain, scaled = (trainer.auditor.audit(1) for trainer in trainers.values())
+    scores = plain.batch.scored.scores.double()
+    mean, deviation = scores.mean(), scores.std(correction=0)
+    torch.testing.assert_close(
+        scaled.truth.values, (plain.truth.values - mean) / deviation, equal_nan=True, rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        scaled.truth.advantages, plain.truth.advantages / deviation, equal_nan=True, rtol=1e-4, atol=1e-5
+    )
+    assert trainers[normalize].credit.scores.state_dict() == trainer_of(tmp_path / "new").credit.scores.state_dict()
+
+
+SAMPLING = {
+    "plain": {},
+    "stop": {"stop": ["a b", "c c"]},
+    "stop and min": {"stop": ["a b", "c"], "min_new_tokens": 3},
+    "min": {"min_new_tokens": 5},
+    "no end": {"stop_at_eos": False},
+    "filters": {"top_k": 3, "top_p": 0.9, "temperature": 0.7},
+    "min_p": {"min_p": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_what_is_begun_goes_on_as_if_it_had_been_drawn(name, tmp_path):
+    """The same tokens, ends and log-probs from the same random numbers, wherever sampling sets in."""
+    trainer = trainer_of(tmp_path)
+    settings, engine = RolloutConfig(max_new_tokens=8, **SAMPLING[name]), trainer.pipeline.engine
+    prompts = Prompts(["a b", "c", "d d a"], trainer.tokenizer).batch(0, 30)
+    uniforms = torch.rand(30, 8, generator=torch.Generator().manual_seed(7))
+    whole = engine.generate(prompts, settings, uniforms)
+    lengths = whole.mask.sum(1)
+    assert len(lengths.unique()) > 1 or name == "no end"
+    for at in range(1, int(lengths.max())):
+        rows = (lengths > at).nonzero()[:, 0]
+        begun = whole.response_ids[rows, :at]
+        part = engine.generate(prompts.select(rows.tolist()), settings, uniforms[rows], 1, begun)
+        time = part.mask.shape[1]
+        assert time == int(lengths[rows].max())
+        for x in ("response_ids", "mask"):
+            assert torch.equal(getattr(part, x)[part.mask], getattr(whole, x)[rows, :time][part.mask]), (x, at)
+        assert torch.equal(part.mask, whole.mask[rows, :time])
+        assert torch.equal(part.truncated, whole.truncated[rows])
+        new = part.mask.clone()
+        new[:, :at] = False
+        for x in ("logprobs", "values"):
+            torch.testing.assert_close(getattr(part, x)[new], getattr(whole, x)[rows, :time][new], atol=1e-5, rtol=1e-5)
+
+
+def noisy(completion_ids, **_):
+    """A reward that draws from a generator of nobody's."""
+    return [score(ids) + random.random() + float(torch.rand(())) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("reward", [whole, noisy])
+def test_a_run_with_audits_is_bit_for_bit_the_run_without(reward, tmp_path):
+    runs = []
+    for every in (0, 1):
+        settings = AuditConfig(every=1, completions=2, continuations=3) if every else AuditConfig()
+        trainer = trainer_of(tmp_path / str(every), reward, audit=settings, optim=OptimConfig(lr=1e-2))
+        trainer.train()
+        rows = [json.loads(line) for line in (tmp_path / str(every) / "metrics.jsonl").read_text().splitlines()]
+        assert ["audit/noise" in row for row in rows] == [bool(every)] * 2
+        skipped = ("seconds", "tokens_per_second", "audit/")
+        training = [{name: x for name, x in row.items() if not name.startswith(skipped)} for row in rows]
+        runs.append((training, [p.tolist() for p in trainer.policy.parameters()]))
+    assert runs[0] == runs[1]
+
+
+def test_time_that_is_up_leaves_fewer_continuations_of_some_states(tmp_path):
+    trainer = trainer_of(
+        tmp_path, audit=AuditConfig(every=1, completions=4, continuations=400, states=None, seconds=1e-6)
+    )
+    audit = trainer.auditor.audit(1)
+    assert audit.continuations == 4
+    assert 0 < audit.truth.values.isfinite().sum() < audit.batch.scored.rollout.mask[audit.rows].sum()
+
+
+TOGETHER = """
+import json, sys, torch
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+from test_texts import AuditConfig, exact, trainer_of, whole
+settings = AuditConfig(every=1, completions=5, continuations=60, states=None)
+trainer = trainer_of({run!r}, audit=settings)
+audit = trainer.auditor.audit(2)
+found = audit.judge(trainer.processes)
+values, errors = exact(trainer, whole, 1.0)[0], []
+rollout = audit.batch.scored.rollout
+for row in range(len(audit.rows)):
+    tokens = rollout.response_ids[row][rollout.mask[row]].tolist()
+    for at in range(len(tokens)):
+        error = (audit.truth.values[row, at] - values[tuple(tokens[:at])]) / audit.truth.value_errors[row, at]
+        errors.append(float(error))
+file = Path({out!r}, f"{{trainer.processes.rank}}.json")
+file.write_text(json.dumps({{"found": found, "errors": errors, "ids": rollout.response_ids.tolist()}}))
+trainer.processes.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tmp_path):
+    script = tmp_path / "audit.py"
+    folder = str(Path(__file__).parent)
+    script.write_text(TOGETHER.format(folder=folder, run=str(tmp_path / "run"), out=str(tmp_path)))
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command, environment = [sys.executable, "-m", *launcher, str(script)], {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert one["found"] == two["found"], "both judge the completions of both"
+    assert one["found"]["credit"]["tokens"] == len(one["errors"]) + len(two["errors"])
+    assert len(one["ids"]) == len(two["ids"]) == 3, "5 completions, shared and rounded up"
+    assert one["ids"] != two["ids"]
+    errors = one["errors"] + two["errors"]
+    assert max(map(abs, errors)) < 5
+    assert sum(abs(x) < 1.96 for x in errors) / len(errors) > 0.75
