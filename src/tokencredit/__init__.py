@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tokencredit.errors import RunStopped as RunStopped
     from tokencredit.report.reading import read_run as read_run
     from tokencredit.runs.summary import Summary as Summary
+    from tokencredit.settings.control import AgentAuditConfig as AgentAuditConfig
     from tokencredit.settings.control import AgentConfig as AgentConfig
     from tokencredit.settings.control import AgentCriticConfig as AgentCriticConfig
     from tokencredit.settings.control import ControlConfig as ControlConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tokencredit.settings.model import ModelConfig as ModelConfig
     from tokencredit.settings.text import PPOConfig as PPOConfig
     from tokencredit.settings.training import AdvantageConfig as AdvantageConfig
+    from tokencredit.settings.training import AuditConfig as AuditConfig
     from tokencredit.settings.training import EvalConfig as EvalConfig
     from tokencredit.settings.training import KLConfig as KLConfig
     from tokencredit.settings.training import OptimConfig as OptimConfig
@@ -47,12 +49,12 @@ _NAMES = {
     "errors": "ConfigError RunStopped",
     "report.reading": "read_run",
     "runs.summary": "Summary",
-    "settings.control": "AgentConfig AgentCriticConfig ControlConfig EnvConfig EpisodesConfig",
+    "settings.control": "AgentAuditConfig AgentConfig AgentCriticConfig ControlConfig EnvConfig EpisodesConfig",
     "settings.data": "PromptsConfig RewardTerm ScoreConfig",
     "settings.model": "CriticConfig LoraConfig ModelConfig",
     "settings.text": "PPOConfig",
-    "settings.training": "AdvantageConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig StopConfig "
-    "UpdateConfig",
+    "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig "
+    "StopConfig UpdateConfig",
     "text.callbacks": "Callback",
     "text.policy": "load",
     "text.rewards.calls": "Term",

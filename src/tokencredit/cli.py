@@ -199,21 +199,25 @@ def audit_parser() -> ArgumentParser:
     parser.add_argument("--checkpoint", type=PositiveInt | None, help="Its iteration; by default the newest one.")
     parser.add_argument("--completions", type=PositiveInt, default=16, help="Fresh completions, or episodes, to audit.")
     parser.add_argument("--continuations", type=PositiveInt, default=32, help="Continuations per state.")
-    parser.add_argument("--states", default="all", help="States of each, spread over it: all, or a number.")
+    parser.add_argument(
+        "--states",
+        help="States of each, spread over it: all, or a number; by default all of a completion, and 4 of an episode.",
+    )
     parser.add_argument("--seconds", type=PositiveFloat | None, help="Longest time; by default none.")
     return parser
 
 
 def audit(options: Namespace) -> None:
     """`tokencredit audit`."""
-    if options.states != "all" and not (options.states.isdecimal() and int(options.states)):
-        raise ConfigError(f"--states is {options.states}; it must be all, or a whole number of at least 1")
-    states = None if options.states == "all" else int(options.states)
+    asked = options.states
+    if asked not in (None, "all") and not (asked.isdecimal() and int(asked)):
+        raise ConfigError(f"--states is {asked}; it must be all, or a whole number of at least 1")
+    states = {} if asked is None else {"states": None if asked == "all" else int(asked)}
     for name in ("completions", "continuations"):
         if (size := getattr(options, name)) < 2:
             raise ConfigError(f"--{name} is {size}; it must be at least 2")
-    run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "states": states}
-    found = audits_of(run, options, shared | {"seconds": options.seconds})
+    run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "seconds": options.seconds}
+    found = audits_of(run, options, shared | states)
 
     from tokencredit.report.page import write_report
     from tokencredit.runs.console import Screen
@@ -240,7 +244,8 @@ def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str
     from tokencredit.text.audit.running import audit_run
 
     disable_progress_bar()
-    return audit_run(run, config, AuditConfig(completions=options.completions, **shared), options.checkpoint)
+    settings = AuditConfig(completions=options.completions, **{"states": None, **shared})
+    return audit_run(run, config, settings, options.checkpoint)
 
 
 def report_parser() -> ArgumentParser:

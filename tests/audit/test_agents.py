@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 
 from tokencredit.audit.sampling import generator
+from tokencredit.cli import main
 from tokencredit.control.agent import Agent
 from tokencredit.control.audit.auditing import Auditor, Measured, starts
 from tokencredit.control.audit.randomness import generators, redraw
@@ -20,7 +21,7 @@ from tokencredit.control.audit.running import audit_run
 from tokencredit.control.environments import make_envs
 from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import (
     AgentAuditConfig,
     AgentConfig,
@@ -431,11 +432,48 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
         audit_run(tmp_path / "with", trainer.args, settings, 1)
 
 
+def test_the_command_audits_an_agent(tmp_path, capsys):
+    run = tmp_path / "run"
+    ControlTrainer(small(run)).train()
+    before = (run / "metrics.jsonl").read_text()
+    options = ["--completions", "3", "--continuations", "4"]
+    assert main(["audit", str(run), *options]) == 0
+    written = json.loads((run / "audit.json").read_text())
+    assert written["settings"] == {"episodes": 3, "continuations": 4, "states": 4}
+    assert "3 completions or episodes, 4 continuations per state" in capsys.readouterr().out
+    assert main(["audit", str(run), *options, "--states", "all"]) == 0
+    assert json.loads((run / "audit.json").read_text())["settings"]["states"] is None
+    assert main(["audit", str(run), "--states", "0"]) == 2
+    assert "--states is 0; it must be all" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == before
+
+
 def test_time_that_is_up_leaves_fewer_pairs_and_none_of_one(tmp_path):
     args = config()
     agent, envs = agent_of(args)
     settings = AgentAuditConfig(episodes=4, continuations=400, states=None, seconds=1e-6)
     assert Auditor(args, agent, envs).audit(1, settings)["continuations"] == 4
+
+
+class Bad(Drift):
+    def step(self, action):
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, np.nan if self.count == 3 else 0.0, terminated, truncated, info
+
+
+gym.register("Bad-v0", Bad, disable_env_checker=True)
+
+
+def test_what_an_audit_cannot_use_stops_it_in_words(monkeypatch):
+    args = config("Bad-v0")
+    with pytest.raises(RunStopped, match=r"env\.id Bad-v0 gave a reward that is not finite, in step 3"):
+        Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
+    monkeypatch.setattr("tokencredit.control.audit.replays.LONGEST", 20)
+    args = config(EnvConfig("Drift-v0", kwargs={"steps": 50}))
+    with pytest.raises(RunStopped, match=r"an episode of env\.id Drift-v0 has not ended after 20 steps; .*max_episode"):
+        Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
+    args = config(EnvConfig("Drift-v0", kwargs={"steps": 50, "max_episode_steps": 10}), gamma=0.5)
+    assert Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig(continuations=2))["credit"]["tokens"] > 0
 
 
 def test_an_action_that_is_certain_has_no_advantage():

@@ -163,6 +163,7 @@ KINDS = {
         "rollout": RolloutConfig(batch_size=8, per_prompt=4, max_new_tokens=LENGTH),
     },
     "dense": {"reward": dense},
+    "lam_follows": {"advantage": AdvantageConfig(lam=0.9, lam_follows=True)},
     "bootstrap": {"reward": dense, "advantage": AdvantageConfig(bootstrap=True)},
     "loss": {"kl": KLConfig(coef=0.3, place="loss", estimator="k3")},
     "full": {"kl": KLConfig(coef=0.3, estimator="full")},

@@ -349,6 +349,8 @@ def test_rates_follow_the_schedule_and_are_metrics():
     learner.schedule = schedule("linear", total=2)
     assert learner.set_rates(1) == {"lr": 0.1, "value_lr": 1.0}
     assert learner.set_rates(2) == {"lr": 0.05, "value_lr": 0.5}
+    learner.optimizer.param_groups[1]["constant"] = True
+    assert learner.set_rates(2) == {"lr": 0.05, "value_lr": 1.0}
 
 
 def test_a_step_of_the_critic_alone_by_hand(world):

@@ -38,6 +38,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("text", "loss", "histogram"),
             ("control", "loss", "huber"),
             ("text", "places", [0.5]),
+            ("text", "schedule", "constant"),
+            ("control", "schedule", "constant"),
         ]
     ],
     *[
@@ -59,8 +61,9 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("text", {"critic.continued_states": 2}, "critic.continued_states", "without critic.continuations"),
     *[
-        ("text", {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
-        for key, value in {"completions": 8, "continuations": 4, "states": 2, "seconds": 1.0}.items()
+        (world, {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
+        for world, rows in {"text": "completions", "control": "episodes"}.items()
+        for key, value in {rows: 8, "continuations": 4, "states": 2, "seconds": 1.0}.items()
     ],
     ("text", {"critic.trunk_lr": 0.1}, "critic.trunk_lr", "without critic.kind: separate"),
     (

@@ -30,7 +30,7 @@ class Samples:
         """Begin with nothing sampled at any of `[rows, time]` states."""
         self.counts = torch.zeros(rows, time, dtype=torch.float64)
         """`[rows, time]`: samples of each state."""
-        self._shift, self._sum, self._squares = torch.zeros(3, rows, time, dtype=torch.float64)
+        self._shift, self._sum, self._squares = torch.zeros(3, rows, time, dtype=torch.float64).unbind()
 
     def add(self, rows: Tensor, at: int, samples: Tensor) -> None:
         """Take in samples `[n, count]` of the states at step `at` of rows `[n]`, all of them different."""

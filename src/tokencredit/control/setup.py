@@ -54,8 +54,10 @@ def check_actions(args: AgentConfig, agent: Agent) -> None:
 def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Optimizer:
     """One optimizer for actor and critic; at equal rates they are one group, which takes half the time of two."""
     actor, critic = (list(part.parameters()) for part in (agent.actor_parts(), agent.critic_parts()))
-    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, "lr": args.critic.lr, "metric": "value_lr"}]
-    if args.optim.lr == args.critic.lr:
+    constant = args.critic.schedule == "constant"
+    of_critic = {"lr": args.critic.lr, "metric": "value_lr", "constant": constant}
+    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, **of_critic}]
+    if args.optim.lr == args.critic.lr and not constant:
         groups = [{"params": actor + critic, "lr": args.optim.lr}]
     return build_optimizer(
         [group | {"weight_decay": args.optim.weight_decay} for group in groups if group["params"]],

@@ -32,7 +32,8 @@ def build_optimizer(
     al. 2025, arXiv 2502.16982, eq. 4), so that one learning rate serves both.
 
     Args:
-        groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`.
+        groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`; `constant` if a schedule has no
+            part in their rate.
         name: one of `OPTIMIZERS`.
         hidden: the matrices for Muon; see `hidden_matrices`. They are taken out of whichever group they are in, and
             keep its `lr` and `weight_decay`.
@@ -109,10 +110,12 @@ class MuonAdamW(torch.optim.Optimizer):
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> list[float]:
     """Set each group's learning rate to a multiple of the one that it was built with; returns the rates.
 
+    A group that is `constant` keeps it.
+
     PyTorch's LambdaLR does the same, and has a state, which a run that knows its iteration does not need.
     """
     for group in optimizer.param_groups:
-        group["lr"] = factor * group["initial_lr"]
+        group["lr"] = group["initial_lr"] * (1.0 if group.get("constant") else factor)
     return [group["lr"] for group in optimizer.param_groups]
 
 

@@ -27,6 +27,7 @@ FREE = (
     "critic.clip",
     "critic.huber_delta",
     "critic.places",
+    "critic.schedule",
     "critic.warmup",
     "env.processes",
 )

@@ -65,6 +65,9 @@ class CriticTraining:
     """Critic as a head on the policy's own trunk, as a model of its own, or none."""
     lr: float = setting(1e-3, needs=LEARNS, above=0)
     """Learning rate of the value head."""
+    schedule: Literal["optim", "constant"] = setting("optim", needs=LEARNS)
+    """Course of the critic's learning rates: as `optim.schedule` and `optim.warmup` have it, or at full height all the
+    time, so that the critic keeps up where the policy slows down."""
     coef: float = setting(0.5, needs=EXISTS, at_least=0)
     """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
     loss: Literal["mse", "huber", "histogram"] = setting("mse", needs=LEARNS)

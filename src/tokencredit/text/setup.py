@@ -212,6 +212,7 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
     groups = [
         {"params": [p for x in modules for p in trainable(x)], "lr": lr, "metric": metric}
         | {"weight_decay": args.optim.weight_decay}
+        | {"constant": metric != "lr" and args.critic.schedule == "constant"}
         for metric, modules, lr in parts
     ]
     return [group for group in groups if group["params"]]
