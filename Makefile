@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test fast lint types format benchmark bench families chaos study findings world
+.PHONY: install train test fast lint types format benchmark bench families chaos doctor study findings world
 
 install: .venv/installed
 
@@ -58,6 +58,10 @@ findings: install
 # Kills and damages real runs, resumes them, and compares with runs left in peace; as root, for the small disks.
 chaos: install
 	$(BIN)/python tests/chaos.py
+
+# Runs whose critic or λ is made ill on purpose, and healthy ones, audited: what the diagnosis names.
+doctor: install
+	$(BIN)/python tests/audit_doctor.py
 
 .trl-venv/installed:
 	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -23,6 +24,8 @@ HERE = Path(__file__).parent
 DATA = HERE / "findings-data"
 PAGE = HERE.parent / "docs" / "findings.md"
 FIGURES = HERE.parent / "docs" / "figures"
+LATELY = 5
+"""Iterations of the mean that the study of true credit takes."""
 LAST = 10
 """Iterations at the end whose mean counts as what came out."""
 
@@ -63,6 +66,36 @@ def peak(run: Run, metric: str) -> float:
     return max((value for value in run.get(metric, []) if value is not None), default=math.nan)
 
 
+def audited(run: Run, what: str) -> float:
+    """A figure of an audit: `20 shown`, the correlation of the shown advantages after iteration 20, or one of the
+    critic's or of another estimator's; NaN where it cannot be known."""
+    number, _, name = what.partition(" ")
+    audit: Any = run["audits"].get(number)  # type: ignore[attr-defined]  # of truth.json
+    if audit is None:
+        return math.nan
+    values = audit["correlations"] | {"shown": audit["correlations"][audit["shown"]]} | (audit["critic"] or {})
+    value = values.get(name)
+    return math.nan if value is None else float(value)
+
+
+def reached(run: Run, what: str) -> float:
+    """When the reward, a mean over five iterations, first reached a height: `clock 0.9` in seconds, or `iteration 0.9`.
+
+    NaN if it never did.
+    """
+    unit, _, height = what.partition(" ")
+    rewards = run["reward"]
+    for number in range(LATELY, len(rewards) + 1):
+        if average(rewards[number - LATELY : number]) >= float(height):
+            return float(number if unit == "iteration" else run["clock"][number - 1])  # type: ignore[arg-type]
+    return math.nan
+
+
+def lately(run: Run, metric: str) -> float:
+    """The mean over the last five iterations."""
+    return average(run[metric][-LATELY:])
+
+
 def average(values: Sequence[float | None]) -> float:
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else math.nan
@@ -75,13 +108,14 @@ def unsteadiness(run: Run, metric: str) -> float:
 
 
 def figures(study: Study, variant: str, measure: Callable[[Run, str], float], metric: str) -> list[float]:
-    """A measure of each run of a variant."""
-    return [measure(run, metric) for run in study[variant].values()]
+    """A measure of each run of a variant, where it is known."""
+    values = [measure(run, metric) for run in study[variant].values()]
+    return [value for value in values if math.isfinite(value)]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and half the width of its 95 % interval by Student's t."""
-    mean = float(np.mean(values))
+    mean = float(np.mean(values)) if values else math.nan
     if len(values) < 2:
         return mean, math.nan
     return mean, float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
@@ -89,7 +123,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
     """The difference of two means with its 95 % interval by Welch's t; NaN where one run alone stands on a side."""
-    delta = float(np.mean(one) - np.mean(other))
+    delta = float(np.mean(one) - np.mean(other)) if one and other else math.nan
     if min(len(one), len(other)) < 2:
         return delta, math.nan, math.nan
     low, high = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
@@ -178,6 +212,46 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
     return page
 
 
+AUDITED = (5, 10, 20, 40)
+"""Iterations after which the credit of the study `truth` was audited."""
+MAIN_VARIANTS = ("default", "true-credit", "group_relative", "leave_one_out")
+COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")
+
+
+def has_critic(runs: Mapping[str, Run]) -> bool:
+    """True for runs whose audits judged a critic."""
+    return all(audit["critic"] for run in runs.values() for audit in run["audits"].values())  # type: ignore[attr-defined]
+
+
+def draw_truth(study: Study) -> None:
+    """Correlation of shown with true advantages after some iterations, and reward over time; every run, and means."""
+    picture, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for name, colour in zip(MAIN_VARIANTS, COLOURS, strict=True):
+        if name not in study:
+            continue
+        means = [interval(figures(study, name, audited, f"{at} shown"))[0] for at in AUDITED]
+        left.plot(range(len(AUDITED)), means, color=colour, linewidth=2, label=name)
+        for run in study[name].values():
+            shown = [audited(run, f"{at} shown") for at in AUDITED]
+            left.plot(range(len(AUDITED)), shown, ".", color=colour, markersize=5, alpha=0.6)
+            right.plot(run["clock"], smooth(run["reward"]), color=colour, linewidth=0.8, alpha=0.8)
+    left.set_xticks(range(len(AUDITED)), [str(at) for at in AUDITED])
+    left.set_ylim(-0.3, 1.1)
+    left.set_xlabel("iteration")
+    left.set_ylabel("correlation with the true advantages")
+    left.legend(fontsize=8)
+    right.set_xlabel("seconds of training, pretraining included")
+    right.set_ylabel("reward")
+    picture.tight_layout()
+    picture.savefig(FIGURES / "findings-truth.png", dpi=110)
+    plt.close(picture)
+
+
+def smooth(values: Sequence[float | None]) -> list[float]:
+    """Means over five iterations, fewer at the beginning."""
+    return [average(values[max(0, end - LATELY) : end]) for end in range(1, len(values) + 1)]
+
+
 Studies = Mapping[str, Study]
 
 
@@ -214,8 +288,32 @@ def tables(found: Studies) -> dict[str, str]:
         "unsteadiness of the return": (unsteadiness, "train/average_return"),
         "deviation of the advantages": (whole, "advantage_std"),
     }
+    truth = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED} | {
+        f"explained variance after {at}": (audited, f"{at} explained_variance") for at in AUDITED
+    }
+    course = {
+        "reward at the end": (lately, "reward"),
+        "KL at the end": (lately, "kl"),
+        "log-probability under the reference": (lately, "ref_logprob"),
+        "iterations to a reward of 0.9": (reached, "iteration 0.9"),
+        "seconds to it": (reached, "clock 0.9"),
+    }
+    lambdas = {
+        f"λ = {name}": (audited, f"10 {label}")
+        for name, label in {
+            "0": "td (gae, λ = 0)",
+            "0.5": "gae, λ = 0.5",
+            "0.9": "gae, λ = 0.9",
+            "0.95": "gae, λ = 0.95",
+            "1": "monte_carlo (gae, λ = 1)",
+        }.items()
+    } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
+    compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     return {
+        "truth": table(found["truth"], truth),
+        "course": table(compared, course, base="default"),
+        "lambdas": table({name: runs for name, runs in compared.items() if has_critic(runs)}, lambdas),
         "kl": table(sentiment, rewards, base="base"),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
         "language": table(learning, language, base="base", pairs=[("gentle", "base"), ("temperature-2", "base")]),
@@ -268,6 +366,7 @@ def tables(found: Studies) -> dict[str, str]:
 def main() -> int:
     """Draw all figures and fill all tables."""
     found = studies()
+    draw_truth(found["truth"])
     draw(found["negative-sentiment"], "reward", "kl", "base", "reward (grey: mean of base)")
     draw(found["at-kl-0.5"], "reward", "reward", "base", "reward at a price of KL of 0.5 (grey: mean of base)")
     draw(found["spread"], "value_loss", "spread", None, "value loss", log=True)

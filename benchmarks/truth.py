@@ -19,18 +19,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.yaml import flat
 
 DATA = Path(__file__).parent / "findings-data" / "truth.json"
 AT = (5, 10, 20, 40)
 """Iterations after which credit is audited."""
-COMPLETIONS, CONTINUATIONS, AT_END = 16, 16, 48
+COMPLETIONS, CONTINUATIONS, AT_END = 32, 8, 16
 """Size of an audit; at the end, where values hardly vary, there are more continuations."""
-SEPARATE: dict[str, Any] = {"critic.kind": "separate", "critic.trunk_lr": 3e-4}
+RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml").read_text())
+WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
+    "true-credit": {"": RECIPE},
+    "group_relative": {"advantage.estimator": "group_relative", **WITHOUT_CRITIC},
+    "leave_one_out": {"advantage.estimator": "leave_one_out", **WITHOUT_CRITIC},
+    "separate": {"critic.kind": "separate"},
+    "no pretraining": {"": RECIPE, "critic.pretrain": 0},
+    "trunk at the policy's rate": {"": RECIPE, "critic.trunk_lr": 1e-4},
+    "no buffer": {"": RECIPE, "critic.buffer": 0},
+    "lam 0": {"": RECIPE, "advantage.lam": 0.0},
+    "lam 0.95": {"": RECIPE, "advantage.lam": 0.95},
+    "lam follows": {"": RECIPE, "advantage.lam_follows": True},
+    "half size": {"": RECIPE, "critic.layers": 1},
+    "two halves": {"": RECIPE, "critic.layers": 1, "critic.members": 2, "critic.clip": None},
+    "probe": {"": RECIPE, "critic.kind": "shared", "critic.detach": True, "critic.layers": 1, "critic.trunk_lr": None},
+    "histogram": {"": RECIPE, "critic.loss": "histogram"},
+    "huber": {"": RECIPE, "critic.loss": "huber", "critic.huber_delta": 0.2},
+    "three places": {"": RECIPE, "critic.places": [0.3, 0.6, 0.9]},
+    "frozen attention": {"": RECIPE, "critic.freeze": "attention"},
+    "continuations": {"": RECIPE, "critic.continuations": 4, "critic.continued_states": 2},
 }
+"""Settings of each by key; with `""`, those of the recipe stand beneath them."""
 KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance", "lam", "seconds")
 
 
@@ -56,9 +79,11 @@ class Audits(Callback):
 
 def run(variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train and audit one run; returns its figures."""
-    settings = {"seed": seed, "run.dir": str(folder), "run.trackers": [], "run.samples": 0, "run.show_every": 0}
+    settings = {"seed": seed, "run.dir": str(folder), "run.trackers": [], "run.samples": 0}
     audits = Audits()
-    trainer = PPOTrainer(args=PPOConfig.from_dict(settings | VARIANTS[variant]), callbacks=[audits])
+    own = dict(VARIANTS[variant])
+    args = PPOConfig.from_dict(flat(own.pop("", {})) | settings | own)
+    trainer = PPOTrainer(args=args, callbacks=[audits])
     audits.began = time.perf_counter()
     trainer.train()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -87,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--out", type=Path, default=DATA, help="The file to write.")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
@@ -94,7 +120,7 @@ def main() -> int:
             figures = run(options.variants[0], options.seeds[0], Path(folder) / "run")
         options.one.write_text(json.dumps(figures))
         return 0
-    kept = json.loads(DATA.read_text()) if DATA.is_file() else {}
+    kept = json.loads(options.out.read_text()) if options.out.is_file() else {}
     for seed in options.seeds:
         for variant in options.variants:
             if str(seed) in kept.get(variant, {}):
@@ -105,7 +131,7 @@ def main() -> int:
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ)
                 kept.setdefault(variant, {})[str(seed)] = json.loads(out.read_text())
             text = json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"')
-            DATA.write_text(text + "\n")
+            options.out.write_text(text + "\n")
             print(line(variant, seed, kept[variant][str(seed)]), flush=True)
     return 0
 

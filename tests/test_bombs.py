@@ -252,7 +252,8 @@ def test_saved_folders(bomb, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.yaml", "choices.json", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html"]
+    "name",
+    ["config.yaml", "choices.json", "metrics.jsonl", "samples.jsonl", "summary.json", "audit.json", "report.html"],
 )
 @pytest.mark.parametrize("command", ["report", "doctor", "generate", "evaluate", "play"])
 def test_files_of_a_run(bomb, command, name, tmp_path, capsys):

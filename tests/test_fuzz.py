@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
+from tokencredit.report.audit_file import OF_CRITIC as CRITIC
 from tokencredit.report.page import NAME, write_report
 from tokencredit.report.reading import read_run
 from tokencredit.runs.checkpoint import write_manifest
 from tokencredit.runs.diagnosis import diagnose
+from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import newest
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
@@ -195,6 +197,22 @@ SAMPLES = [
     for i in (1, 2, 24)
 ]
 CHOICES = {"model.dtype": "bfloat16"}
+FIGURE = {"value": 0.3, "low": 0.2, "high": None}
+AUDIT = {
+    "iteration": 24,
+    "settings": {"completions": 2, "continuations": 4, "states": None},
+    "continuations": 4.0,
+    "credit": {
+        "tokens": 2,
+        "noise": FIGURE,
+        "shown": "a",
+        "estimators": {"a": dict.fromkeys(("correlation", "sign_agreement", "gain"), FIGURE)},
+    },
+    "critic": dict.fromkeys(CRITIC, FIGURE)
+    | {"states": 2, "reliability": [{"predicted": 0.1, "true": 0.2, "low": 0.0, "high": None, "states": 2}]},
+    "metrics": {"audit/noise": 0.1, "audit/correlation": 0.3, "audit/trust": 0.09},
+    "samples": [SAMPLES[0] | {name: [0.1, None] for name in TRUTH}],
+}
 SUMMARY = {"reward_first": 0.1, "reward_last": 1.0, "iterations": 24, "seconds": 1.0, "stopped_by": "iterations"}
 
 
@@ -281,6 +299,7 @@ FILES = {
     "metrics.jsonl": (lines(METRICS), [with_line(METRICS), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
     "samples.jsonl": (lines(SAMPLES), [with_line(SAMPLES), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
     "summary.json": (json.dumps(SUMMARY).encode(), [as_json(swapped(SUMMARY)), as_json(values)]),
+    "audit.json": (json.dumps(AUDIT).encode(), [as_json(swapped(AUDIT)), as_json(values)]),
 }
 
 

@@ -1,18 +1,22 @@
+import json
 import os
+import shutil
 from shutil import which
 
 import pytest
 from selenium import webdriver
 
+from tokencredit.report.page import write_report
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import AuditConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text.audit.auditing import Auditor
 from tokencredit.text.trainer import PPOTrainer
 
 
 @pytest.fixture(scope="session")
-def run_folder(tmp_path_factory):
-    """A real run of the built-in world, with its report."""
+def trainer(tmp_path_factory):
+    """The trainer of a real run of the built-in world, which is over."""
     folder = tmp_path_factory.mktemp("reports") / "film <b>reviews"
     args = PPOConfig(
         model=ModelConfig(dtype="float32"),
@@ -20,7 +24,33 @@ def run_folder(tmp_path_factory):
         ppo=UpdateConfig(epochs=2, minibatches=2),
         run=RunConfig(dir=str(folder), iterations=3, samples=4, trackers=[], show_every=0),
     )
-    PPOTrainer(args=args).train()
+    trainer = PPOTrainer(args=args)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="session")
+def run_folder(trainer):
+    """Its folder, with its report."""
+    return trainer.record.folder.path
+
+
+@pytest.fixture(scope="session")
+def audited_folder(trainer, tmp_path_factory):
+    """The same with a real audit of its last policy."""
+    folder = tmp_path_factory.mktemp("audited") / "run"
+    shutil.copytree(trainer.record.folder.path, folder)
+    settings = AuditConfig(every=1, completions=6, continuations=8, states=4)
+    audit = Auditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group=4).audit(3)
+    found = audit.judge(trainer.processes) | {
+        "iteration": 3,
+        "settings": {"completions": 6, "continuations": 8, "states": 4},
+        "seconds": audit.seconds,
+        "continuations": audit.continuations,
+        "samples": [{"iteration": 3} | sample for sample in audit.samples(trainer.tokenizer)],
+    }
+    (folder / "audit.json").write_text(json.dumps(found, allow_nan=False))
+    write_report(folder)
     return folder
 
 

@@ -231,3 +231,16 @@ def test_python_callers_are_refused_alike(run_folder, tmp_path):
         write_comparison([], out=tmp_path)
     with pytest.raises(ConfigError, match="smooth is 0"):
         write_comparison([run_folder], smooth=0, out=tmp_path)
+
+
+def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_folder, tmp_path):
+    runs = [shutil.copytree(audited_folder, tmp_path / name) for name in ("one", "two")]
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text()) | {"seed": 2}
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    page = write_comparison(runs, metric="audit/noise", out=tmp_path / "out")
+    opened(browser, page)
+    traces = browser.execute_script("return document.getElementById('plot').data.map(({ mode, x }) => [mode, x])")
+    assert traces.count(["lines+markers", [3]]) == 3  # both runs, and what they say together
+    assert complaints(browser) == []
+    with pytest.raises(ConfigError, match=r"no number for the metric audit/noise in .*reviews"):
+        write_comparison([runs[0], run_folder], metric="audit/noise", out=tmp_path / "out")

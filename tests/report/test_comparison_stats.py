@@ -265,6 +265,25 @@ def test_an_outcome_says_of_how_many_runs_it_is():
     assert dict(zip(names, rows[0], strict=True))["kl, last"] == "1.5 (1 of 2 runs)"
 
 
+def test_a_rare_metric_has_its_last_number():
+    """Audits at iterations 3 and 6 of 20; the last five iterations hold none."""
+    audit = [None] * 20
+    audit[2], audit[5] = 0.25, 0.75
+    runs = [made(f"run{seed}", [0.0] * 20, seed=seed, columns={"audit/correlation": audit}) for seed in (1, 2)]
+    assert choose_metric(runs, "audit/correlation") == "audit/correlation"
+    names, ((*cells,),) = outcomes(group_runs(runs), "audit/correlation")
+    found = dict(zip(names, cells, strict=True))
+    assert found["audit/correlation, first"] == "0.25"
+    assert found["audit/correlation, last"] == "0.75"
+    line = curve(runs, "audit/correlation", "iteration")
+    assert line.x.tolist() == [3, 6]
+    assert line.y.middle.tolist() == [0.25, 0.75]
+    assert curve(runs, "audit/correlation", "tokens").x.tolist() == [30, 60]
+    near = made("near", [0.0] * 20, columns={"audit/correlation": [*audit[:-2], 0.5, 1.0]})
+    names, ((*cells,),) = outcomes(group_runs([near]), "audit/correlation")
+    assert dict(zip(names, cells, strict=True))["audit/correlation, last"] == "0.75"  # the mean of 0.5 and 1
+
+
 def test_agents_have_their_own_outcomes():
     names, rows = outcomes(group_runs([agent()]), "train/average_return")
     assert dict(zip(names, rows[0], strict=True))["train/average_length, last"] == "6"

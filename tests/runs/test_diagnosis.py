@@ -8,6 +8,7 @@ import pytest
 
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
+from tokencredit.runs.history import History
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import flat
@@ -17,6 +18,7 @@ CONFIG = {
     "rollout": {"stop_at_eos": True},
     "ppo": {"epochs": 4, "minibatches": 4},
     "optim": {"warmup": 5, "max_grad_norm": 1.0},
+    "advantage": {"estimator": "gae", "lam": 0.95},
 }
 
 
@@ -46,6 +48,22 @@ def healthy(iterations=40):
     ]
 
 
+AUDITED = {"noise": 0.1, "explained_variance_high": 0.8, "spread_high": 0.9, "raise_lam": 0.02, "lower_lam": -0.1}
+
+
+def audited(metrics, *iterations, **changes):
+    """Rows with audits at some iterations."""
+    numbers = {f"audit/{name}": value for name, value in (AUDITED | changes).items() if value is not None}
+    return [row | (numbers if row["iteration"] in iterations else {}) for row in metrics]
+
+
+def in_audits(metric, value):
+    """Columns of a run that is audited every ten iterations."""
+    columns = {f"audit/{name}": lambda i, x=x: None if (i + 1) % 10 else x for name, x in AUDITED.items()}
+    changed = {f"audit/{metric}": lambda i: None if (i + 1) % 10 else value}
+    return changed | {name: column for name, column in columns.items() if name not in changed}
+
+
 def ramp(start, end):
     return lambda i: start + (end - start) * i / 39
 
@@ -65,6 +83,10 @@ DISEASES = {
         "pretrain/explained_variance": lambda i: math.nan if i else -0.1,
         "pretrain/batches": lambda i: math.nan if i else 5,
     },
+    "critic_worse": in_audits("explained_variance_high", -0.2),
+    "critic_flat": in_audits("spread_high", 0.1),
+    "lam_low": in_audits("raise_lam", 0.2),
+    "lam_high": in_audits("lower_lam", 0.2),
     "value_loss": {"value_loss": lambda i: 0.02 * 1.3**i, "explained_variance": lambda i: 0.1},
     "truncated": {"truncated": lambda i: 0.9},
     "constant_term": {"reward_std/b": lambda i: 0.0},
@@ -117,6 +139,75 @@ def test_a_warm_up_longer_than_the_run():
     config = CONFIG | {"optim": {"warmup": 40}}
     assert names(healthy(), config) == ["still_warming"]
     assert names(healthy(), config, ended=False) == []
+
+
+def test_a_healthy_audit_is_no_finding():
+    assert names(audited(healthy(), 10, 20, 30, 40)) == []
+    assert names(audited(healthy(), 40)) == []
+
+
+ILL = {
+    "critic_worse": ("explained_variance_high", -0.01, 0.0),
+    "critic_flat": ("spread_high", 0.29, 0.3),
+    "lam_low": ("raise_lam", 0.06, 0.05),
+    "lam_high": ("lower_lam", 0.06, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_a_finding_needs_the_last_two_audits(name):
+    metric, ill, well = ILL[name]
+    assert names(audited(healthy(), 40, **{metric: ill})) == [name]
+    assert names(audited(healthy(), 40, **{metric: well})) == []
+    assert names(audited(audited(healthy(), 30, **{metric: ill}), 40, **{metric: ill})) == [name]
+    assert names(audited(audited(healthy(), 30, **{metric: well}), 40, **{metric: ill})) == []
+    assert names(audited(audited(healthy(), 30, **{metric: ill}), 40, **{metric: well})) == []
+    assert names(audited(audited(healthy(), 30, **{metric: ill}), 40, **{metric: None})) == []
+    assert names(audited(audited(healthy(), 10, **{metric: well}), 30, 40, **{metric: ill})) == [name]
+    found = diagnose(audited(healthy(), 30, 40, **{metric: ill}), CONFIG)
+    assert f"audit/{metric} {ill:.3g}, {ill:.3g} in the audits of iterations 30 and 40" in found[0].evidence
+
+
+def test_audits_that_are_mostly_noise_say_nothing_of_lambda():
+    for metric in ("raise_lam", "lower_lam"):
+        assert names(audited(healthy(), 40, **{metric: 0.3, "noise": 0.5})) == []
+        assert len(names(audited(healthy(), 40, **{metric: 0.3, "noise": 0.49}))) == 1
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_the_audits_of_a_young_run_accuse_nobody(name):
+    metric, ill, _ = ILL[name]
+    assert names(audited(healthy(), 1, 5, 9, **{metric: ill})) == []
+    assert names(audited(healthy(), 9, 10, **{metric: ill})) == [name]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "lam", "raised", "lowered"),
+    [
+        ("gae", 0.5, True, True),
+        ("gae", 0.0, True, False),
+        ("gae", 1.0, False, True),
+        ("td", 0.95, True, False),
+        ("monte_carlo", 0.95, False, True),
+        ("decoupled_gae", 0.9, True, True),
+        ("n_step", 0.9, False, False),
+        ("uniform", 0.9, False, False),
+    ],
+)
+def test_only_a_lambda_that_is_there_can_be_raised_or_lowered(estimator, lam, raised, lowered):
+    rows, config = audited(healthy(), 40, raise_lam=0.3, lower_lam=0.3), {"estimator": estimator, "lam": lam}
+    found = diagnose(rows, CONFIG | {"advantage": config})
+    assert [finding.name for finding in found] == ["lam_low"] * raised + ["lam_high"] * lowered
+    assert all(("advantage.estimator: gae" in f.advice) == (estimator in ("td", "monte_carlo")) for f in found)
+
+
+def test_a_history_is_judged_as_its_rows_are():
+    rows = audited(sick("entropy_collapse"), 30, 40, spread_high=0.1, lower_lam=0.3)
+    history = History()
+    for row in rows:
+        history.append(row)
+    assert diagnose(history, CONFIG) == diagnose(rows, CONFIG)
+    assert len(diagnose(rows, CONFIG)) == 3
 
 
 def test_the_weightiest_comes_first():

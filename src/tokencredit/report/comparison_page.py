@@ -42,6 +42,8 @@ DASHES = {"solid": (), "dash": (6.0, 3.0), "dot": (1.5, 2.0), "dashdot": (6.0, 2
 """Plotly's names, and the lengths of strokes and gaps; a new one once the colours are used up."""
 SHOWN, LEGEND = 200, 80
 """Characters of a setting in the table, and of a name under a picture, at most."""
+MARKED = 20
+"""Points of a curve, at most, that are marked each: of few, such as audits, a reader should see where they are."""
 ENOUGH = 10
 """Runs from which on a bootstrap interval of 95 % covers about as much; docs/compare.md holds the figures."""
 Curves = dict[str, list[Curve]]
@@ -101,6 +103,7 @@ def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metr
             "metric": visible(metric),
             "axes": titles,
             "reach": reach(curves["iteration"]),
+            "marked": MARKED,
             "groups": [
                 style(number, group) | {"curves": {axis: shown(lines[number]) for axis, lines in curves.items()}}
                 for number, group in enumerate(groups)
@@ -202,8 +205,9 @@ def draw(file: Path, groups: Sequence[Group], lines: Sequence[Curve], title: str
                 plot.fill_between(line.x, line.y.low, line.y.high, color=colour, alpha=0.25, linewidth=0, zorder=2)
             if len(line.runs) > 1:
                 for x, y in line.runs:
-                    plot.plot(x, y, color=colour, linewidth=0.6, alpha=0.7, zorder=3)
-            marker = "o" if len(line.x) == 1 else None
+                    small = "." if len(x) <= MARKED else None
+                    plot.plot(x, y, color=colour, linewidth=0.6, alpha=0.7, zorder=3, marker=small)
+            marker = "o" if len(line.x) <= MARKED else None
             options = {"color": colour, "linestyle": dash, "linewidth": 2, "marker": marker, "zorder": 4}
             handles += plot.plot(line.x, line.y.middle, **options)
         plot.grid(alpha=0.3)

@@ -250,7 +250,7 @@ def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list
     world = world_of(groups[0].runs[0].config)
     measures: dict[str, Callable[[Run], float | None]] = {
         f"{metric}, first": lambda run: next(column(run, metric), None),
-        f"{metric}, last": lambda run: final_mean(run.metrics, metric),
+        f"{metric}, last": lambda run: last(run, metric),
         f"{world.evaluation}, best": lambda run: max(column(run, world.evaluation), default=None),
         "kl, last": lambda run: final_mean(run.metrics, "kl"),
         "log_ratio, last": lambda run: final_mean(run.metrics, "log_ratio"),
@@ -264,9 +264,15 @@ def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list
     return list(table), [list(row) for row in zip(*table.values(), strict=True)]
 
 
-def column(run: Run, metric: str) -> Iterator[float]:
-    """The finite numbers of a metric, one per iteration that has one."""
-    return finite(row.get(metric) for row in run.metrics)
+def last(run: Run, metric: str) -> float | None:
+    """A metric's mean over the last iterations, or its last number where none of these has one, as of rare audits."""
+    final = final_mean(run.metrics, metric)
+    return next(column(run, metric, newest=True), None) if final is None else final
+
+
+def column(run: Run, metric: str, *, newest: bool = False) -> Iterator[float]:
+    """The finite numbers of a metric, one per iteration that has one; the newest first, or the oldest."""
+    return finite(row.get(metric) for row in (reversed(run.metrics) if newest else run.metrics))
 
 
 def stop(run: Run) -> str:

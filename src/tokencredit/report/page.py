@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.core.losses import clip_range
+from tokencredit.report import audit_view
 from tokencredit.report.reading import Run, read_run
 from tokencredit.report.templating import fill
 from tokencredit.report.what_if import ALTERNATIVES, what_if
@@ -26,6 +27,8 @@ POINTS = 1000
 """Of a curve; longer ones show the mean of neighbours."""
 TOKENS = 20_000
 """In the credit view altogether: what fits into a page of a few megabytes."""
+AUDITED = 4_000
+"""Tokens of audited completions there, beside those."""
 DECIMALS = 4
 PHRASE = 3
 """Words of a phrase whose repetition is counted."""
@@ -36,6 +39,8 @@ GROUPS = {
     "Ratio and clipping": ("clip_fraction", "approx_kl", "ratio", "first_ratio"),
     "Losses": ("loss", "policy_loss", "value_loss", "critic_value_loss"),
     "Critic and advantages": ("explained_variance", "value_mean", "advantage"),
+    "Audit of the credit": ("audit/",),
+    "Audit of the critic": tuple(f"audit/{name}" for name in ("explained", "slope", "bias", "spread", "ranking")),
     "Length": ("length", "truncated", "masked", "train/average_length", "train/"),
     "Optimiser": ("grad_norm", "lr", "value_lr", "trunk_lr", "steps", "critic_steps"),
     "Time": ("seconds", "tokens_per_second", "steps_per_second"),
@@ -55,12 +60,21 @@ def write_report(folder: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page."""
+    found = audit_view.view(run)
     return fill(
         "page.html",
         name=visible(run.path.resolve().name),
         story=story(run),
         findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
-        data={"curves": curves(run.metrics), "credit": credit(run), "alternatives": list(ALTERNATIVES)},
+        trust=audit_view.trust(run),
+        audit=found,
+        data={
+            "curves": curves(run.metrics),
+            "credit": credit(run),
+            "audited": audited(run),
+            "alternatives": list(ALTERNATIVES),
+            "audit": found and found["chart"],
+        },
         phrases=phrases(run.samples),
     )
 
@@ -129,8 +143,7 @@ def credit(run: Run) -> list[dict[str, Any]]:
     if len(numbers) > room:
         numbers = [numbers[round(i * (len(numbers) - 1) / (room - 1))] for i in range(room)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
-    gamma, clip = advantage.get("gamma"), ppo.get("clip")
-    gamma = 1.0 if gamma is None else float(gamma)
+    gamma, clip = discount(run), ppo.get("clip")
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten")}
     return [
@@ -140,18 +153,41 @@ def credit(run: Run) -> list[dict[str, Any]]:
     ]
 
 
+def audited(run: Run) -> list[dict[str, Any]]:
+    """The audited completions of the credit view, the first ones as far as they fit."""
+    kept: list[Mapping[str, Any]] = []
+    for sample in (run.audit or {"samples": []})["samples"]:
+        if sum(len(s["tokens"]) for s in (*kept, sample)) > AUDITED:
+            break
+        kept.append(sample)
+    name = audit_view.entry(run.audit, len(kept)) if run.audit else ""
+    return [shown({**sample, "iteration": name}, discount(run), None, 0.0) for sample in kept]
+
+
+def discount(run: Run) -> float:
+    """The run's γ."""
+    gamma = (run.config.get("advantage") or {}).get("gamma")
+    return 1.0 if gamma is None else float(gamma)
+
+
 def shown(
     sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
 ) -> dict[str, Any]:
     """One sample of the credit view: its texts without anything that acts, and a list of numbers per quantity.
 
     Beyond the interval `kept` of ratios a gradient is cut off; None for a completion that has none. An update that
-    whitens pushes a token up where its advantage is above the batch's `mean_advantage`.
+    whitens pushes a token up where its advantage is above the batch's `mean_advantage`. An audited completion brings
+    true numbers and their standard errors.
     """
     logprobs = sample["logprobs"]
-    numbers = {"advantage": sample["advantages"]}
+    numbers, errors = {"advantage": sample["advantages"]}, {}
+    if "true_advantages" in sample:
+        numbers["true advantage"] = sample["true_advantages"]
+        errors["true advantage"] = sample["true_advantage_errors"]
     if "values" in sample:  # with a critic
         numbers["value"] = sample["values"]
+    if "true_values" in sample:
+        numbers["true value"], errors["true value"] = sample["true_values"], sample["true_value_errors"]
     numbers |= {"reward": sample["rewards"], "log-probability": logprobs}
     if "ref_logprobs" in sample:
         numbers["log-ratio"] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
@@ -170,6 +206,7 @@ def shown(
         "truncated": sample["truncated"],
         "tokens": [readable(token) for token in sample["tokens"]],
         "numbers": {name: rounded(values) for name, values in numbers.items()},
+        "errors": {name: rounded(values) for name, values in errors.items()},
         "what_if": [rounded(alternatives[name]) if name in alternatives else None for name in ALTERNATIVES],
     }
 
@@ -179,9 +216,9 @@ def readable(text: str) -> str:
     return "⏎\n".join(map(visible, text.split("\n")))
 
 
-def rounded(values: Sequence[float]) -> list[float]:
-    """The numbers as the page holds them."""
-    return [round(value, DECIMALS) for value in values]
+def rounded(values: Sequence[float | None]) -> list[float | None]:
+    """The numbers as the page holds them; None for what is not known."""
+    return [None if value is None else round(value, DECIMALS) for value in values]
 
 
 def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.errors import ConfigError
+from tokencredit.report.audit_file import NAME as AUDIT
+from tokencredit.report.audit_file import read_audit, with_audit
 from tokencredit.runs.folder import apply_choices, read_choices
 from tokencredit.runs.history import WINDOW
 from tokencredit.runs.jsonl import all_of, is_number, is_text, read_metrics, read_object, read_samples
@@ -44,11 +46,14 @@ class Run:
     path: Path
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
-    """One dict per iteration; None stands for what is not a finite number."""
+    """One dict per iteration, with the metrics of `audit` in that of its policy; None stands for what is not a finite
+    number."""
     samples: list[dict[str, Any]]
     """Completions token by token, as `text.batch` describes them, of at most `ITERATIONS`; none in a control run."""
     summary: dict[str, Any]
     """Empty while the run goes on."""
+    audit: dict[str, Any] | None = None
+    """The newest audit, as `report.audit_file` describes it; None if there is none."""
 
 
 def read_run(path: str | Path, *, samples: bool = True) -> Run:
@@ -72,7 +77,10 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
     if not is_text(found.get("stopped_by", "")):
         raise ConfigError(f"{summary}: stopped_by is no text")
     kept = read_samples(path / "samples.jsonl", chosen([row["iteration"] for row in metrics])) if samples else []
-    return Run(path, apply_choices(config, read_choices(path)), metrics, kept, found)
+    audit = read_audit(path / AUDIT)
+    if audit is not None:
+        metrics = with_audit(metrics, audit)
+    return Run(path, apply_choices(config, read_choices(path)), metrics, kept, found, audit)
 
 
 def chosen(iterations: Sequence[int]) -> set[int]:

@@ -67,6 +67,8 @@ class Screen:
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
         if not self.console.is_terminal:
             self.say(f"iteration {metrics['iteration']}/{self.iterations}  {numbers}")
+        if any(name.startswith("audit/") for name in metrics):
+            self.say(_audited(metrics))
 
     def samples(self, iteration: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """A table of completions: reward, log-probability under the reference, text."""
@@ -147,6 +149,17 @@ def _percent(value: float | None) -> str:
 def _range(figure: Mapping[str, float | None]) -> str:
     low, high = figure["low"], figure["high"]
     return "unknown" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+
+
+def _audited(metrics: Mapping[str, float]) -> str:
+    """The findings of an audit in a line."""
+    correlation, explained = (metrics.get(f"audit/{name}") for name in ("correlation", "explained_variance"))
+    if correlation is None:
+        found = "audit: the share of real credit is not known"
+    else:
+        found = f"audit: {100 * metrics['audit/trust']:.0f} % of the credit is real (correlation {correlation:.2f})"
+    critic = "" if explained is None else f", the critic explains {explained:.2f} of the true variance"
+    return found + critic
 
 
 def _reference(sample: Mapping[str, Any]) -> str:

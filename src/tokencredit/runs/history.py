@@ -34,6 +34,10 @@ class History(Sequence[Row]):
             column.append(math.nan if value is None else value)
         self._rows += 1
 
+    def column(self, name: str) -> Sequence[float]:
+        """One metric in all rows; empty if no row has it."""
+        return self._columns.get(name, array("d"))
+
     def __len__(self) -> int:
         return self._rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,16 @@ SAMPLE: dict[str, Callable[[Any], bool]] = {
     "advantages": all_of(is_number),
 }
 """Required fields of a completion's record, and their checks; lists have one entry per token."""
+TRUTH = ("true_values", "true_value_errors", "true_advantages", "true_advantage_errors")
+"""Fields of audited completions: the truth of each token and its standard errors; None where it was not measured."""
 MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     "values": all_of(is_number),
     "ref_logprobs": all_of(is_number),
     "new_logprobs": all_of(is_number),
     "bootstrap": is_number,
+    **dict.fromkeys(TRUTH, all_of(lambda value: value is None or is_number(value))),
 }
-"""Fields in some runs: those with a critic, with a reference, with an update, and after a cut."""
+"""Fields in some runs: those with a critic, with a reference, with an update, after a cut, and of audits."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
@@ -81,15 +84,20 @@ def read_samples(file: Path, iterations: Container[int]) -> list[dict[str, Any]]
 
     samples = []
     for where, sample in read_lines(file, skip):
-        if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
-            raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
-        if wrong := next((name for name, fits in MAY_HAVE.items() if name in sample and not fits(sample[name])), None):
-            raise ConfigError(f"{where} has no {wrong} that can be read")
-        lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
-        if len({len(sample[name]) for name in lists}) != 1:
-            raise ConfigError(f"{where} has lists of different lengths")
+        check_sample(where, sample)
         samples.append(sample)
     return samples
+
+
+def check_sample(where: str, sample: Mapping[str, Any]) -> None:
+    """Raise `ConfigError`, which begins with `where`, for a record that is no completion."""
+    if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
+        raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
+    if wrong := next((name for name, fits in MAY_HAVE.items() if name in sample and not fits(sample[name])), None):
+        raise ConfigError(f"{where} has no {wrong} that can be read")
+    lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
+    if len({len(sample[name]) for name in lists}) != 1:
+        raise ConfigError(f"{where} has lists of different lengths")
 
 
 def read_lines(file: Path, skip: Callable[[bytes], bool] = lambda _: False) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,13 +8,15 @@ function band({ x, low, high }, { colour }) {
   return [{ ...edge, y: low }, { ...edge, y: high, fill: "tonexty", fillcolor: transparent(colour) }];
 }
 
+const mode = (x) => (x.length > data.marked ? "lines" : "lines+markers"); // a single point has no line
+
 function thin({ runs }, { colour }) {
-  return runs.length > 1 ? runs.map((run) => ({ ...quiet, ...run, line: { color: colour, width: 1 }, opacity: 0.7 })) : [];
+  return runs.length > 1 ? runs.map((run) => ({ ...quiet, ...run, mode: mode(run.x), line: { color: colour, width: 1 }, marker: { color: colour, size: 4 }, opacity: 0.7 })) : [];
 }
 
 function thick({ x, y, low, high }, { label, colour, dash }) {
   const interval = x.map((_, i) => (low ? ` [${format(low[i])}, ${format(high[i])}]` : ""));
-  return { name: plain(label), x, y, mode: x.length > 1 ? "lines" : "markers", type: "scatter", line: { color: colour, dash, width: 2.5 },
+  return { name: plain(label), x, y, mode: mode(x), type: "scatter", line: { color: colour, dash, width: 2.5 },
     marker: { color: colour }, text: interval, hovertemplate: "%{y:.4g}%{text}" };
 }
 

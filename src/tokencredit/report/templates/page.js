@@ -1,4 +1,6 @@
-const { curves, credit, alternatives } = data;
+const { curves, credit, audited, alternatives, audit } = data;
+const views = [...credit, ...audited]; // an audit is one more iteration
+const TRUTH = { advantage: "true advantage", value: "true value" };
 
 // Purple to orange, which people with any colour vision tell apart, ever thinner towards the middle.
 const ENDS = { light: ["94 60 153", "230 97 1"], dark: ["140 110 220", "230 120 20"] };
@@ -10,24 +12,31 @@ function colour(share) { // from −1 to 1
 
 const UNITS = {
   advantage: "in units of reward", value: "in units of reward", reward: "in units of reward",
+  "true advantage": "in units of reward, from continuations", "true value": "in units of reward, from continuations",
   "log-probability": "nats", "log-ratio": "nats, log π − log reference",
   "ratio after the update": "around 1, where nothing changed",
   clipped: "1 where the update's gradient is cut off",
 };
 const CENTRES = { "ratio after the update": 1 };
 
-function reach(samples, quantity) { // the largest distance from the centre
+function reach(samples, quantity) { // the largest distance from the centre, of the truth beside it too
   const centre = CENTRES[quantity] ?? 0;
   let most = 0;
-  for (const sample of samples) for (const x of sample.numbers[quantity] ?? []) most = Math.max(most, Math.abs(x - centre));
+  for (const { numbers } of samples) {
+    for (const x of [...(numbers[quantity] ?? []), ...(numbers[TRUTH[quantity]] ?? [])]) if (x !== null) most = Math.max(most, Math.abs(x - centre));
+  }
   return most || 1;
 }
 
-function tokens(sample, values, scale, centre, describe) {
-  const line = make("div", { className: "tokens" }, make("span", { className: "prompt", textContent: sample.prompt }));
+function tokens(sample, values, scale, centre, describe, truth, truthScale = scale) {
+  const line = make("div", { className: truth ? "tokens audited" : "tokens" }, make("span", { className: "prompt", textContent: sample.prompt }));
   const spans = sample.tokens.map((text, i) => {
     const span = make("span", { textContent: text || "∅", tabIndex: i === 0 ? 0 : -1 });
-    span.style.background = colour((values[i] - centre) / scale);
+    if (values[i] !== null) span.style.backgroundColor = colour((values[i] - centre) / scale);
+    if (truth && truth[i] !== null) {
+      span.className = "known";
+      span.style.borderBottomColor = colour(truth[i] / truthScale);
+    }
     span.addEventListener("focus", () => describe(i));
     span.addEventListener("mouseenter", () => describe(i));
     span.addEventListener("keydown", (event) => {
@@ -45,35 +54,52 @@ function tokens(sample, values, scale, centre, describe) {
 }
 
 const SVG = "http://www.w3.org/2000/svg";
-function valueLine(values) {
-  const low = Math.min(0, ...values), high = Math.max(0, ...values), span = high - low || 1;
+function lineOf(kind, numbers) {
+  const line = document.createElementNS(SVG, kind);
+  for (const [key, value] of Object.entries(numbers)) line.setAttribute(key, value);
+  return line;
+}
+
+function valueLine(values, truth = [], errors = []) {
+  const bars = truth.flatMap((x, i) => (x === null ? [] : [[i, x - 2 * errors[i], x + 2 * errors[i]]]));
+  const all = [0, ...values, ...bars.flatMap(([, low, high]) => [low, high])];
+  const low = Math.min(...all), high = Math.max(...all), span = high - low || 1;
   const y = (x) => 38 - (36 * (x - low)) / span;
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${Math.max(values.length - 1, 1)} 40`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `value before each token, from ${format(values[0])} to ${format(values.at(-1))}`);
-  const zero = document.createElementNS(SVG, "line");
-  for (const [key, value] of Object.entries({ x1: 0, x2: Math.max(values.length - 1, 1), y1: y(0), y2: y(0) })) zero.setAttribute(key, value);
-  const line = document.createElementNS(SVG, "polyline");
-  line.setAttribute("points", values.map((x, i) => `${i},${y(x)}`).join(" "));
-  svg.append(zero, line);
+  svg.setAttribute("aria-label", `value before each token, from ${format(values[0])} to ${format(values.at(-1))}`
+    + (bars.length ? ", with the true values that were measured" : ""));
+  svg.append(
+    lineOf("line", { x1: 0, x2: Math.max(values.length - 1, 1), y1: y(0), y2: y(0) }),
+    ...bars.map(([i, low, high]) => lineOf("line", { class: "true", x1: i, x2: i, y1: y(low) + 0.5, y2: y(high) - 0.5 })),
+    lineOf("polyline", { points: values.map((x, i) => `${i},${y(x)}`).join(" ") }),
+  );
   return svg;
 }
 
+function withError(value, error) {
+  return value === null ? "not measured" : format(value) + (error ? ` (standard error ${format(error)})` : "");
+}
+
 function describe(sample, i) {
-  const numbers = Object.entries(sample.numbers).map(([name, values]) => `${name} ${format(values[i])}`);
+  const numbers = Object.entries(sample.numbers).map(([name, values]) => `${name} ${withError(values[i], sample.errors[name]?.[i])}`);
   by("numbers").textContent = `token ${i + 1} of ${sample.tokens.length}, “${sample.tokens[i]}”: ${numbers.join(", ")}`;
 }
 
+const entries = () => [...new Set(views.map((sample) => sample.iteration))];
+const samplesOf = (select) => views.filter((sample) => String(sample.iteration) === select.value);
+
 function creditView() {
-  const iterations = [...new Set(credit.map((sample) => sample.iteration))];
-  const quantities = [...new Set(credit.flatMap((sample) => Object.keys(sample.numbers)))];
+  const iterations = entries();
+  const quantities = [...new Set(views.flatMap((sample) => Object.keys(sample.numbers)))];
   choices(by("quantity"), quantities.map((name) => [name, name]));
   const panes = [by("pane0"), by("pane1")].map((pane, number) => {
     const select = make("select");
     choices(select, iterations.map((i) => [i, i]));
-    select.value = iterations[number === 0 ? 0 : iterations.length - 1];
+    const first = audited.length ? iterations.at(-1) : iterations[0]; // the audit, which a narrow screen shows first
+    select.value = number === 0 ? first : credit.at(-1)?.iteration ?? first;
     const list = make("div");
     pane.append(make("label", {}, "Iteration ", select), list);
     select.addEventListener("change", draw);
@@ -83,7 +109,7 @@ function creditView() {
 
   function draw() {
     const quantity = by("quantity").value, centre = CENTRES[quantity] ?? 0;
-    const everywhere = reach(credit, quantity), own = by("scale").value === "sample";
+    const everywhere = reach(views, quantity), own = by("scale").value === "sample";
     by("low").textContent = own ? "− its largest" : format(centre - everywhere);
     by("high").textContent = own ? "+ its largest" : format(centre + everywhere);
     by("unit").textContent = `${quantity}, ${UNITS[quantity]}`;
@@ -93,18 +119,19 @@ function creditView() {
     panes[1].pane.hidden = !by("both").checked;
     const order = by("order").value;
     // The same prompts stand beside each other; others follow.
-    const prompts = credit.filter((s) => s.iteration === Number(panes[0].select.value)).map((s) => s.prompt);
+    const prompts = samplesOf(panes[0].select).map((s) => s.prompt);
     const rank = (sample) => { const i = prompts.indexOf(sample.prompt); return i < 0 ? prompts.length : i; };
     for (const { select, list } of panes) {
-      const samples = credit.filter((sample) => sample.iteration === Number(select.value));
+      const samples = samplesOf(select);
       samples.sort(order === "written" ? (a, b) => rank(a) - rank(b) : (a, b) => (order === "best" ? b.reward - a.reward : a.reward - b.reward));
       list.replaceChildren(...samples.map((sample) => {
         const values = sample.numbers[quantity] ?? sample.tokens.map(() => centre);
         return make("div", { className: "sample" },
           make("div", { className: "about" }, make("span", { textContent: `reward ${format(sample.reward)}` }),
             make("span", { textContent: sample.truncated ? "cut off at the length limit" : `${sample.tokens.length} tokens` })),
-          tokens(sample, values, own ? reach([sample], quantity) : everywhere, centre, (i) => describe(sample, i)),
-          ...(sample.numbers.value ? [valueLine(sample.numbers.value)] : [])); // none without a critic
+          tokens(sample, values, own ? reach([sample], quantity) : everywhere, centre, (i) => describe(sample, i), sample.numbers[TRUTH[quantity]]),
+          // none without a critic
+          ...(sample.numbers.value ? [valueLine(sample.numbers.value, sample.numbers["true value"], sample.errors["true value"])] : []));
       }));
     }
   }
@@ -114,33 +141,70 @@ function creditView() {
 }
 
 function whatIf() {
-  const iterations = [...new Set(credit.map((sample) => sample.iteration))];
+  const iterations = entries();
   choices(by("if-iteration"), iterations.map((i) => [i, i]));
   by("if-iteration").value = iterations.at(-1);
   let samples = [];
   function list() {
-    samples = credit.filter((sample) => sample.iteration === Number(by("if-iteration").value));
+    samples = samplesOf(by("if-iteration"));
     choices(by("if-sample"), samples.map((s, i) => [i, `reward ${format(s.reward)}: ${s.prompt}${s.tokens.join("")}`.slice(0, 80)]));
     draw();
   }
   function draw() {
-    const sample = samples[Number(by("if-sample").value)];
-    by("alternatives").replaceChildren(...alternatives.flatMap((label, k) => {
-      const values = sample.what_if[k];
+    const sample = samples[Number(by("if-sample").value)], truth = sample.numbers["true advantage"];
+    const largest = (values) => Math.max(...values.map(Math.abs)) || 1, truthScale = truth && largest(truth);
+    const lines = alternatives.map((label, k) => [label, sample.what_if[k]]);
+    if (truth) lines.unshift(["true advantage", truth]);
+    by("alternatives").replaceChildren(...lines.flatMap(([label, values]) => {
       if (!values) return []; // it needs a critic's values
-      const scale = Math.max(...values.map(Math.abs)) || 1, mean = values.reduce((a, b) => a + b, 0) / values.length;
-      const deviation = Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / values.length);
-      const say = (i) => { by("numbers").textContent = `token ${i + 1}, “${sample.tokens[i]}”: advantage ${format(values[i])} with ${label}`; };
+      const known = values.filter((x) => x !== null), mean = known.reduce((a, b) => a + b, 0) / known.length;
+      const deviation = Math.sqrt(known.reduce((a, b) => a + (b - mean) ** 2, 0) / known.length);
+      const error = (i) => (values === truth ? sample.errors["true advantage"][i] : undefined);
+      const beside = (i) => (truth && values !== truth ? `, true ${withError(truth[i], sample.errors["true advantage"][i])}` : "");
+      const say = (i) => {
+        by("numbers").textContent = `token ${i + 1}, “${sample.tokens[i]}”: advantage ${withError(values[i], error(i))} with ${label}${beside(i)}`;
+      };
+      const judged = truth && audit.correlations[label] ? `, correlation with the truth ${withInterval(audit.correlations[label])} over the audit` : "";
       return make("div", { className: "sample" },
         make("div", { className: "about" }, make("b", { textContent: label }),
-          make("span", { textContent: `mean ${format(mean)}, deviation ${format(deviation)}` })),
-        tokens(sample, values, scale, 0, say));
+          make("span", { textContent: (known.length ? `mean ${format(mean)}, deviation ${format(deviation)}` : "not measured") + judged })),
+        tokens(sample, values, largest(values), 0, say, values === truth ? undefined : truth, truthScale));
     }));
   }
   by("if-iteration").addEventListener("change", list);
   by("if-sample").addEventListener("change", draw);
   dark.addEventListener("change", draw);
   list();
+}
+
+function withInterval({ value, low, high }) {
+  const digits = (x) => (Math.round(100 * x) / 100 + 0).toFixed(2); // no minus sign at 0
+  return value === null ? "not known" : digits(value) + (low === null || high === null ? "" : ` (${digits(low)} to ${digits(high)})`);
+}
+
+function auditCharts() {
+  const style = getComputedStyle(document.documentElement);
+  const accent = style.getPropertyValue("--accent").trim(), soft = style.getPropertyValue("--soft").trim();
+  const found = Object.entries(audit.correlations).filter(([, figure]) => figure.value !== null).reverse(); // the first on top
+  const reaches = (middle, points, low, high) => ({ type: "data", symmetric: false, color: accent, thickness: 1.5,
+    array: points.map((p) => (p[high] === null ? 0 : p[high] - p[middle])), arrayminus: points.map((p) => (p[low] === null ? 0 : p[middle] - p[low])) });
+  const figures = found.map(([, figure]) => figure);
+  const chart = { showlegend: false, hovermode: "closest", margin: { l: 60, r: 15, t: 10, b: 50 } };
+  plot(by("estimators"), [{
+    type: "scatter", mode: "markers", x: figures.map((f) => f.value), y: found.map(([label]) => plain(label)), error_x: reaches("value", figures, "low", "high"),
+    marker: { color: accent, size: 9, symbol: found.map(([label]) => (label === audit.shown ? "diamond" : "circle")) }, hovertemplate: "%{y}: %{x:.2f}<extra></extra>",
+  }], {
+    ...chart, yaxis: { automargin: true }, xaxis: { title: { text: "correlation, 95 % interval" } },
+  });
+  if (!by("reliability")) return;
+  const bins = audit.reliability, ends = bins.flatMap((b) => [b.predicted, b.true]), range = [Math.min(...ends), Math.max(...ends)];
+  plot(by("reliability"), [
+    { type: "scatter", mode: "lines", x: range, y: range, line: { dash: "dash", color: soft, width: 1 }, hoverinfo: "skip" },
+    { type: "scatter", mode: "markers", x: bins.map((b) => b.predicted), y: bins.map((b) => b.true), error_y: reaches("true", bins, "low", "high"),
+      text: bins.map((b) => `${b.states} states`), marker: { color: accent, size: 9 }, hovertemplate: "value %{x:.3f}, true %{y:.3f}, %{text}<extra></extra>" },
+  ], {
+    ...chart, xaxis: { title: { text: "critic's value (units of reward)" } }, yaxis: { title: { text: "true value, 95 % interval (units of reward)" } },
+  });
 }
 
 function examples() {
@@ -171,7 +235,10 @@ function plots() {
     const width = Number(by("smooth").value);
     by("smoothed").textContent = width;
     for (const { group, box } of boxes) {
-      const traces = group.lines.map(({ name, x, y }) => ({ name: plain(name), x, y: smooth(y, width), mode: x.length > 1 ? "lines" : "markers", type: "scatter" }));
+      const traces = group.lines.map(({ name, x, y }) => {
+        const rare = y.filter((value) => value !== null).length <= y.length / 2 || y.length === 1; // evaluations, audits
+        return { name: plain(name), x, y: smooth(y, width), mode: rare ? "lines+markers" : "lines", connectgaps: rare, type: "scatter" };
+      });
       plot(box, traces, {
         title: { text: group.title, font: { size: 15 } }, margin: { l: 50, r: 10, t: 40, b: 40 }, showlegend: true,
         legend: { orientation: "h", y: -0.2, font: { size: 11 } },
@@ -183,5 +250,7 @@ function plots() {
   draw();
 }
 
-if (credit.length) { creditView(); whatIf(); examples(); }
+if (views.length) { creditView(); whatIf(); }
+if (credit.length) examples();
+if (audit) { auditCharts(); dark.addEventListener("change", auditCharts); }
 plots();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tokencredit.runs.diagnosis.audit_checks import critic_flat, critic_worse, lam_high, lam_low
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
 from tokencredit.runs.history import WINDOW
 
@@ -326,6 +327,10 @@ CHECKS: tuple[Check, ...] = (
     clip_high,
     explained_variance,
     pretraining,
+    critic_worse,
+    critic_flat,
+    lam_low,
+    lam_high,
     value_loss,
     truncated,
     constant_term,

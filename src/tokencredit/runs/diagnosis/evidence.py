@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from tokencredit.runs.history import WINDOW, finite, mean
+from tokencredit.runs.history import WINDOW, History, finite, mean
+from tokencredit.runs.jsonl import is_number
 from tokencredit.settings.world import world_of
 
 SETTLED = 10
 """Iterations before which a run is too young to judge."""
+AUDITS = 2
+"""Last audits that a check looks at; a finding needs all of them, so that one interval in many accuses nobody."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,33 @@ class Evidence:
 
     def values(self, name: str, part: slice) -> list[float]:
         """The finite numbers of a metric in some iterations."""
-        return list(finite(row.get(name) for row in self.metrics[part]))
+        return list(finite(self.column(name)[part]))
+
+    def column(self, name: str) -> Sequence[Any]:
+        """A metric in all iterations; what is no finite number stands for nothing."""
+        if isinstance(self.metrics, History):
+            return self.metrics.column(name)
+        return [row.get(name) for row in self.metrics]
+
+    def audits(self) -> list[int]:
+        """Rows of the last audits of a settled run, the newest first."""
+        column = self.column("audit/noise")
+        found = (row for row in range(len(column) - 1, SETTLED - 2, -1) if is_number(column[row]))
+        return list(islice(found, AUDITS))
+
+    def in_audits(self, name: str, bad: Callable[[float], bool]) -> bool:
+        """True if there are audits, and all of the last ones have a number for a metric that is bad."""
+        column = self.column(name)
+        numbers = [column[row] for row in self.audits()] if len(column) else []
+        return bool(numbers) and all(is_number(x) and bad(x) for x in numbers)
+
+    def audited(self, name: str) -> str:
+        """A metric in the last audits, as text."""
+        column, rows = self.column(name), self.audits()[::-1]
+        numbers = ", ".join(f"{column[row]:.3g}" for row in rows)
+        iterations = " and ".join(str(int(self.metrics[row]["iteration"])) for row in rows)
+        where = "the audit of iteration" if len(rows) == 1 else "the audits of iterations"
+        return f"{name} {numbers} in {where} {iterations}"
 
     def mean(self, name: str, part: slice) -> float:
         """Their mean; NaN if there are none."""

@@ -1,0 +1,130 @@
+"""An audit on a run's page: the trust score in a sentence, tables of estimators and of the critic, chart data."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from tokencredit.report.audit_file import ENDS, OF_ESTIMATOR
+from tokencredit.report.reading import Run
+from tokencredit.runs.summary import figure
+from tokencredit.runs.untrusted import visible
+from tokencredit.settings.world import CONTROL, world_of
+
+CRITIC = {
+    "explained_variance": ("explained variance", "1 for a perfect critic, 0 for a constant, below 0 for a worse one"),
+    "rmse": ("root mean squared error", "in units of reward"),
+    "constant_rmse": ("the same error of the best constant", "the deviation of the true values"),
+    "bias": ("bias", "mean of value less true value, in units of reward"),
+    "slope": (
+        "slope",
+        "rise of the true value per unit of value: 1 if calibrated, below 1 if differences are overstated",
+    ),
+    "spread": ("spread", "deviation of the values over that of the true values: near 0 for a flat critic"),
+    "ranking": ("ranking", "share of pairs of states in the right order, of pairs that clearly differ; 0.5 is chance"),
+    "ranking_within": ("ranking within a row", "the same for two states of one completion or episode"),
+    "noise": ("noise", "share of the measured variance of true values that is sampling noise, which is taken off"),
+}
+"""Names of a critic's figures, and how to read them."""
+
+
+def trust(run: Run) -> str | None:
+    """The trust score in a sentence; None where no page shows credit and nothing was measured."""
+    if run.audit is None:
+        if world_of(run.config) is CONTROL:
+            return None
+        command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
+        return f"The credit on this page has not been measured against the truth; this command does: {command}"
+    credit = run.audit["credit"]
+    correlation = credit["estimators"][credit["shown"]]["correlation"]
+    if correlation["value"] is None:
+        return (
+            f"The share of real credit on this page is not known: noise in the truth may explain all that was measured "
+            f"({measured(run)}). More continuations per state make the truth more precise."
+        )
+    return (
+        f"{share(correlation['value'])} of the credit on this page is real: shown advantages "
+        f"({visible(credit['shown'])}) correlate {text_parts(correlation)[0]} with the true ones "
+        f"({between(correlation)}{measured(run)})."
+    )
+
+
+def share(correlation: float) -> str:
+    """The squared correlation as the beginning of a sentence."""
+    percent = 100 * min(max(correlation, 0.0), 1.0) ** 2
+    if percent < 1:
+        return "Less than 1 %" if correlation > 0 else "Nothing"
+    return f"About {percent:.0f} %"
+
+
+def between(found: Mapping[str, Any]) -> str:
+    """The interval of a figure, before more; nothing without one."""
+    _, interval = text_parts(found)
+    return f"{interval}, " if interval else ""
+
+
+def measured(run: Run) -> str:
+    """The size of an audit."""
+    audit = run.audit or {}
+    steps, rows = ("steps", "episodes") if world_of(run.config) is CONTROL else ("tokens", "completions")
+    return (
+        f"{audit['credit']['tokens']:,} {steps} of {audit['settings']['completions']:,} {rows} {when(audit)}, "
+        f"{figure(audit['continuations'])} continuations per state"
+    )
+
+
+def when(audit: Mapping[str, Any]) -> str:
+    """The policy that was audited."""
+    return "of the final policy" if audit["iteration"] is None else f"at iteration {audit['iteration']}"
+
+
+def entry(audit: Mapping[str, Any], kept: int) -> str:
+    """The name of the audited completions, of which the page keeps some, beside the iterations."""
+    name = "audit of the final policy" if audit["iteration"] is None else f"audit of iteration {audit['iteration']}"
+    count = len(audit["samples"])
+    return name if kept == count else f"{name} (first {kept} of {count})"
+
+
+def view(run: Run) -> dict[str, Any] | None:
+    """Tables and chart data of a run's audit; None without one.
+
+    Returns:
+        `estimators`, rows of label, correlation, sign agreement and gain as texts; `critic`, rows of name, value,
+        interval and meaning, empty without a critic; `chart`, the numbers of both charts.
+    """
+    if run.audit is None:
+        return None
+    credit, critic = run.audit["credit"], run.audit["critic"]
+    marks = {credit["shown"]: " (this run's)"}
+    rows = [
+        (visible(label) + marks.get(label, ""), *(text(found[name]) for name in OF_ESTIMATOR))
+        for label, found in credit["estimators"].items()
+    ]
+    correlations = {visible(label): found["correlation"] for label, found in credit["estimators"].items()}
+    return {
+        "size": measured(run),
+        "noise": text(credit["noise"]),
+        "estimators": rows,
+        "critic": [(name, *text_parts(critic[key]), meaning) for key, (name, meaning) in CRITIC.items() if critic],
+        "chart": {
+            "shown": visible(credit["shown"]),
+            "correlations": correlations,
+            "reliability": [] if critic is None else critic["reliability"],
+        },
+    }
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """A figure with its interval."""
+    value, interval = text_parts(found)
+    return f"{value} ({interval})" if interval else value
+
+
+def text_parts(found: Mapping[str, Any]) -> tuple[str, str]:
+    """A figure and its interval as texts; the latter is empty if it is not known."""
+    if found["value"] is None:
+        return "not known", ""
+    # Adding 0.0 leaves no minus sign at a rounded zero.
+    value, low, high = (None if found[end] is None else f"{round(found[end], 2) + 0.0:.2f}" for end in ENDS)
+    return str(value), "" if low is None or high is None else f"{low} to {high}"

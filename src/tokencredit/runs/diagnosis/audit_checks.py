@@ -1,0 +1,96 @@
+"""Checks of a run's audits; a bound of an interval has to be bad, not its middle, so that chance accuses nobody."""
+
+from __future__ import annotations
+
+from tokencredit.runs.diagnosis.evidence import Evidence, Finding
+
+FLAT = 0.3
+"""Deviation of a critic's values over that of the true ones, below which it is flat. Measured: `make doctor`."""
+GAIN = 0.05
+"""Correlation that another λ would gain, above which it is worth a change."""
+NOISY = 0.5
+"""Share of noise in the true advantages from which on correlations, and their intervals, are no evidence. Measured: a
+run whose critic was right was accused in an audit with a share of 0.73."""
+
+
+def critic_worse(run: Evidence) -> Finding | None:
+    """The critic's values are further from the truth than their own mean."""
+    name = "audit/explained_variance_high"
+    if not run.in_audits(name, lambda high: high < 0):
+        return None
+    return Finding(
+        "critic_worse",
+        58,
+        "the critic is worse than a constant",
+        run.audited(name),
+        "Its values explain less of the true values' variance than one number for all states would: its errors go into "
+        "the advantages.",
+        "give the critic more steps (critic.epochs), a model of its own (critic.kind: separate) or a head start "
+        "(critic.warmup), or lower critic.lr if it overshoots",
+    )
+
+
+def critic_flat(run: Evidence) -> Finding | None:
+    """The critic says nearly the same of states whose true values differ."""
+    name = "audit/spread_high"
+    if not run.in_audits(name, lambda high: high < FLAT):
+        return None
+    return Finding(
+        "critic_flat",
+        56,
+        "the critic is flat where values are not",
+        f"{run.audited(name)}; 1 is as varied as the truth",
+        "Its values hardly tell states apart, so no token is credited for what it changed.",
+        "raise critic.lr or critic.epochs, give the critic a model of its own (critic.kind: separate) or a head start "
+        "(critic.warmup), and leave out critic.detach",
+    )
+
+
+def lam_low(run: Evidence) -> Finding | None:
+    """A higher λ would correlate better with the truth."""
+    name, lam = "audit/raise_lam", _lam(run)
+    if lam is None or not (lam < 1 and _gains(run, name)):
+        return None
+    return Finding(
+        "lam_low",
+        54,
+        "λ leans on a critic that is wrong: raise it",
+        f"{run.audited(name)}, with λ = {lam:g}",
+        "With λ = 1, which relies on the critic least, advantages would correlate better with the true ones by at "
+        "least that much.",
+        f"raise advantage.lam{_of_gae(run)}, or mend the critic (critic.epochs, critic.kind: separate)",
+    )
+
+
+def lam_high(run: Evidence) -> Finding | None:
+    """A lower λ would correlate better with the truth."""
+    name, lam = "audit/lower_lam", _lam(run)
+    if lam is None or not (lam > 0 and _gains(run, name)):
+        return None
+    return Finding(
+        "lam_high",
+        28,
+        "λ leans less than it could on a critic that is right: lower it",
+        f"{run.audited(name)}, with λ = {lam:g}",
+        "With λ = 0, which relies on the critic alone, advantages would correlate better with the true ones by at "
+        "least that much: the critic knows more than the luck of what was sampled later.",
+        f"lower advantage.lam{_of_gae(run)}",
+    )
+
+
+def _gains(run: Evidence, name: str) -> bool:
+    """True if audits without much noise agree on a gain."""
+    return run.in_audits(name, lambda gain: gain > GAIN) and run.in_audits("audit/noise", lambda share: share < NOISY)
+
+
+def _lam(run: Evidence) -> float | None:
+    """The run's λ; None with an estimator that has none."""
+    name, lam = run.setting("advantage.estimator"), run.setting("advantage.lam")
+    fixed = {"td": 0.0, "monte_carlo": 1.0}
+    if name in fixed:
+        return fixed[name]
+    return lam if name in ("gae", "decoupled_gae") and isinstance(lam, int | float) else None
+
+
+def _of_gae(run: Evidence) -> str:
+    return " with advantage.estimator: gae" if run.setting("advantage.estimator") in ("td", "monte_carlo") else ""

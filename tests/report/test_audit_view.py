@@ -1,0 +1,219 @@
+"""The audit on the page: trust score, audited completions, tables and charts."""
+
+import copy
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
+
+from tokencredit.report import audit_view, page
+from tokencredit.report.reading import read_run
+
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m"
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+
+
+@pytest.fixture
+def run(audited_folder):
+    found = read_run(audited_folder)
+    return replace(found, audit=copy.deepcopy(found.audit))
+
+
+def correlated(run, value, low=None, high=None, **credit):
+    """The run with this correlation of the shown advantages."""
+    found = run.audit["credit"]
+    found["estimators"][found["shown"]]["correlation"] = {"value": value, "low": low, "high": high}
+    found |= credit
+    return audit_view.trust(run)
+
+
+def test_the_trust_score_by_hand(run):
+    shown = run.audit["credit"]["shown"]
+    assert shown == "gae, λ = 0.95"
+    measured = "340 tokens of 6 completions at iteration 3, 8 continuations per state"
+    assert correlated(run, 0.3, 0.21, 0.38, tokens=340) == (
+        "About 9 % of the credit on this page is real: shown advantages (gae, λ = 0.95) correlate 0.30 with the true "
+        f"ones (0.21 to 0.38, {measured})."
+    )
+    assert correlated(run, 0.7).startswith("About 49 % of the credit")
+    assert f"correlate 0.70 with the true ones ({measured})." in correlated(run, 0.7)
+    assert correlated(run, 1.2).startswith("About 100 % of the credit")
+    assert correlated(run, 0.03).startswith("Less than 1 % of the credit")
+    assert correlated(run, -0.4, -0.6, -0.1).startswith("Nothing of the credit on this page is real: ")
+    assert "correlate 0.00 with" in correlated(run, -0.001)
+    assert correlated(run, None).startswith("The share of real credit on this page is not known")
+    final = replace(run, audit=run.audit | {"iteration": None})
+    assert "completions of the final policy, 8 continuations" in audit_view.trust(final)
+
+
+def test_the_sentence_on_the_page_is_that_of_the_numbers(run, audited_folder):
+    text = (audited_folder / "report.html").read_text()
+    correlation = run.audit["credit"]["estimators"]["gae, λ = 0.95"]["correlation"]["value"]
+    assert audit_view.trust(run) in text
+    assert run.audit["metrics"]["audit/trust"] == pytest.approx(max(correlation, 0) ** 2)
+    assert text.index('class="trust"') < text.index("Shade by")
+
+
+def test_without_an_audit_the_page_says_how_to_measure(run_folder):
+    text = (run_folder / "report.html").read_text()
+    assert "has not been measured against the truth" in text
+    assert "tokencredit audit &#39;" in text  # the folder's name has a space
+    assert 'id="audit"' not in text
+    assert data_of(text)["audit"] is None
+
+
+def test_audited_completions_are_one_more_iteration(run):
+    shown = data_of(page.render(run))["audited"]
+    assert len(shown) == 6
+    for ours, theirs in zip(shown, run.audit["samples"], strict=True):
+        assert ours["iteration"] == "audit of iteration 3"
+        for name, key in (("true advantage", "true_advantages"), ("true value", "true_values")):
+            rounded = [None if x is None else round(x, 4) for x in theirs[key]]
+            assert ours["numbers"][name] == rounded
+            assert None in rounded  # four of eight tokens are audited
+        assert [x is None for x in ours["errors"]["true advantage"]] == [x is None for x in theirs["true_advantages"]]
+        assert ours["numbers"]["advantage"] == pytest.approx(theirs["advantages"], abs=1e-4)
+
+
+def test_the_tables_are_those_of_the_numbers(run):
+    found = audit_view.view(run)
+    credit, critic = run.audit["credit"], run.audit["critic"]
+    assert len(found["estimators"]) == len(credit["estimators"])
+    assert found["estimators"][0][0] == "gae, λ = 0.95 (this run's)"
+    first = credit["estimators"]["gae, λ = 0.95"]["correlation"]
+    assert found["estimators"][0][1].startswith(f"{round(first['value'], 2) + 0:.2f}")
+    assert [row[1] for row in found["critic"]] == [
+        f"{round(critic[key]['value'], 2) + 0:.2f}" if critic[key]["value"] is not None else "not known"
+        for key in audit_view.CRITIC
+    ]
+    assert found["chart"]["reliability"] == critic["reliability"]
+    text = page.render(run)
+    assert "sign agreement" in text
+    assert "explained variance" in text
+
+
+def test_a_run_without_a_critic_has_no_table_of_one(run):
+    without = replace(run, audit=run.audit | {"critic": None})
+    text = page.render(without)
+    assert "<h3>The critic</h3>" not in text
+    assert 'id="reliability"' not in text
+    assert "Estimators on the audited data" in text
+
+
+def test_agents_have_episodes_and_no_samples(run):
+    config = {key: value for key, value in run.config.items() if key != "model"} | {"env": {"id": "CartPole-v1"}}
+    agent = replace(run, config=config, samples=[], audit=run.audit | {"samples": []})
+    text = page.render(agent)
+    assert "steps of 6 episodes" in text
+    assert text.count('class="trust"') == 1
+    assert "Where the credit went" not in text
+    assert audit_view.trust(replace(agent, audit=None)) is None
+
+
+def test_more_completions_than_fit_are_left_out_and_counted(run, monkeypatch):
+    monkeypatch.setattr(page, "AUDITED", sum(len(s["tokens"]) for s in run.audit["samples"][:2]))
+    shown = data_of(page.render(run))["audited"]
+    assert [s["iteration"] for s in shown] == ["audit of iteration 3 (first 2 of 6)"] * 2
+
+
+def test_a_full_page_stays_small(run):
+    sample = run.audit["samples"][0]
+    long = {key: (value * 500)[:500] if isinstance(value, list) else value for key, value in sample.items()}
+    rows = [long | {"iteration": i} for i in range(1, 41)]
+    full = replace(run, samples=rows, audit=run.audit | {"samples": [long] * 40})
+    text = page.render(full)
+    shown = data_of(text)
+    assert sum(len(s["tokens"]) for s in shown["credit"]) == page.TOKENS
+    assert sum(len(s["tokens"]) for s in shown["audited"]) == page.AUDITED
+    assert len(text.encode()) < page.LARGEST
+
+
+def hostile_audit(run):
+    for sample in run.audit["samples"]:
+        sample["prompt"] = sample["completion"] = sample["tokens"][0] = HOSTILE
+    credit = run.audit["credit"]
+    credit["estimators"] = {HOSTILE: credit["estimators"].pop(credit["shown"]), **credit["estimators"]}
+    credit["shown"] = HOSTILE
+
+
+def test_texts_and_labels_are_text(run):
+    hostile_audit(run)
+    text = page.render(run)
+    assert "<img src=x" not in text
+    assert "\u202e" not in text
+    assert "\x1b" not in text
+
+
+def opened(browser, folder):
+    browser.set_window_size(1400, 1000)
+    browser.get((folder / "report.html").resolve().as_uri())
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+def test_the_browser_shows_the_truth_below_the_shown_advantage(browser, audited_folder):
+    opened(browser, audited_folder)
+    sample = read_run(audited_folder).audit["samples"][0]
+    select = Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select"))
+    assert select.first_selected_option.text == "audit of iteration 3"
+    spans = browser.find_elements(By.CSS_SELECTOR, "#pane0 .sample:first-child .tokens span[tabindex]")
+    known = [x is not None for x in sample["true_advantages"]]
+    assert [span.get_attribute("class") == "known" for span in spans] == known
+    strips = [span.value_of_css_property("border-bottom-color") for span in spans]
+    assert all((colour == "rgba(0, 0, 0, 0)") for colour, there in zip(strips, known, strict=True) if not there)
+    largest = max(range(len(known)), key=lambda i: abs(sample["true_advantages"][i] or 0.0))
+    assert strips[largest] != "rgba(0, 0, 0, 0)"
+    spans[0].send_keys(*[Keys.ARROW_RIGHT] * largest)
+    said = browser.find_element(By.ID, "numbers").text
+    number, error = sample["true_advantages"][largest], sample["true_advantage_errors"][largest]
+    told = re.search(r"true advantage (\S+) \(standard error (\S+)\)", said)
+    assert [float(x) for x in told.groups()] == pytest.approx([number, error], abs=1e-3)
+    assert ("not measured" in said) == (sample["true_values"][largest] is None)
+    assert browser.find_elements(By.CSS_SELECTOR, "#pane0 svg line.true")
+
+
+def test_the_browser_shows_charts_with_titles_and_the_what_if_table_with_the_truth(browser, audited_folder):
+    opened(browser, audited_folder)
+    for chart in ("estimators", "reliability"):
+        titles = browser.find_elements(By.CSS_SELECTOR, f"#{chart} .xtitle, #{chart} .ytitle")
+        assert all(title.get_attribute("textContent") for title in titles)
+        assert len(titles) >= 1
+    blocks = [block.text for block in browser.find_elements(By.CSS_SELECTOR, "#alternatives .about")]
+    assert blocks[0].startswith("true advantage")
+    assert len(blocks) == 7
+    assert all("correlation with the truth" in block for block in blocks[1:])
+    Select(browser.find_element(By.ID, "if-iteration")).select_by_value("1")
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#alternatives .about")) == 6
+    Select(browser.find_element(By.ID, "quantity")).select_by_value("true advantage")
+    assert "from continuations" in browser.find_element(By.ID, "unit").text
+
+
+def test_hostile_audits_do_nothing_in_the_browser(browser, audited_folder, run, tmp_path):
+    folder = shutil.copytree(audited_folder, tmp_path / "copy")
+    hostile_audit(run)
+    (folder / "audit.json").write_text(json.dumps(run.audit))
+    page.write_report(folder)
+    opened(browser, folder)
+    assert browser.title.startswith("copy")
+    assert not browser.find_elements(By.CSS_SELECTOR, "img[src='x']")
+    labels = "".join(t.get_attribute("textContent") for t in browser.find_elements(By.CSS_SELECTOR, "#estimators text"))
+    assert "<img" in labels
+
+
+def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder):
+    opened(browser, audited_folder)
+    groups = browser.execute_script(
+        "return [...document.querySelectorAll('#plots > div')].map(({ layout, data }) => "
+        "[layout.title.text, data.map(({ mode, connectgaps }) => [mode, connectgaps])])"
+    )
+    modes = dict(groups)
+    assert ["lines+markers", True] in modes["Audit of the credit"]
+    assert all(mode == ["lines+markers", True] for mode in modes["Audit of the credit"] + modes["Audit of the critic"])
+    assert modes["Length"][0] == ["lines", False]
