@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test fast lint types format benchmark bench families chaos doctor study findings world
+.PHONY: install train test fast lint types format benchmark bench families chaos doctor study truth findings world
 
 install: .venv/installed
 
@@ -50,6 +50,10 @@ families: install
 # seed of each alone; the same command goes on where it was.
 study: install
 	$(BIN)/python benchmarks/study.py $(if $(SEEDS),--seeds $(SEEDS))
+
+# Is the credit true? The main job with several critics, audited while it trains: three minutes a run on one core.
+truth: install
+	$(BIN)/python benchmarks/truth.py
 
 # The figures and tables of docs/findings.md, from the committed metrics in benchmarks/findings-data.
 findings: install

@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "separate": {"critic.kind": "separate"},
     "no pretraining": {"": RECIPE, "critic.pretrain": 0},
     "trunk at the policy's rate": {"": RECIPE, "critic.trunk_lr": 1e-4},
+    "falling rates": {"": RECIPE, "critic.schedule": "optim"},
     "no buffer": {"": RECIPE, "critic.buffer": 0},
     "lam 0": {"": RECIPE, "advantage.lam": 0.0},
     "lam 0.95": {"": RECIPE, "advantage.lam": 0.95},

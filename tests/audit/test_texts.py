@@ -1,6 +1,7 @@
 """The audit of texts: against a policy of five tokens whose values are known exactly, and in every kind of run."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -26,6 +27,7 @@ from tokencredit.settings.training import (
     RunConfig,
     UpdateConfig,
 )
+from tokencredit.text.audit.targets import with_continuations
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.trainer import PPOTrainer
 
@@ -350,3 +352,61 @@ def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tm
     errors = one["errors"] + two["errors"]
     assert max(map(abs, errors)) < 5
     assert sum(abs(x) < 1.96 for x in errors) / len(errors) > 0.75
+
+
+CONTINUATIONS = 50
+
+
+def targets(trainer, number=1):
+    batch, experience = trainer.credit.give(trainer.collect())
+    return batch, experience, *with_continuations(experience, batch, trainer.pipeline, trainer.credit, number)
+
+
+def test_targets_are_means_of_continuations_and_the_others_stay(tmp_path):
+    critic = CriticConfig(continuations=CONTINUATIONS, continued_states=2)
+    trainer = trainer_of(tmp_path / "run", critic=critic, rollout=RolloutConfig(batch_size=64, max_new_tokens=4))
+    values, actions = exact(trainer, whole, gamma=1.0)
+    batch, before, after, metrics = targets(trainer)
+    ids, mask = batch.scored.rollout.response_ids, batch.scored.rollout.mask
+    changed = (after.returns != before.returns) & mask
+    assert 0.3 < changed.sum() / mask.sum() < 0.9, "two of up to four states of each completion"
+    assert torch.equal(after.advantages, before.advantages)
+    errors = []
+    for row, at in changed.nonzero().tolist():
+        prefix = tuple(ids[row, :at].tolist())
+        spread = float(actions[prefix].std())  # of the next token alone; what comes later adds to it
+        errors.append((float(after.returns[row, at]) - values[prefix]) / max(spread, 0.1))
+    assert abs(sum(errors) / len(errors)) < 0.15
+    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 4 / math.sqrt(CONTINUATIONS)
+    tokens = metrics["continued_tokens"]
+    assert 64 * CONTINUATIONS <= tokens <= 64 * CONTINUATIONS * 2 * 4
+
+
+def test_targets_follow_from_seed_and_iteration_alone(tmp_path):
+    critic = CriticConfig(continuations=3)
+    trainer = trainer_of(tmp_path / "run", critic=critic)
+    batch, experience = trainer.credit.give(trainer.collect())
+    arguments = experience, batch, trainer.pipeline, trainer.credit
+    state = trainer.credit.state_dict()
+    first, again, other = (with_continuations(*arguments, number)[0].returns for number in (4, 4, 5))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert trainer.credit.state_dict() == state
+
+
+@pytest.mark.slow
+def test_a_run_samples_what_it_would_have_sampled_without(tmp_path):
+    """The first rollout and the policy's first update are those of a run without; the critic learns something else."""
+    lines = []
+    for name, continuations in (("with", 4), ("without", 0)):
+        critic = CriticConfig(kind="separate", continuations=continuations)
+        run = RunConfig(dir=str(tmp_path / name), iterations=2, trackers=[])
+        trainer = trainer_of(tmp_path / name, critic=critic, run=run)
+        trainer.train()
+        lines.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+    with_them, without = lines
+    assert [row["reward"] for row in with_them] == [row["reward"] for row in without]
+    assert with_them[0]["policy_loss"] == without[0]["policy_loss"]
+    assert with_them[0]["value_loss"] != without[0]["value_loss"]
+    assert all(row["continued_tokens"] > 0 and row["seconds/continuations"] > 0 for row in with_them)
+    assert "continued_tokens" not in without[0]

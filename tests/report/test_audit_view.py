@@ -38,7 +38,7 @@ def correlated(run, value, low=None, high=None, **credit):
 def test_the_trust_score_by_hand(run):
     shown = run.audit["credit"]["shown"]
     assert shown == "gae, λ = 0.95"
-    measured = "340 tokens of 6 completions at iteration 3, 8 continuations per state"
+    measured = "340 tokens of 6 completions at iteration 3, 32 continuations per state"
     assert correlated(run, 0.3, 0.21, 0.38, tokens=340) == (
         "About 9 % of the credit on this page is real: shown advantages (gae, λ = 0.95) correlate 0.30 with the true "
         f"ones (0.21 to 0.38, {measured})."
@@ -51,14 +51,14 @@ def test_the_trust_score_by_hand(run):
     assert "correlate 0.00 with" in correlated(run, -0.001)
     assert correlated(run, None).startswith("The share of real credit on this page is not known")
     final = replace(run, audit=run.audit | {"iteration": None})
-    assert "completions of the final policy, 8 continuations" in audit_view.trust(final)
+    assert "completions of the final policy, 32 continuations" in audit_view.trust(final)
 
 
 def test_the_sentence_on_the_page_is_that_of_the_numbers(run, audited_folder):
     text = (audited_folder / "report.html").read_text()
     correlation = run.audit["credit"]["estimators"]["gae, λ = 0.95"]["correlation"]["value"]
     assert audit_view.trust(run) in text
-    assert run.audit["metrics"]["audit/trust"] == pytest.approx(max(correlation, 0) ** 2)
+    assert run.audit["metrics"]["audit/trust"] == pytest.approx(min(max(correlation, 0), 1) ** 2)
     assert text.index('class="trust"') < text.index("Shade by")
 
 
@@ -78,7 +78,7 @@ def test_audited_completions_are_one_more_iteration(run):
         for name, key in (("true advantage", "true_advantages"), ("true value", "true_values")):
             rounded = [None if x is None else round(x, 4) for x in theirs[key]]
             assert ours["numbers"][name] == rounded
-            assert None in rounded  # four of eight tokens are audited
+            assert None in rounded  # five of eight tokens are audited
         assert [x is None for x in ours["errors"]["true advantage"]] == [x is None for x in theirs["true_advantages"]]
         assert ours["numbers"]["advantage"] == pytest.approx(theirs["advantages"], abs=1e-4)
 

@@ -19,7 +19,8 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
     """The metrics of an audit; a figure that cannot be known is left out.
 
     Returns:
-        `audit/correlation` of the shown advantages with the true ones, and `audit/trust`, the share of their variance
+        `audit/correlation` of the shown advantages with the true ones, with the bounds of its interval
+        (`audit/correlation_low`, `audit/correlation_high`), and `audit/trust`, the share of their variance
         that is real; `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, the
         lower bounds of what the correlation would gain with λ = 1 and λ = 0; of the critic `audit/explained_variance`,
         its upper bound `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper
@@ -29,6 +30,8 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
     correlation = shown["correlation"]["value"]
     found: dict[str, float | None] = {
         "correlation": correlation,
+        "correlation_low": shown["correlation"]["low"],
+        "correlation_high": shown["correlation"]["high"],
         "trust": share_real(correlation),
         "sign_agreement": shown["sign_agreement"]["value"],
         "noise": credit["noise"]["value"],

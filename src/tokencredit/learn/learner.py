@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokencredit.core.losses import RatioStats, ratio_stats
 from tokencredit.core.masked import whiten
 from tokencredit.learn.experience import Experience, ReturnBuffer, like_lengths
 from tokencredit.learn.histogram import follow_returns, histogram_heads
+from tokencredit.learn.metrics import StepRecord, ratios, update_metrics
 from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
@@ -67,16 +67,6 @@ def raise_non_finite(minibatch: Experience, error: NonFiniteUpdate | None) -> No
     """End the update if a step was skipped."""
     if error is not None:
         raise error
-
-
-class StepRecord(NamedTuple):
-    """What a micro-batch's pass gave, without gradients: what the metrics are made of."""
-
-    loss: Tensor
-    parts: dict[str, Tensor]
-    logprobs: Tensor
-    old_logprobs: Tensor
-    mask: Tensor
 
 
 class Learner:
@@ -157,7 +147,7 @@ class Learner:
                     continue
                 records.append(record)
                 if settings.target_kl is not None:
-                    kl = self._ratios(record).metrics()["approx_kl_k3"]
+                    kl = ratios(record, self.objective.clip, self.processes).metrics()["approx_kl_k3"]
                     if past_target_kl(kl, settings.target_kl):
                         break
                 self.optimizer.step()
@@ -169,7 +159,8 @@ class Learner:
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
             return steps
-        return self._metrics(records) | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
+        metrics = update_metrics(records, self.objective.clip, self.processes)
+        return metrics | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
 
     def pretrain_critic(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
         """Take steps of the critic alone towards the returns of one rollout, as many as it takes in an update.
@@ -335,35 +326,6 @@ class Learner:
                 if not value.isfinite():
                     return NonFiniteUpdate(name.removesuffix("_in_update").replace("_", " "), int(row))
         return NonFiniteUpdate("gradient", None)
-
-    def _metrics(self, records: list[list[StepRecord]]) -> dict[str, float]:
-        """Means over minibatches of the loss and its parts, over all processes, and the ratios of all tokens."""
-        micro_batches = [micro for record in records for micro in record]
-        names = ["loss", *micro_batches[0].parts]
-        sums = torch.stack([torch.stack([micro.loss, *micro.parts.values()]) for micro in micro_batches]).sum(0)
-        means = (self.processes.sum(sums) / len(records)).tolist()
-        return {
-            **dict(zip(names, means, strict=True)),
-            **self._ratios(micro_batches).metrics(),
-            "first_ratio_error": self._ratio_error(records[0]),
-        }
-
-    def _ratios(self, record: list[StepRecord]) -> RatioStats:
-        """Ratio statistics of micro-batches, over all processes."""
-        logprobs, old_logprobs, mask = (
-            torch.cat([getattr(micro, name) for micro in record]) for name in ("logprobs", "old_logprobs", "mask")
-        )
-        ratios = ratio_stats(logprobs, old_logprobs, mask, clip=self.objective.clip)
-        return RatioStats(self.processes.sum(ratios.sums), self.processes.max(ratios.extremes))
-
-    def _ratio_error(self, record: list[StepRecord]) -> float:
-        """How far the ratio is from 1 at the worst token of a minibatch, e^|log r| − 1.
-
-        In an update's first minibatch the policy is still the one that sampled, so more than rounding is a bug
-        somewhere: 8e-6 in float32; in bfloat16 up to 5e-2, since each pass pads and batches rows its own way.
-        """
-        apart = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in record]
-        return float(self.processes.max(torch.stack(apart).amax()).expm1())
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:

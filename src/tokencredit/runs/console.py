@@ -157,7 +157,10 @@ def _audited(metrics: Mapping[str, float]) -> str:
     if correlation is None:
         found = "audit: the share of real credit is not known"
     else:
-        found = f"audit: {100 * metrics['audit/trust']:.0f} % of the credit is real (correlation {correlation:.2f})"
+        low, high = (metrics.get(f"audit/correlation_{bound}") for bound in ("low", "high"))
+        within = "" if low is None or high is None else f", 95 % interval {low:.2f} to {high:.2f}"
+        share = f"{100 * metrics['audit/trust']:.0f} %"
+        found = f"audit: {share} of the credit is real (correlation {correlation:.2f}{within})"
     critic = "" if explained is None else f", the critic explains {explained:.2f} of the true variance"
     return found + critic
 
