@@ -79,15 +79,11 @@ def audited(run: Run, what: str) -> float:
 
 
 def reached(run: Run, what: str) -> float:
-    """When the reward, a mean over five iterations, first reached a height: `clock 0.9` in seconds, or `iteration 0.9`.
-
-    NaN if it never did.
-    """
-    unit, _, height = what.partition(" ")
+    """Iteration at which the reward, a mean over five, first reached a height, such as `0.9`; NaN if it never did."""
     rewards = run["reward"]
     for number in range(LATELY, len(rewards) + 1):
-        if average(rewards[number - LATELY : number]) >= float(height):
-            return float(number if unit == "iteration" else run["clock"][number - 1])  # type: ignore[arg-type]
+        if average(rewards[number - LATELY : number]) >= float(what):
+            return float(number)
     return math.nan
 
 
@@ -218,9 +214,9 @@ MAIN_VARIANTS = ("default", "true-credit", "group_relative", "leave_one_out")
 COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")
 
 
-def has_critic(runs: Mapping[str, Run]) -> bool:
-    """True for runs whose audits judged a critic."""
-    return all(audit["critic"] for run in runs.values() for audit in run["audits"].values())  # type: ignore[attr-defined]
+def was_audited(runs: Mapping[str, Run]) -> bool:
+    """True for runs with audits, which are those with a critic."""
+    return all(run["audits"] for run in runs.values())
 
 
 def draw_truth(study: Study) -> None:
@@ -230,17 +226,20 @@ def draw_truth(study: Study) -> None:
         if name not in study:
             continue
         means = [interval(figures(study, name, audited, f"{at} shown"))[0] for at in AUDITED]
-        left.plot(range(len(AUDITED)), means, color=colour, linewidth=2, label=name)
+        if was_audited(study[name]):
+            left.plot(range(len(AUDITED)), means, color=colour, linewidth=2)
         for run in study[name].values():
-            shown = [audited(run, f"{at} shown") for at in AUDITED]
-            left.plot(range(len(AUDITED)), shown, ".", color=colour, markersize=5, alpha=0.6)
-            right.plot(run["clock"], smooth(run["reward"]), color=colour, linewidth=0.8, alpha=0.8)
+            if was_audited(study[name]):
+                shown = [audited(run, f"{at} shown") for at in AUDITED]
+                left.plot(range(len(AUDITED)), shown, ".", color=colour, markersize=5, alpha=0.6)
+            right.plot(range(1, len(run["reward"]) + 1), smooth(run["reward"]), color=colour, linewidth=0.8, alpha=0.8)
     left.set_xticks(range(len(AUDITED)), [str(at) for at in AUDITED])
     left.set_ylim(-0.3, 1.1)
     left.set_xlabel("iteration")
     left.set_ylabel("correlation with the true advantages")
-    left.legend(fontsize=8)
-    right.set_xlabel("seconds of training, pretraining included")
+    shown = [(name, colour) for name, colour in zip(MAIN_VARIANTS, COLOURS, strict=True) if name in study]
+    right.legend([plt.Line2D([], [], color=colour) for _, colour in shown], [name for name, _ in shown], fontsize=8)
+    right.set_xlabel("iteration")
     right.set_ylabel("reward")
     picture.tight_layout()
     picture.savefig(FIGURES / "findings-truth.png", dpi=110)
@@ -295,8 +294,7 @@ def tables(found: Studies) -> dict[str, str]:
         "reward at the end": (lately, "reward"),
         "KL at the end": (lately, "kl"),
         "log-probability under the reference": (lately, "ref_logprob"),
-        "iterations to a reward of 0.9": (reached, "iteration 0.9"),
-        "seconds to it": (reached, "clock 0.9"),
+        "iterations to a reward of 0.9": (reached, "0.9"),
     }
     lambdas = {
         f"λ = {name}": (audited, f"10 {label}")
@@ -311,9 +309,9 @@ def tables(found: Studies) -> dict[str, str]:
     compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     return {
-        "truth": table(found["truth"], truth),
+        "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
         "course": table(compared, course, base="default"),
-        "lambdas": table({name: runs for name, runs in compared.items() if has_critic(runs)}, lambdas),
+        "lambdas": table({name: runs for name, runs in compared.items() if was_audited(runs)}, lambdas),
         "kl": table(sentiment, rewards, base="base"),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
         "language": table(learning, language, base="base", pairs=[("gentle", "base"), ("temperature-2", "base")]),

@@ -55,7 +55,7 @@ def test_the_row_of_an_audit(iteration, row):
     [
         (["iteration"], -1, "iteration is not the number of an iteration, or null"),
         (["iteration"], ..., "iteration is not the number"),
-        (["settings"], [], "settings.completions is not a count"),
+        (["settings"], [], "settings is not an object with completions or episodes, a count"),
         (["continuations"], "8", "continuations is not a number"),
         (["credit"], ..., "credit.tokens is not a count"),
         (["credit", "noise"], {"value": 1}, f"credit.noise is not an object {FIGURE}"),

@@ -137,6 +137,16 @@ def test_it_ends_where_held_out_batches_are_explained_no_better(run):
     assert event.endswith(", which no longer rose")
 
 
+def test_it_does_not_end_before_anything_is_explained(tmp_path):
+    critic = CriticConfig(kind="separate", lr=1e-9, trunk_lr=1e-9)
+    PPOTrainer(args=small(tmp_path / "slow", pretrain=PATIENCE + 3, critic=critic)).train()
+    rows = lines(tmp_path / "slow", "pretrain.jsonl")
+    assert max(row["explained_variance"] for row in rows) <= RISE
+    assert len(rows) == PATIENCE + 3
+    (event,) = [text for text in events(tmp_path / "slow") if text.startswith("pretraining: ")]
+    assert not event.endswith(", which no longer rose")
+
+
 def test_its_time_and_tokens_are_those_of_the_run(run):
     folder, _ = run
     summary, rows = json.loads((folder / "summary.json").read_text()), lines(folder, "pretrain.jsonl")

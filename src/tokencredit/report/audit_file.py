@@ -52,10 +52,20 @@ def is_metrics(value: Any) -> bool:
     return isinstance(value, dict) and all(name.startswith("audit/") and is_number(x) for name, x in value.items())
 
 
+def audited_rows(settings: Mapping[str, Any]) -> Any:
+    """Completions, or episodes, that an audit with these settings is of; None if they do not say."""
+    return settings.get("completions", settings.get("episodes"))
+
+
+def is_size(value: Any) -> bool:
+    """True for the settings of an audit."""
+    return isinstance(value, dict) and is_count(audited_rows(value))
+
+
 FIGURE = "an object with value, low and high, each a number or null"
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "iteration": (lambda value: value is None or is_count(value), "the number of an iteration, or null"),
-    "settings.completions": (is_count, "a count"),
+    "settings": (is_size, "an object with completions or episodes, a count"),
     "continuations": (is_number, "a number"),
     "credit.tokens": (is_count, "a count"),
     "credit.noise": (is_figure, FIGURE),

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from tokencredit.report.audit_file import ENDS, OF_ESTIMATOR
+from tokencredit.report.audit_file import ENDS, OF_ESTIMATOR, audited_rows
 from tokencredit.report.reading import Run
 from tokencredit.runs.summary import figure
 from tokencredit.runs.untrusted import visible
@@ -69,7 +69,7 @@ def measured(run: Run) -> str:
     audit = run.audit or {}
     steps, rows = ("steps", "episodes") if world_of(run.config) is CONTROL else ("tokens", "completions")
     return (
-        f"{audit['credit']['tokens']:,} {steps} of {audit['settings']['completions']:,} {rows} {when(audit)}, "
+        f"{audit['credit']['tokens']:,} {steps} of {audited_rows(audit['settings']):,} {rows} {when(audit)}, "
         f"{figure(audit['continuations'])} continuations per state"
     )
 

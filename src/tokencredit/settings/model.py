@@ -137,7 +137,8 @@ class CriticConfig(CriticTraining):
     pretrain: int = setting(0, needs=LEARNS, at_least=0)
     """Most batches from which the critic alone learns before the first iteration, while the policy stays as it is. Each
     is sampled anew, and the critic takes as many steps on it as in an iteration, towards the sampled returns. It ends
-    before that where the explained variance of new batches no longer rises, and is not counted in run.iterations."""
+    before that where the explained variance of new batches has risen and no longer does; it is not counted in
+    run.iterations."""
     continuations: int = setting(0, needs=LEARNS, at_least=0)
     """Continuations sampled anew from each of `continued_states` states of a completion, whose mean return the critic
     learns there in place of the one that happened (after VinePPO). Their price: sampled, scored and read by the

@@ -22,7 +22,10 @@ from tokencredit.text.stages import Stages, count_step
 
 FILE = "pretrain.jsonl"
 PATIENCE, RISE = 5, 0.01
-"""It ends after so many batches in a row whose explained variance is not above the best one by so much."""
+"""It ends after so many batches in a row whose explained variance is not above the best one by so much.
+
+They count once a batch is explained by more than `RISE`: over long texts a critic learns for some batches before that.
+"""
 
 
 class Pretraining:
@@ -70,7 +73,7 @@ class Pretraining:
             tokens += row["tokens"]
             if "explained_variance" in row:
                 explained.append(row["explained_variance"])
-                risen = not plateau.update(explained[-1])
+                risen = max(explained) <= RISE or not plateau.update(explained[-1])
         last = explained[1:][-PATIENCE:] or explained
         mean = sum(last) / len(last) if last else math.nan
         start = explained[0] if explained else math.nan
