@@ -34,6 +34,7 @@ from tokencredit.settings.parsing import (
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import CONTROL, world_of
+from tokencredit.settings.yaml import read_yaml
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
@@ -230,9 +231,10 @@ def audit(options: Namespace) -> None:
 
 def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str, Any]:
     """An audit of a run of either kind; `shared` are settings that both have."""
-    from tokencredit.report.reading import read_run
-
-    if world_of(read_run(run, samples=False).config) is CONTROL:
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{options.run!r} is not a run's folder: it has no config.yaml")
+    settings = read_yaml(run / "config.yaml")
+    if isinstance(settings, dict) and world_of(settings) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         require_gymnasium()
         from tokencredit.control.audit.running import audit_run as audit_agent

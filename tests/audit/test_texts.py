@@ -15,8 +15,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from tokencredit.errors import ConfigError
+from tokencredit.report.audit_file import with_audit
+from tokencredit.runs.folder import drop_audit
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.parsing import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
@@ -27,6 +31,7 @@ from tokencredit.settings.training import (
     RunConfig,
     UpdateConfig,
 )
+from tokencredit.text.audit.running import audit_run
 from tokencredit.text.audit.targets import with_continuations
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.trainer import PPOTrainer
@@ -410,3 +415,58 @@ def test_a_run_samples_what_it_would_have_sampled_without(tmp_path):
     assert with_them[0]["value_loss"] != without[0]["value_loss"]
     assert all(row["continued_tokens"] > 0 and row["seconds/continuations"] > 0 for row in with_them)
     assert "continued_tokens" not in without[0]
+
+
+def test_each_completion_is_audited_at_tokens_of_its_own(tmp_path):
+    """Positions that all rows shared would be chance that intervals over rows do not hold."""
+    audit = AuditConfig(every=1, completions=24, continuations=2, states=2)
+    trainer = trainer_of(tmp_path / "run", audit=audit, rollout=RolloutConfig(batch_size=8, max_new_tokens=4))
+    found = trainer.auditor.audit(1)
+    known = found.truth.advantages.isfinite()
+    lengths = [len(sample["tokens"]) for sample in found.samples(trainer.tokenizer)]
+    assert len(set(lengths)) > 1
+    assert len({tuple(row) for row in known.tolist()}) > 3
+    for row, length in zip(known, lengths, strict=True):
+        assert min(2, length) <= int(row.sum()) <= length
+
+
+def test_no_more_texts_are_sampled_at_once_than_in_a_rollout(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path / "run", rollout=RolloutConfig(batch_size=8, max_new_tokens=4))
+    sizes, engine = [], trainer.pipeline.engine
+    generate = type(engine).generate
+
+    def counted(self, prompts, *arguments):
+        sizes.append(len(prompts.ids))
+        return generate(self, prompts, *arguments)
+
+    monkeypatch.setattr(type(engine), "generate", counted)
+    settings = AuditConfig(every=1, completions=6, continuations=4, states=None)
+    replace(trainer.auditor, settings=settings).audit(1)
+    assert max(sizes[1:]) == 8
+
+
+@pytest.mark.slow
+def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
+    trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
+    trainer.train()
+    config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
+    with pytest.raises(
+        ConfigError, match="was begun in Python with reward_funcs, model, which its folder does not hold"
+    ):
+        audit_run(tmp_path / "run", config, AuditConfig(every=1))
+
+
+def test_an_audit_of_a_future_that_is_gone_is_dropped(tmp_path):
+    for text, after, kept in (('{"iteration": 30}', 30, True), ('{"iteration": 30}', 29, False), ("{", 50, False)):
+        (tmp_path / "audit.json").write_text(text)
+        drop_audit(tmp_path, after=after)
+        assert (tmp_path / "audit.json").is_file() == kept
+    drop_audit(tmp_path, after=1)
+
+
+def test_an_audit_of_an_iteration_without_metrics_adds_to_no_row():
+    rows = [{"iteration": 29}, {"iteration": 30}]
+    of = {number: with_audit(rows, {"iteration": number, "metrics": {"audit/slope": 1.0}}) for number in (0, 29, None)}
+    assert of[0] == rows
+    assert [row.get("audit/slope") for row in of[29]] == [1.0, None]
+    assert [row.get("audit/slope") for row in of[None]] == [None, 1.0]

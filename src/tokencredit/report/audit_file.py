@@ -109,8 +109,14 @@ def read_audit(file: Path) -> dict[str, Any] | None:
 
 
 def with_audit(metrics: Sequence[Mapping[str, Any]], audit: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of metrics with those of an audit in the row of its iteration: the last one if that is not known."""
+    """Rows of metrics with those of an audit in the row of its iteration, the last one for the policy at the end.
+
+    An iteration without a row, such as 0, which a pretraining ends with, adds to none.
+    """
     rows = [dict(row) for row in metrics]
     numbers = [row["iteration"] for row in rows]
-    rows[numbers.index(audit["iteration"]) if audit["iteration"] in numbers else -1] |= audit["metrics"]
+    if audit["iteration"] is None:
+        rows[-1] |= audit["metrics"]
+    elif audit["iteration"] in numbers:
+        rows[numbers.index(audit["iteration"])] |= audit["metrics"]
     return rows

@@ -176,6 +176,18 @@ def write_audit(folder: RunFolder, audit: Mapping[str, Any]) -> Path:
     return folder.path / AUDIT
 
 
+def drop_audit(run: Path, after: int) -> None:
+    """Remove an audit of a later iteration than this one, or one that cannot be read."""
+    try:
+        number = read_object(run / AUDIT, (run / AUDIT).read_text(encoding="utf-8")).get("iteration")
+    except FileNotFoundError:
+        return
+    except (ConfigError, ValueError):
+        number = None
+    if not isinstance(number, int) or number > after:
+        (run / AUDIT).unlink()
+
+
 def read_choices(run: Path) -> dict[str, str]:
     """The choices of a run for settings that may be `auto`, by their keys; none if there is no run yet.
 

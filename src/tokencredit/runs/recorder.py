@@ -21,7 +21,7 @@ from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import size_of, versions, write_manifest, write_process, write_state
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import CHOICES, RunFolder, apply_choices, beside, recover, replacing
+from tokencredit.runs.folder import CHOICES, RunFolder, apply_choices, beside, drop_audit, recover, replacing
 from tokencredit.runs.history import History
 from tokencredit.runs.jsonl import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
@@ -125,6 +125,7 @@ class RunRecord:
         if self.main:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
             (path / "summary.json").unlink(missing_ok=True)
+            drop_audit(path, after=done)
             self._write_config()
             if self.choices:  # without any, a folder of an older version, which has no such file, stays one
                 self._write_choices(self.choices)

@@ -10,6 +10,7 @@ from tokencredit.control.environments import expected_warnings
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.learn.rng import preserved
 from tokencredit.processes import threads
+from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
 
@@ -36,7 +37,7 @@ def audit_run(
     with preserved(), threads(config.threads), expected_warnings(config.env):
         trainer = ControlTrainer(replace(config, run=replace(config.run, dir=str(run))))
         try:
-            trainer.load(state, set())
+            load(trainer, state, set())
             return trainer.auditor.audit(number, settings)
         finally:
             trainer.envs.close()

@@ -84,8 +84,10 @@ def _gains(run: Evidence, name: str) -> bool:
 
 
 def _lam(run: Evidence) -> float | None:
-    """The run's λ; None with an estimator that has none."""
+    """The run's λ, lately if it follows the critic; None with an estimator that has none."""
     name, lam = run.setting("advantage.estimator"), run.setting("advantage.lam")
+    if run.setting("advantage.lam_follows"):
+        lam = run.last("lam")
     fixed = {"td": 0.0, "monte_carlo": 1.0}
     if name in fixed:
         return fixed[name]

@@ -110,7 +110,8 @@ class Auditor:
         credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # that of the batches before
         scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
         returns = Returns(len(rows), scored.rollout.mask.shape[1])
-        sampler = Continuations.of(self.pipeline, credit, scored, random)
+        most = args.rollout.batch_size // processes.count
+        sampler = Continuations.of(self.pipeline, credit, scored, random, most)
         in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
         lengths = scored.rollout.mask.sum(1).cpu()[rows]
         last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
@@ -152,17 +153,16 @@ class Auditor:
 
     def _sample(self, returns: Returns, sampler: Continuations, scored: Scored, rows: Tensor, started: float) -> None:
         """Sample continuations into `returns` until there are enough, or the time is up."""
-        lengths, seconds = scored.rollout.mask.sum(1).cpu()[rows], self.settings.seconds
-        tokens = spread(int(lengths.max()), self.settings.states, sampler.generator)
+        seconds, random = self.settings.seconds, sampler.generator
+        # Positions of each row's own: those that rows shared would be chance that no interval over rows holds.
+        lengths = scored.rollout.mask.sum(1).cpu()[rows].tolist()
+        states = states_of([spread(length, self.settings.states, random) for length in lengths], lengths)
+        order = [list(states)[i] for i in torch.randperm(len(states), generator=random)]
         for count in rounds(self.settings.continuations, limited=seconds is not None):
-            done: set[int] = set()
-            for at in (at for token in tokens for at in (token, token + 1)):
-                own = (lengths > at).nonzero().squeeze(1)
-                if at in done or len(own) == 0:
-                    continue
-                if seconds is not None and len(done) > 1 and time.perf_counter() > started + seconds:
+            for number, at in enumerate(order):
+                if seconds is not None and number > 1 and time.perf_counter() > started + seconds:
                     return
-                done.add(at)
+                own = torch.tensor(states[at])
                 places = {int(row): int(place) for place, row in zip(own, rows[own], strict=True)}
                 for part, sampled, _ in sampler.returns(scored, rows[own], at, count):
                     to = torch.tensor([places[row] for row in part.tolist()])
@@ -177,6 +177,15 @@ class Auditor:
             rollout = replace(scored.rollout, values=values if variant.critic else None)
             estimator = replace(args, **{**variant.options, "estimator": variant.name})
             yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
+
+
+def states_of(tokens: list[list[int]], lengths: list[int]) -> dict[int, list[int]]:
+    """Rows by the position of a state: the states before and after each of their tokens, but for those at an end."""
+    found: dict[int, list[int]] = {}
+    for row, (own, length) in enumerate(zip(tokens, lengths, strict=True)):
+        for at in {at for token in own for at in (token, token + 1) if at < length}:
+            found.setdefault(at, []).append(row)
+    return found
 
 
 def gathered(processes: Processes, tensors: list[Tensor]) -> list[Tensor]:

@@ -12,9 +12,6 @@ from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 
-ROWS = 512
-"""Continuations that are sampled at once."""
-
 
 @dataclass(frozen=True)
 class Continuations:
@@ -26,14 +23,18 @@ class Continuations:
     scale: ScoreScale
     """Of the scores, held still."""
     generator: torch.Generator
+    most: int
+    """Texts that are sampled at once, unless one state has more: as many as in a rollout, for which there is memory."""
 
     @classmethod
-    def of(cls, pipeline: Pipeline, credit: Credit, scored: Scored, generator: torch.Generator) -> Continuations:
+    def of(
+        cls, pipeline: Pipeline, credit: Credit, scored: Scored, generator: torch.Generator, most: int
+    ) -> Continuations:
         """For completions to which `credit` was given, in any number of processes."""
         scale = credit.score_scale(scored.scores)
         alone = Credit(credit.args, lambda x: x)
         alone.load_state_dict(credit.state_dict())
-        return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator)
+        return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator, most)
 
     def returns(self, scored: Scored, rows: Tensor, at: int, count: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Returns of continuations from the states before token `at` of completions, some rows at a time.
@@ -52,7 +53,7 @@ class Continuations:
             UnusableBatch: a log-probability, KL or reward is not finite.
             RewardError: a reward cannot be had.
         """
-        for part in rows.split(max(ROWS // count, 1)):
+        for part in rows.split(max(self.most // count, 1)):
             sampled = self._sample(scored, part, at, count)
             returns = self.credit.returns(sampled, self.scale)
             tokens = int(sampled.rollout.mask.sum()) - len(sampled.rollout.mask) * at

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokencredit.errors import RunStopped
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn import rng
+from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
@@ -35,9 +36,15 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
         RunStopped: a number of the audit is not finite.
     """
     number, state = at_iteration(run, checkpoint)
+    given = [*state["origin"]["given"], *(() if config.model.name else ("model",))]
+    if given:
+        raise ConfigError(
+            f"{str(run)!r} was begun in Python with {', '.join(given)}, which its folder does not hold; audit it while "
+            "it trains, with audit.every"
+        )
     with rng.preserved():
         trainer = PPOTrainer(args=replace(config, run=replace(config.run, dir=str(run))))
-        trainer.load(state, set())
+        load(trainer, state, set())
         group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt
         try:
             audit = replace(trainer.auditor, settings=settings, group=group).audit(number)

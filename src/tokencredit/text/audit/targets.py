@@ -43,14 +43,20 @@ def with_continuations(
     args, processes, scored = credit.args, pipeline.processes, batch.scored
     place = number * processes.count + processes.rank
     random = generator(STREAM, args.seed, place)
-    lengths, sampler = scored.rollout.mask.sum(1).cpu(), Continuations.of(pipeline, credit, scored, random)
+    lengths, sampler = (
+        scored.rollout.mask.sum(1).cpu(),
+        Continuations.of(pipeline, credit, scored, random, args.rollout.batch_size // processes.count),
+    )
     found, tokens = Returns(len(lengths), scored.rollout.mask.shape[1]), 0
 
     def sample() -> None:
         nonlocal tokens
-        for at in spread(int(lengths.max()), args.critic.continued_states, random):
-            rows = (lengths > at).nonzero().squeeze(1)
-            for part, returns, sampled in sampler.returns(scored, rows, at, args.critic.continuations):
+        chosen: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths.tolist()):
+            for at in spread(length, args.critic.continued_states, random):
+                chosen.setdefault(at, []).append(row)
+        for at, rows in sorted(chosen.items()):
+            for part, returns, sampled in sampler.returns(scored, torch.tensor(rows), at, args.critic.continuations):
                 found.add(part, at, returns[..., at], None)
                 tokens += sampled
 
