@@ -251,6 +251,88 @@ def smooth(values: Sequence[float | None]) -> list[float]:
     return [average(values[max(0, end - LATELY) : end]) for end in range(1, len(values) + 1)]
 
 
+PLANTED_LINES = {
+    "separate-td": ("separate critic, pretrained: td", "#0072B2", "o"),
+    "separate-gae-0.95": ("separate critic, pretrained: gae, λ = 0.95", "#56B4E9", "s"),
+    "shared-td": ("shared critic (default): td", "#D55E00", "o"),
+    "shared-gae-0.95": ("shared critic (default): gae, λ = 0.95 (default)", "#E69F00", "s"),
+    "group-relative": ("no critic: group_relative, leave_one_out", "#999999", "^"),
+}
+"""Methods of the planted-credit figure: label, colour and marker; the table has all."""
+
+
+def by_length(study: Study) -> dict[str, dict[int, Mapping[str, Run]]]:
+    """The runs of each method of the planted-credit study by the length of its texts."""
+    methods: dict[str, dict[int, Mapping[str, Run]]] = {}
+    for variant, runs in study.items():
+        method, _, length = variant.rpartition("-")
+        methods.setdefault(method, {})[int(length)] = runs
+    return methods
+
+
+def exact_shares(study: Study) -> dict[int, list[float]]:
+    """The share of the true credit on the deciding word by length: for each seed, the mean over all methods."""
+    found: dict[int, dict[str, list[float]]] = {}
+    for variant, runs in study.items():
+        seeds = found.setdefault(int(variant.rpartition("-")[2]), {})
+        for seed, run in runs.items():
+            seeds.setdefault(seed, []).append(first(run, "true"))
+    return {length: [average(shares) for shares in seeds.values()] for length, seeds in found.items()}
+
+
+def length_table(study: Study, measure: Callable[[Run, str], float], metric: str, exact: str | None = None) -> str:
+    """A measure of each method, a column per length of the texts; `exact` is the title of a first row, of the truth."""
+    methods, truth = by_length(study), exact_shares(study)
+    rows = {exact: truth} if exact else {}
+    for method, lengths in methods.items():
+        rows[method] = {length: [measure(run, metric) for run in runs.values()] for length, runs in lengths.items()}
+    lines = ["| method | " + " | ".join(f"{length} tokens" for length in truth) + " |", "|" + "---|" * (len(truth) + 1)]
+    for method, lengths in rows.items():
+        cells = [estimate(lengths[length]) if length in lengths else "" for length in truth]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def estimate(values: Sequence[float]) -> str:
+    """A mean, with half the width of its 95 % interval where there are several runs."""
+    mean, half = interval(values)
+    return number(mean) + (f" ± {number(half, 2)}" if math.isfinite(half) else "")
+
+
+def draw_planted(study: Study) -> None:
+    """The share of the credit on the deciding word by the length of the texts, a line per method."""
+    plt.rcParams["svg.hashsalt"] = "planted-credit"  # the same file every time
+    picture, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
+    methods, truth = by_length(study), exact_shares(study)
+    exact = [float(np.mean(values)) for values in truth.values()]
+    axis.plot(list(truth), exact, "--", color="black", linewidth=1.6, label="exact answer")
+    for method, (label, colour, marker) in PLANTED_LINES.items():
+        shares = {x: interval([first(run, "shown") for run in runs.values()]) for x, runs in methods[method].items()}
+        means, halves = zip(*shares.values(), strict=True)
+        axis.errorbar(
+            list(shares),
+            means,
+            np.nan_to_num(halves),
+            color=colour,
+            marker=marker,
+            markersize=5,
+            capsize=3,
+            label=label,
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(truth), [str(length) for length in truth])
+    axis.set_yscale("log")
+    axis.set_yticks([0.001, 0.01, 0.1, 1], ["0.1 %", "1 %", "10 %", "100 %"])
+    axis.minorticks_off()
+    axis.set_xlabel("tokens of the text")
+    axis.set_ylabel("share of the credit on that word")
+    axis.set_title("One known word decides the reward. How much of the credit does it get?", fontsize=10.5, loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8.5)
+    picture.savefig(FIGURES / "planted-credit.svg", metadata={"Date": None})
+    plt.close(picture)
+
+
 Studies = Mapping[str, Study]
 
 
@@ -358,6 +440,17 @@ def tables(found: Studies) -> dict[str, str]:
             },
             pairs=[("large", "tiny")],
         ),
+        "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
+        "planted-squared": length_table(found["planted-credit"], first, "shown_squared"),
+        "planted-reward": length_table(found["planted-credit"], whole, "reward"),
+        "planted-kinds": table(
+            found["planted-kinds"],
+            {
+                "share of the credit": (first, "shown"),
+                "exact answer": (first, "true"),
+                "reward, mean of all iterations": (whole, "reward"),
+            },
+        ),
     }
 
 
@@ -380,6 +473,7 @@ def main() -> int:
     draw(found["humanoid"], "train/average_return", "humanoid", None, "return of HumanoidStandup-v5")
     draw(found["pendulum"], "train/average_return", "lambda", None, "return of InvertedPendulum-v5")
     draw(found["scaling"], "reward", "scaling", None, "reward of each size")
+    draw_planted(found["planted-credit"])
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), tables(found)), encoding="utf-8")
     return 0
 

@@ -7,7 +7,9 @@ Each study is a recipe's sweep, which goes on where it was; a kept file is writt
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -18,13 +20,17 @@ from pathlib import Path
 from tokencredit.cli import INTERRUPTED
 from tokencredit.demo.build import REVIEWS
 from tokencredit.demo.grammar import reviews
-from tokencredit.report.reading import read_run
+from tokencredit.report.reading import Run, read_run
 from tokencredit.settings.parsing import configure
 from tokencredit.sweep.plan import read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
 RECIPES = Path("recipes")
 MODELS = Path("runs/models")
+PLANTED = RECIPES / "planted-credit" / "world.py"
+"""Program that builds the policies of `PLANTED_STUDIES` and measures their credit."""
+PLANTED_STUDIES = ("planted-credit", "planted-kinds")
+PLANTED_KEPT = ("reward", "explained_variance")
 SIZES = ("tiny", "small", "large")
 """Of the scaling study's policies, those that are not built in."""
 STUDIES = {
@@ -37,6 +43,8 @@ STUDIES = {
     "humanoid": "humanoid-lambda/sweep.yaml",
     "pendulum": "humanoid-lambda/pendulum.yaml",
     "scaling": "scaling/sweep.yaml",
+    "planted-credit": "planted-credit/sweep.yaml",
+    "planted-kinds": "planted-credit/kinds.yaml",
 }
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
@@ -46,13 +54,13 @@ WORDS = 4
 
 def run(study: str, seeds: int | None, jobs: int) -> int:
     """Do what is missing of a study, from the root of the repository; return the exit code."""
-    commands = []
+    commands = [[str(PLANTED)]] if study in PLANTED_STUDIES else []
     if study == "scaling":
         missing = [size for size in SIZES if not (MODELS / size / "policy" / "README.md").is_file()]
-        commands = [["tokencredit.demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
-    sweep = ["tokencredit.cli", "sweep", str(RECIPES / STUDIES[study]), "--jobs", str(jobs)]
+        commands = [["-m", "tokencredit.demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
+    sweep = ["-m", "tokencredit.cli", "sweep", str(RECIPES / STUDIES[study]), "--jobs", str(jobs)]
     for command in [*commands, sweep + (["--seeds", str(seeds)] if seeds else [])]:
-        code = subprocess.run([sys.executable, "-m", *command], check=False).returncode
+        code = subprocess.run([sys.executable, *command], check=False).returncode
         if code:
             break
     return code
@@ -65,8 +73,11 @@ def keep(study: str) -> None:
         if planned.state() != "finished":
             continue
         run = read_run(planned.folder)
-        rows = {name: [shorter(row.get(name)) for row in run.metrics] for name in KEPT if name in run.metrics[0]}
-        if run.samples:
+        names = PLANTED_KEPT if study in PLANTED_STUDIES else KEPT
+        rows = {name: [shorter(row.get(name)) for row in run.metrics] for name in names if name in run.metrics[0]}
+        if study in PLANTED_STUDIES:
+            rows |= {name: [shorter(value)] for name, value in planted_credit(planned.folder, run).items()}
+        elif run.samples:
             texts = [[s for s in run.samples if s["iteration"] == row["iteration"]] for row in run.metrics]
             rows["value"] = [shorter(mean_value(samples)) for samples in texts]
             rows["known"] = [shorter(known_share(samples)) for samples in texts]
@@ -75,6 +86,15 @@ def keep(study: str) -> None:
     text = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).replace('},"', '},\n"')
     DATA.mkdir(exist_ok=True)
     (DATA / f"{study}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def planted_credit(folder: Path, run: Run) -> dict[str, float | None]:
+    """The measures of the recipe's `credit_shares`, None where there is no credit; and all tokens, pretraining too."""
+    spec = importlib.util.spec_from_file_location("planted_credit", PLANTED)
+    world = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(world)
+    shares = {name: value if math.isfinite(value) else None for name, value in world.credit_shares(folder).items()}
+    return shares | {"tokens": sum(row["tokens"] + row.get("pretrain/tokens", 0) for row in run.metrics)}
 
 
 def shorter(value: float | None) -> float | None:

@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
 from tokencredit.text.callbacks import EVENTS, TRANSFORMERS_EVENTS, check_callbacks
 
-STAGES = ("iteration", "rollout", "reference", "reward", "update", "evaluation")
+STAGES = ("iteration", "rollout", "reference", "reward", "update", "evaluation", "audit")
 
 
 def having(*methods, base=object):
@@ -62,8 +62,8 @@ def test_a_value_is_no_method():
         (having("on_update_start", "after_update"), r"on_update_start, .*; did you mean before_update\?"),
         (having("on_step_end"), r"on_step_end, which is never called; use after_iteration"),
         (
-            having("on_zzz"),
-            r"on_zzz, which is never called; subclass tokencredit.Callback, which has before_iteration, ",
+            having("on_qqqqqqqqq"),
+            r"on_qqqqqqqqq, which is never called; subclass tokencredit.Callback, which has before_iteration, ",
         ),
         (
             having("iteration_end"),

@@ -94,7 +94,7 @@ def test_a_tap_reads_the_normalised_states_after_its_layers(folder, detach):
 
     expected = by_hand(trunk_of(policy.lm), batch(), value)
     close(policy(batch(), temperature=1.0).values, expected)
-    close(policy.critic_values(batch()), expected)
+    close(policy.critic_outputs(batch()).values, expected)
     assert not torch.allclose(expected, by_hand(trunk_of(policy.lm), batch(), lambda x: policy.critic(x[2])))
 
 
@@ -120,7 +120,7 @@ def test_a_tap_moves_only_the_layers_beneath_it(folder):
     assert all(p.grad is None for p in above.parameters())
     policy.zero_grad()
     probe = ActorCritic(policy.lm, Critic(policy.critic.head, detach=True, tap=1))
-    for values in (probe(batch(), temperature=1.0).values, policy.critic_values(batch())):
+    for values in (probe(batch(), temperature=1.0).values, policy.critic_outputs(batch()).values):
         values.sum().backward()
         assert all(p.grad is None for p in policy.lm.parameters())
         assert policy.critic.head.weight.grad.abs().sum() > 0
@@ -134,7 +134,7 @@ def test_values_alone_compute_no_layer_above(folder, kind):
     for number, layer in enumerate(layers_of(trunk)):
         layer.register_forward_hook(lambda *_, number=number: calls.append(number))
     with torch.no_grad():
-        policy.critic_values(batch())
+        policy.critic_outputs(batch())
     assert calls == [0]
     if kind == "separate":
         assert trunk.config.num_hidden_layers == len(layers_of(trunk)) == 1
@@ -142,7 +142,7 @@ def test_values_alone_compute_no_layer_above(folder, kind):
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_all_layers_are_the_same_as_null(folder, kind):
-    values = [built(folder, kind=kind, layers=layers)[0].critic_values(batch()) for layers in (None, 2)]
+    values = [built(folder, kind=kind, layers=layers)[0].critic_outputs(batch()).values for layers in (None, 2)]
     assert torch.equal(*values)
 
 
@@ -156,7 +156,7 @@ def test_a_cut_trunk_normalises_the_states_of_its_last_layer_and_is_loaded_as_it
     for layers in (None, 1):
         again, notes = build_policy(*load_language_model(args), args, CriticConfig(layers=layers, **SEPARATE))
         assert notes == [f"the critic goes on from the one saved in {tmp_path}"]
-        assert torch.equal(again.critic_values(batch()), policy.critic_values(batch()))
+        assert torch.equal(again.critic_outputs(batch()).values, policy.critic_outputs(batch()).values)
     with pytest.raises(ConfigError, match=r"critic\.layers is 2, and the critic saved in .* has 1 layers, which it"):
         build_policy(*load_language_model(args), args, CriticConfig(layers=2, **SEPARATE))
 
@@ -204,7 +204,7 @@ def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(fa
         save_policy(tmp_path / str(layers), policy, tokenizer)
         args = ModelConfig(name=str(tmp_path / str(layers)))
         again, _ = build_policy(*load_language_model(args), args, CriticConfig(**SEPARATE))
-        close(again.critic_values(batch()), policy.critic_values(batch()))
+        close(again.critic_outputs(batch()).values, policy.critic_outputs(batch()).values)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def ensemble(policy, *values):
 
 def test_values_are_the_mean_of_the_members_and_in_updates_each_rows_own(model_folders):
     policy = ensemble(built(str(model_folders["llama"]), **SEPARATE)[0], 1.0, 4.0)
-    for values in (policy(batch(), temperature=1.0).values, policy.critic_values(batch())):
+    for values in (policy(batch(), temperature=1.0).values, policy.critic_outputs(batch()).values):
         assert values.tolist() == [[2.5, 2.5, 2.5], [2.5, 2.5, 0]]
     inputs = batch() | {"member": torch.tensor([1, 0])}
-    for values in (policy(inputs, temperature=1.0).values, policy.critic_values(inputs)):
+    for values in (policy(inputs, temperature=1.0).values, policy.critic_outputs(inputs).values):
         assert values.tolist() == [[4, 4, 4], [1, 1, 0]]
 
 
@@ -303,7 +303,7 @@ def test_a_row_moves_its_member_alone(folder):
     values[0].sum().backward(retain_graph=True)
     assert all(p.grad.abs().sum() > 0 for p in first.parameters() if p.dim() > 1 and p.shape != (64, 32))
     assert all(p.grad is None or p.grad.abs().sum() == 0 for p in second.parameters())
-    alone = policy.critic_values({key: x[:1] for key, x in batch().items()} | {"member": torch.tensor([0])})
+    alone = policy.critic_outputs({key: x[:1] for key, x in batch().items()} | {"member": torch.tensor([0])}).values
     policy.zero_grad()
     alone.sum().backward()
     assert all((p.grad == 0).all() for p in second.parameters()), "there, since processes wait for it"
@@ -328,7 +328,7 @@ def test_a_members_gradient_is_that_of_a_critic_on_its_rows(tmp_path):
     learner.settings = UpdateSettings(minibatches=1, micro_batch_tokens=24)
     member = experience.inputs["member"]
     for rows in (experience, experience.select(member == 0), experience.select(member == 1)):
-        learner._critic_gradient(rows)
+        learner._critic_gradient(rows, learner.objective)
         tokens.append(rows.mask.sum())
         gradients.append([[p.grad * tokens[-1] for p in x.parameters()] for x in trainer.policy.critic.members])
     for number in (0, 1):
