@@ -81,6 +81,10 @@ def test_the_defaults_are_valid():
         ),
         ({"critic": CriticConfig(places=[0.5, 0.2])}, r"^critic\.places is \[0\.5, 0\.2\]; it must be ascending"),
         ({"critic": CriticConfig(places=[0.5, 0.5])}, r"^critic\.places is .*; it must be ascending"),
+        (
+            {"critic": CriticConfig(places=[0.5], continuations=4)},
+            r"^critic\.continuations is 4, and critic\.places is \[0\.5\]; the value loss would not count",
+        ),
         ({"critic": CriticConfig(places=[0.5, 1.1])}, r"^critic\.places is .*; it must be ascending"),
         ({"critic": CriticConfig(places=["0.5"])}, r"^critic\.places\[0\] is '0\.5'; it must be a number$"),
         ({"critic": CriticConfig(places=0.5)}, r"^critic\.places is 0\.5; it must be a list of numbers$"),

@@ -155,10 +155,15 @@ class CriticConfig(CriticTraining):
     token. [0.3, 0.6, 0.9] are those of SP3O, against values that stay flat over a completion."""
 
     def check_places(self) -> None:
-        """Raise `ConfigError` for places that are not ascending from 0 to 1."""
+        """Raise `ConfigError` for places that are not ascending from 0 to 1, or beside continued states elsewhere."""
         places = self.places
         if places is not None and not (places == sorted(set(places)) and places and 0 <= places[0] <= places[-1] <= 1):
             raise ConfigError(f"critic.places is {places}; it must be ascending numbers from 0 to 1, or null")
+        if places is not None and self.continuations:
+            raise ConfigError(
+                f"critic.continuations is {self.continuations}, and critic.places is {places}; the value loss would "
+                "not count at most of the states that are continued: leave one of them out"
+            )
 
     def check_members(self) -> None:
         """Raise `ConfigError` for a value clip around old values that a member's own are not, or histograms of them."""

@@ -43,10 +43,8 @@ def with_continuations(
     args, processes, scored = credit.args, pipeline.processes, batch.scored
     place = number * processes.count + processes.rank
     random = generator(STREAM, args.seed, place)
-    lengths, sampler = (
-        scored.rollout.mask.sum(1).cpu(),
-        Continuations.of(pipeline, credit, scored, random, args.rollout.batch_size // processes.count),
-    )
+    lengths, most = scored.rollout.mask.sum(1).cpu(), args.rollout.batch_size // processes.count
+    sampler = Continuations.of(pipeline, credit, scored, random, most)
     found, tokens = Returns(len(lengths), scored.rollout.mask.shape[1]), 0
 
     def sample() -> None:
