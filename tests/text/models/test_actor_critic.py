@@ -3,11 +3,12 @@ import torch
 from torch import nn
 
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.text.models import actor_critic
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.loading import load_language_model
-from tokencredit.text.models.parts import width
+from tokencredit.text.models.parts import trunk_of, width
 
 
 @pytest.fixture
@@ -110,7 +111,8 @@ def test_a_separate_critic_has_a_trunk_of_its_own(loaded):
     assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.critic.parameters())
 
 
-def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders):
+def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders, monkeypatch):
+    monkeypatch.setattr(actor_critic, "SHORT", 0)  # the same kernel with checkpoints and without
     gradients = []
     for checkpointing in (False, True):
         args = ModelConfig(name=str(model_folders[architecture]), gradient_checkpointing=checkpointing)
@@ -121,6 +123,30 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders)
         assert model.lm.is_activation_checkpointing == checkpointing
     for without, with_checkpoints in zip(*gradients, strict=True):
         torch.testing.assert_close(without, with_checkpoints)
+
+
+def test_the_fast_attention_of_short_texts_changes_no_gradient(loaded, monkeypatch):
+    model, gradients = noisy(with_critic(loaded[0])), []
+    for short in (0, actor_critic.SHORT):
+        monkeypatch.setattr(actor_critic, "SHORT", short)
+        model.zero_grad()
+        now = model(padded_batch(), temperature=1.0, policy_loss=Unlikelihood())
+        (now.policy_loss + now.values.sum()).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for fused, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(fused, plain, atol=2e-4, rtol=1e-4)
+
+
+def test_long_texts_and_passes_without_gradients_keep_the_fused_kernel(loaded):
+    trunk = trunk_of(loaded[0])
+    short, long = torch.zeros(1, actor_critic.SHORT, dtype=torch.long), torch.zeros(1, actor_critic.SHORT + 1)
+    kept = torch.backends.cuda.flash_sdp_enabled  # the flags are one for all devices
+    with actor_critic.attention_for(trunk, short):
+        assert not kept()
+    with actor_critic.attention_for(trunk, long):
+        assert kept()
+    with torch.no_grad(), actor_critic.attention_for(trunk, short):
+        assert kept()
 
 
 def test_dropout_is_off_even_in_training_mode(loaded):
