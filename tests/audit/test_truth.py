@@ -55,9 +55,8 @@ def test_one_sample_tells_nothing_and_equal_ones_have_no_error():
 def test_returns_of_two_tokens_by_hand():
     """A completion of two tokens: from before the first V(s0), from before the second V(s1) and Q(s0, a0)."""
     returns = Returns(1, 2)
-    row = torch.tensor([0])
-    returns.add(row, 0, torch.tensor([[1.0, 3.0]]), None)
-    returns.add(row, 1, torch.tensor([[2.0, 4.0]]), torch.tensor([[1.5, 3.5]]))
+    values, actions = torch.tensor([[1.0, 3.0], [2.0, 4.0]]), torch.tensor([[math.nan] * 2, [1.5, 3.5]])
+    returns.add(torch.tensor([0, 0]), torch.tensor([0, 1]), values, actions)
     truth = returns.truth(torch.tensor([5.0]), torch.tensor([2]))
     assert truth.values.tolist() == [[2.0, 3.0]]
     assert truth.value_errors.tolist() == [[1.0, 1.0]]

@@ -32,8 +32,8 @@ class Samples:
         """`[rows, time]`: samples of each state."""
         self._shift, self._sum, self._squares = torch.zeros(3, rows, time, dtype=torch.float64).unbind()
 
-    def add(self, rows: Tensor, at: int, samples: Tensor) -> None:
-        """Take in samples `[n, count]` of the states at step `at` of rows `[n]`, all of them different."""
+    def add(self, rows: Tensor, at: int | Tensor, samples: Tensor) -> None:
+        """Take in samples `[n, count]` of the states at steps `at` (one, or `[n]`) of rows `[n]`, no state twice."""
         samples = samples.double().cpu()
         # The first sample is taken off, so that squares of small differences are summed.
         self._shift[rows, at] = torch.where(self.counts[rows, at] == 0, samples[:, 0], self._shift[rows, at])
@@ -77,18 +77,18 @@ class Returns:
         """`[rows, time + 1]`: continuations of each state; the last state is the one after the last step."""
         return self._values.counts
 
-    def add(self, rows: Tensor, at: int, values: Tensor, actions: Tensor | None) -> None:
-        """Take in continuations from the states before step `at`.
+    def add(self, rows: Tensor, at: Tensor, values: Tensor, actions: Tensor) -> None:
+        """Take in continuations from the states before steps `at`, no state twice.
 
         Args:
             rows: `[n]`, the rows whose states they continue.
-            at: the step.
-            values: `[n, continuations]`, returns from step `at` on.
-            actions: the same from step `at` − 1 on; None where `at` is 0.
+            at: `[n]`, the steps.
+            values: `[n, continuations]`, returns from those steps on.
+            actions: the same from the steps before them on; anything where there is none.
         """
         self._values.add(rows, at, values)
-        if actions is not None:
-            self._actions.add(rows, at - 1, actions)
+        later = at > 0
+        self._actions.add(rows[later], at[later] - 1, actions[later])
 
     def means(self) -> Tensor:
         """Mean return from each state, `[rows, time]`; NaN where none was sampled."""

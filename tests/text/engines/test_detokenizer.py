@@ -185,4 +185,4 @@ def test_stop_strings_see_the_space_and_special_tokens(tokenizer):
     reader = Detokenizer(tokenizer, prompt, skip_special_tokens=False)
     rows = torch.tensor([[*blue, tokenizer.eos_token_id]])
     for stop, found in {" blue": True, "</s>": True, "is": False, "is blue": False, "green": False}.items():
-        assert says_any([stop], rows, [reader]).tolist() == [found]
+        assert says_any([stop], rows.tolist(), [reader]) == [found]

@@ -22,7 +22,7 @@ from tokencredit.processes import Processes
 from tokencredit.runs.folder import write_audit
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
-from tokencredit.text.audit.continuations import Continuations, in_all
+from tokencredit.text.audit.continuations import Continuations, States, in_all, states_of
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
@@ -156,17 +156,16 @@ class Auditor:
         seconds, random = self.settings.seconds, sampler.generator
         # Positions of each row's own: those that rows shared would be chance that no interval over rows holds.
         lengths = scored.rollout.mask.sum(1).cpu()[rows].tolist()
-        states = states_of([spread(length, self.settings.states, random) for length in lengths], lengths)
-        order = [list(states)[i] for i in torch.randperm(len(states), generator=random)]
+        own = [around(spread(length, self.settings.states, random), length) for length in lengths]
+        states, number = states_of(own), 0
+        of_row = {int(row): i for i, row in enumerate(rows)}
         for count in rounds(self.settings.continuations, limited=seconds is not None):
-            for number, at in enumerate(order):
+            for part in sampler.returns(scored, States(rows[states.rows], states.at), count):
+                audited = torch.tensor([of_row[row] for row in part.states.rows.tolist()])
+                returns.add(audited, part.states.at, part.values, part.actions)
+                number += 1
                 if seconds is not None and number > 1 and time.perf_counter() > started + seconds:
                     return
-                own = torch.tensor(states[at])
-                places = {int(row): int(place) for place, row in zip(own, rows[own], strict=True)}
-                for part, sampled, _ in sampler.returns(scored, rows[own], at, count):
-                    to = torch.tensor([places[row] for row in part.tolist()])
-                    returns.add(to, at, sampled[..., at], sampled[..., at - 1] if at else None)
 
     def _estimates(self, credit: Credit, scored: Scored, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
         """The advantages of each estimator, before any whitening, by its label."""
@@ -179,13 +178,9 @@ class Auditor:
             yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
 
 
-def states_of(tokens: list[list[int]], lengths: list[int]) -> dict[int, list[int]]:
-    """Rows by the position of a state: the states before and after each of their tokens, but for those at an end."""
-    found: dict[int, list[int]] = {}
-    for row, (own, length) in enumerate(zip(tokens, lengths, strict=True)):
-        for at in {at for token in own for at in (token, token + 1) if at < length}:
-            found.setdefault(at, []).append(row)
-    return found
+def around(tokens: list[int], length: int) -> list[int]:
+    """Positions of the states before and after these tokens of a completion, but for the one at its end."""
+    return sorted({at for token in tokens for at in (token, token + 1) if at < length})
 
 
 def gathered(processes: Processes, tensors: list[Tensor]) -> list[Tensor]:

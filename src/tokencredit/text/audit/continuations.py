@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,32 @@ from torch import Tensor
 from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+
+
+class States(NamedTuple):
+    """States of completions, `[states]` each: the row of the completion, and the token before which the state is."""
+
+    rows: Tensor
+    at: Tensor
+
+
+def states_of(places: Sequence[Sequence[int]]) -> States:
+    """The states before these tokens of each completion."""
+    pairs = [(row, at) for row, own in enumerate(places) for at in own]
+    rows, at = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
+    return States(rows, at)
+
+
+class Continued(NamedTuple):
+    """Discounted returns of continuations from states, `[states, count]` each."""
+
+    states: States
+    values: Tensor
+    """From the state on."""
+    actions: Tensor
+    """From the token before it on; of a first state the same as `values`."""
+    tokens: int
+    """Tokens that were sampled."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +63,37 @@ class Continuations:
         alone.load_state_dict(credit.state_dict())
         return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator, most)
 
-    def returns(self, scored: Scored, rows: Tensor, at: int, count: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Returns of continuations from the states before token `at` of completions, some rows at a time.
+    def returns(self, scored: Scored, states: States, count: int) -> Iterator[Continued]:
+        """Returns of continuations from states of completions, some states of like position at a time.
 
         Args:
             scored: the completions.
-            rows: those of which there is a token `at`.
-            at: the first token that is sampled anew.
-            count: continuations of each state.
-
-        Yields:
-            Rows, the discounted returns `[rows, count, time]` of their continuations from each token on, and how many
-            tokens were sampled.
+            states: those that are continued, all different.
+            count: continuations of each.
 
         Raises:
             UnusableBatch: a log-probability, KL or reward is not finite.
             RewardError: a reward cannot be had.
         """
-        for part in rows.split(max(self.most // count, 1)):
-            sampled = self._sample(scored, part, at, count)
-            returns = self.credit.returns(sampled, self.scale)
-            tokens = int(sampled.rollout.mask.sum()) - len(sampled.rollout.mask) * at
-            yield part, returns.unflatten(0, (len(part), count)), tokens
+        parts = states.at.argsort(stable=True).split(max(self.most // count, 1))
+        # In a random order, so that an audit whose time is up has not seen the beginnings alone.
+        for i in torch.randperm(len(parts), generator=self.generator).tolist():
+            part = States(states.rows[parts[i]], states.at[parts[i]])
+            sampled = self._sample(scored, part, count)
+            returns = self.credit.returns(sampled, self.scale).cpu().unflatten(0, (-1, count))
+            before, at = (x.clamp(min=0).view(-1, 1, 1).expand(-1, count, 1) for x in (part.at - 1, part.at))
+            tokens = int(sampled.rollout.mask.sum()) - count * int(part.at.sum())
+            yield Continued(part, returns.gather(2, at).squeeze(2), returns.gather(2, before).squeeze(2), tokens)
 
-    def _sample(self, scored: Scored, rows: Tensor, at: int, count: int) -> Scored:
+    def _sample(self, scored: Scored, states: States, count: int) -> Scored:
         rollout, device, args = scored.rollout, self.pipeline.precision.device, self.credit.args
-        repeated = rows.repeat_interleave(count).to(device)
+        repeated, at = (x.repeat_interleave(count).to(device) for x in (states.rows, states.at))
         prompts = scored.prompts.select(repeated.tolist())
         uniforms = torch.rand(len(repeated), args.rollout.max_new_tokens, generator=self.generator)
-        started = rollout.response_ids[repeated, :at]
+        started = [rollout.response_ids[row, :begun] for row, begun in zip(repeated.tolist(), at.tolist(), strict=True)]
         sampled = self.pipeline.engine.generate(prompts, args.rollout, uniforms, count, started)
-        sampled.logprobs[:, :at] = rollout.logprobs[repeated, :at]
+        kept, own = (torch.arange(x.shape[1], device=device) < at.unsqueeze(1) for x in (sampled.mask, rollout.mask))
+        sampled.logprobs[kept] = rollout.logprobs[repeated][own]
         texts = sampled.texts(self.pipeline.tokenizer)
         return self.pipeline.score(prompts, args.rollout, sampled, texts, bootstrap=args.advantage.bootstrap)
 

@@ -9,7 +9,7 @@ import torch
 from tokencredit.audit.sampling import generator, spread
 from tokencredit.audit.truth import Returns
 from tokencredit.learn.experience import Experience
-from tokencredit.text.audit.continuations import Continuations, in_all
+from tokencredit.text.audit.continuations import Continuations, in_all, states_of
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit
 from tokencredit.text.pipeline import Pipeline
@@ -49,14 +49,10 @@ def with_continuations(
 
     def sample() -> None:
         nonlocal tokens
-        chosen: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths.tolist()):
-            for at in spread(length, args.critic.continued_states, random):
-                chosen.setdefault(at, []).append(row)
-        for at, rows in sorted(chosen.items()):
-            for part, returns, sampled in sampler.returns(scored, torch.tensor(rows), at, args.critic.continuations):
-                found.add(part, at, returns[..., at], None)
-                tokens += sampled
+        chosen = [spread(length, args.critic.continued_states, random) for length in lengths.tolist()]
+        for part in sampler.returns(scored, states_of(chosen), args.critic.continuations):
+            found.add(*part.states, part.values, part.actions)
+            tokens += part.tokens
 
     in_all(processes, scored, sample)
     means = found.means().to(experience.returns.device, experience.returns.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,7 +81,7 @@ class Engine(Protocol):
         settings: SamplingConfig,
         uniforms: Tensor,
         per_prompt: int = 1,
-        started: Tensor | None = None,
+        started: Sequence[Tensor] | None = None,
     ) -> Rollout:
         """Sample a completion for each row of prompts.
 
@@ -93,9 +94,9 @@ class Engine(Protocol):
             uniforms: `[batch, settings.max_new_tokens]`, in [0, 1): the randomness. An engine that draws by itself
                 takes its seeds from them.
             per_prompt: consecutive rows with the same prompt; it divides the batch.
-            started: `[batch, begun]`, first tokens of the completions, the same in rows of one prompt, after which
-                sampling goes on: each completion is as long, and ends, as if it had drawn them. Their log-probs in the
-                rollout need not be filled in. None for none.
+            started: first tokens of each completion, the same in rows of one prompt, after which sampling goes on:
+                each completion is as long, and ends, as if it had drawn them. Their log-probs in the rollout need not
+                be filled in. None for none.
         """
 
     def weights_changed(self) -> None:

@@ -35,7 +35,7 @@ class LocalEngine:
         settings: SamplingConfig,
         uniforms: Tensor,
         per_prompt: int = 1,
-        started: Tensor | None = None,
+        started: Sequence[Tensor] | None = None,
     ) -> Rollout:
         """Sample with a KV cache; in bfloat16, where that differs from a full pass, evaluate the texts once more."""
         with self.precision.no_grad():
@@ -47,7 +47,7 @@ class LocalEngine:
                 self.tokenizer,
                 self.end_ids,
                 per_prompt,
-                None if started is None else started.to(self.precision.device),
+                None if started is None else [tokens.to(self.precision.device) for tokens in started],
             )
             if not self.precision.half:
                 return rollout

@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -31,21 +30,32 @@ CONTEXT = 16
 class Decoding:
     """Completions that grow by a token per step, and the rows that are still going."""
 
-    def __init__(self, started: Tensor, settings: SamplingConfig, ends: Tensor, readers: Sequence[Detokenizer]):
+    def __init__(
+        self,
+        uniforms: Tensor,
+        started: Sequence[Tensor],
+        settings: SamplingConfig,
+        ends: Tensor,
+        readers: Sequence[Detokenizer],
+    ):
         """Begin with nothing drawn.
 
         Args:
-            started: `[batch, begun]`, the tokens that stand already.
+            uniforms: `[batch, time]`, the randomness of at most so many tokens.
+            started: the tokens of each completion that stand already.
             settings: how to draw and when to stop.
             ends: tokens that end a completion.
             readers: of each completion, if texts can end it.
         """
-        (batch, begun), device = started.shape, ends.device
-        shape = (batch, settings.max_new_tokens)
+        (batch, self.limit), device = uniforms.shape, ends.device
+        shape = uniforms.shape
+        self.uniforms = uniforms
         self.settings, self.ends, self.readers = settings, ends, readers
         self.response_ids = torch.full(shape, int(ends[0]), device=device)
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.response_ids[:, :begun], self.mask[:, :begun] = started, True
+        self.lengths = torch.tensor([len(tokens) for tokens in started], device=device)
+        self.mask |= torch.arange(shape[1], device=device) < self.lengths.unsqueeze(1)
+        self.response_ids[self.mask] = torch.cat(list(started))
         self.logprobs = torch.zeros(shape, device=device)
         self.values: Tensor | None = None
         self.entropy = torch.zeros(shape, device=device) if settings.filters() else None
@@ -53,37 +63,53 @@ class Decoding:
         self.rows = torch.arange(batch, device=device)
         self.warpers = logits_warpers(settings)
 
-    def draw(self, step: int, logits: Tensor, uniforms: Tensor, inputs: Tensor) -> Tensor:
-        """Draw a token for each row that is still going, and write it down with its log-probability; returns them."""
+    def draw(self, logits: Tensor, inputs: Tensor, values: Tensor | None) -> Tensor:
+        """Draw a token for each row that is still going, and write it down.
+
+        Args:
+            logits: `[rows, vocabulary]`.
+            inputs: the tokens that were read, for filters.
+            values: `[rows]`, of the states before the tokens, if they are known.
+
+        Returns:
+            The tokens, `[rows]`.
+        """
         settings, rows = self.settings, self.rows
+        steps = self.lengths[rows]
         distribution = torch.log_softmax(logits / settings.temperature, dim=-1)
         allowed = distribution
-        if step < settings.min_new_tokens:
-            allowed = allowed.index_fill(-1, self.ends, -torch.inf)
+        if settings.min_new_tokens:
+            early = (steps < settings.min_new_tokens).unsqueeze(-1)
+            allowed = torch.where(early, allowed.index_fill(-1, self.ends, -torch.inf), allowed)
         for warper in self.warpers:
             allowed = warper(inputs, allowed)
-        tokens = draw(allowed, uniforms[rows, step])
-        self.response_ids[rows, step] = tokens
-        self.mask[rows, step] = True
-        self.logprobs[rows, step] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        tokens = draw(allowed, self.uniforms[rows, steps])
+        self.response_ids[rows, steps] = tokens
+        self.mask[rows, steps] = True
+        self.logprobs[rows, steps] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         if self.entropy is not None:
-            self.entropy[rows, step] = torch.special.entr(distribution.exp()).sum(-1)
+            self.entropy[rows, steps] = torch.special.entr(distribution.exp()).sum(-1)
+        if values is not None:
+            self.values = torch.zeros_like(self.logprobs) if self.values is None else self.values
+            self.values[rows, steps] = values
+        self.lengths[rows] += 1
         return tokens
 
-    def keep_values(self, step: int, values: Tensor) -> None:
-        """Write down the values of the states before this step's tokens."""
-        if self.values is None:
-            self.values = torch.zeros_like(self.logprobs)
-        self.values[self.rows, step] = values
-
-    def ended(self, step: int, tokens: Tensor) -> Tensor:
-        """True for each row that ends with this step's token."""
-        settings = self.settings
+    def keep(self, tokens: Tensor) -> Tensor:
+        """Let go of the rows that these tokens, just drawn, end; returns which of them go on."""
+        settings, rows = self.settings, self.rows
+        lengths = self.lengths[rows]
         ended = torch.isin(tokens, self.ends) if settings.stop_at_eos else torch.zeros_like(tokens, dtype=torch.bool)
-        if settings.stop and step + 1 >= settings.min_new_tokens:
-            readers = [self.readers[row] for row in self.rows.tolist()]
-            ended |= says_any(settings.stop, self.response_ids[self.rows, : step + 1], readers)
-        return ended
+        if settings.stop:
+            readers = [self.readers[row] for row in rows.tolist()]
+            drawn = zip(self.response_ids[rows].tolist(), lengths.tolist(), strict=True)
+            texts = [ids[:length] for ids, length in drawn]
+            said = torch.tensor(says_any(settings.stop, texts, readers), device=ended.device)
+            ended |= said & (lengths >= settings.min_new_tokens)
+        self.truncated[rows[ended]] = False
+        going = ~ended & (lengths < self.limit)
+        self.rows = rows[going]
+        return going
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
         """What was drawn, its time axis as long as the longest completion."""
@@ -146,7 +172,7 @@ def sample(
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
     per_prompt: int = 1,
-    started: Tensor | None = None,
+    started: Sequence[Tensor] | None = None,
 ) -> Rollout:
     """Sample a completion for each prompt, by inverse-CDF sampling with one uniform number per token.
 
@@ -161,31 +187,41 @@ def sample(
         tokenizer: reads what was written so far, where a text may end it.
         end_ids: tokens that end a completion.
         per_prompt: consecutive rows with the same prompt, which is then read once; it divides `batch`.
-        started: `[batch, begun]`, first tokens of the completions, the same in rows of one prompt; their log-probs and
-            values are 0 in the rollout. None for none.
+        started: first tokens of each completion, the same in rows of one prompt; their log-probs and values are 0 in
+            the rollout. None for none.
     """
     batch, limit = uniforms.shape
     readers = stop_readers(prompts, tokenizer) if settings.stop else []
-    started = prompts.ids.new_zeros(batch, 0) if started is None else started
-    begun = started.shape[1]
-    state = Decoding(started, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
+    started = [prompts.ids.new_zeros(0)] * batch if started is None else started
+    state = Decoding(uniforms, started, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
     critic = model.critic if isinstance(model.critic, Critic) and model.critic.reads_last else None
-    inputs = torch.cat([prompts.ids, started], dim=1)
-    steps = CachedSteps(model, pad(prompts.mask, (0, begun), value=True), limit - begun)
-    for step in range(begun, limit):
-        hidden = steps.next(inputs) if step > begun else steps.prompts(inputs, per_prompt)
-        tokens = state.draw(step, model.logits(hidden), uniforms, inputs)
-        if critic is not None:
-            state.keep_values(step, critic(hidden))
-        ended = state.ended(step, tokens)
-        if ended.any():
-            state.truncated[state.rows[ended]] = False
-            state.rows, tokens = state.rows[~ended], tokens[~ended]
-            if len(tokens) == 0:
-                break
-            steps.keep(~ended)
-        inputs = tokens.unsqueeze(-1)
-    return state.rollout(prompts)
+    inputs, mask = continued(prompts, started)
+    steps = CachedSteps(model, mask, limit - min(len(tokens) for tokens in started))
+    hidden = steps.prompts(inputs, per_prompt)
+    while True:
+        values = None if critic is None else critic(hidden)
+        tokens = state.draw(model.logits(hidden), inputs, values)
+        going = state.keep(tokens)
+        if not going.all():
+            if not going.any():
+                return state.rollout(prompts)
+            steps.keep(going)
+        inputs = tokens[going].unsqueeze(-1)
+        hidden = steps.next(inputs)
+
+
+def continued(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Token ids of prompts with the first tokens of their completions, padded on the left, and their mask."""
+    longest = max(len(tokens) for tokens in started)
+    rows = [
+        (prompt.new_zeros(longest - len(tokens)), prompt, own, tokens)
+        for prompt, own, tokens in zip(prompts.ids, prompts.mask, started, strict=True)
+    ]
+    ids = torch.stack([torch.cat([padding, prompt, tokens]) for padding, prompt, _, tokens in rows])
+    mask = torch.stack(
+        [torch.cat([padding.bool(), own, torch.ones_like(tokens).bool()]) for padding, _, own, tokens in rows]
+    )
+    return ids, mask
 
 
 def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:
@@ -209,10 +245,10 @@ def stop_readers(prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase) -> li
     return [Detokenizer(tokenizer, ids[own][-CONTEXT:].tolist(), skip_special_tokens=False) for ids, own in rows]
 
 
-def says_any(stops: Sequence[str], ids: Tensor, readers: Sequence[Detokenizer]) -> Tensor:
+def says_any(stops: Sequence[str], rows: Sequence[Sequence[int]], readers: Sequence[Detokenizer]) -> list[bool]:
     """Which rows of token ids contain one of the texts."""
-    texts = [reader.text(row) for reader, row in zip(readers, ids.tolist(), strict=True)]
-    return torch.tensor([any(stop in text for stop in stops) for text in texts], device=ids.device)
+    texts = [reader.text(ids) for reader, ids in zip(readers, rows, strict=True)]
+    return [any(stop in text for stop in stops) for text in texts]
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
