@@ -288,7 +288,7 @@ def test_a_critic_without_weight_in_the_loss_learns_in_its_own_steps_alone(tmp_p
     trainer.iteration(1)
     learned = {name: x.clone() for name, x in trainer.agent.critic_parts().state_dict().items()}
     assert not torch.equal(learned["1.weight"], before)
-    trainer.learner.settings = replace(trainer.learner.settings, critic_epochs=0)
+    trainer.learner.critic.settings = replace(trainer.learner.settings, critic_epochs=0)
     trainer.iteration(2)
     assert all(torch.equal(x, learned[name]) for name, x in trainer.agent.critic_parts().state_dict().items())
 

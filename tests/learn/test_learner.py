@@ -11,10 +11,10 @@ from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss
 from tokencredit.core.masked import whiten
 from tokencredit.core.projection import TokenStats
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.learner import Learner, NonFiniteUpdate, UpdateSettings
-from tokencredit.learn.metrics import ratios
+from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss, Objective, Passes, PolicyOutputs
 from tokencredit.learn.optim import schedule
+from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings, ratios
 from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import read_checkpoint, write_manifest, write_process, write_state
 
@@ -378,7 +378,7 @@ def test_micro_batches_change_no_step_of_the_critic_alone(world, tokens):
     for budget in (None, tokens):
         policy.value.data = experience.values.new_zeros(STATES)
         learner.generator.manual_seed(0)
-        learner.settings = replace(learner.settings, micro_batch_tokens=budget)
+        learner.settings = learner.critic.settings = replace(learner.settings, micro_batch_tokens=budget)
         learner.update(experience)
         values.append(policy.value.detach().clone())
     torch.testing.assert_close(*values)
@@ -426,7 +426,7 @@ def test_pretraining_is_at_the_full_rate_without_a_clip_and_the_critics_alone(wo
     for factor in (0.01, 1.0):
         policy.load_state_dict(start)
         learner = learner_of(policy, objective, epochs=3, minibatches=2)
-        learner.optimizer = torch.optim.AdamW(groups)
+        learner.optimizer = learner.critic.optimizer = torch.optim.AdamW(groups)
         learner.schedule = lambda step, factor=factor: factor
         learner.set_rates(1)
         metrics = learner.pretrain_critic(experience)
@@ -514,7 +514,7 @@ def test_what_a_damaged_experience_holds_does_not_stay_in_the_buffer(world):
     broken.returns[3, 0] = math.nan
     assert learner.update(broken, on_step=lambda *_: None)["bad_steps"] == 2
     assert learner.update(experience)["critic_steps"] == 2
-    learner.buffer.experiences[0].returns[0] = math.inf
+    learner.critic.buffer.experiences[0].returns[0] = math.inf
     errors = []
     learner.update(experience, on_step=lambda minibatch, error: errors.append(error))
     assert [(error.term, error.row) for error in errors if error] == [("value loss of an earlier batch", None)]

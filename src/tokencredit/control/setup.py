@@ -8,9 +8,10 @@ from torch import nn
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
 from tokencredit.errors import ConfigError
-from tokencredit.learn.learner import Learner, UpdateSettings
+from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.update import UpdateSettings
 from tokencredit.processes import Processes
 from tokencredit.settings.control import AgentConfig, ControlConfig
 

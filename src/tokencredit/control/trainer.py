@@ -20,10 +20,10 @@ from tokencredit.control.setup import build_learner
 from tokencredit.core.masked import moments, whiten
 from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import Experience, critic_metrics
-from tokencredit.learn.learner import NonFiniteUpdate
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import memory_of
 from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.learn.update import NonFiniteUpdate
 from tokencredit.processes import Processes, threads
 from tokencredit.report.page import LARGEST, write_report
 from tokencredit.runs.loop import State, run

@@ -4,69 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokencredit.core.masked import whiten
-from tokencredit.learn.experience import Experience, ReturnBuffer, like_lengths
+from tokencredit.learn.critic_steps import CriticSteps, unclipped
+from tokencredit.learn.experience import Experience, like_lengths
 from tokencredit.learn.histogram import follow_returns, histogram_heads
-from tokencredit.learn.metrics import StepRecord, ratios, update_metrics
 from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
 from tokencredit.learn.rng import from_text, to_text
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.stopping import past_target_kl
+from tokencredit.learn.update import (
+    NonFiniteUpdate,
+    OnStep,
+    StepRecord,
+    UpdateSettings,
+    drop_gradients,
+    minibatches,
+    raise_non_finite,
+    ratios,
+    update_metrics,
+)
 from tokencredit.processes import Processes
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    """How an update goes through an experience."""
-
-    epochs: int = 4
-    """Passes over the experience."""
-    minibatches: int = 4
-    """Optimizer steps per pass."""
-    critic_epochs: int = 0
-    """Further passes, after these, in which only the critic's own parameters learn, from the value loss alone."""
-    critic_buffer: int = 0
-    """Earlier experiences that take part in those passes."""
-    micro_batch_tokens: int | None = None
-    """The most tokens in memory at once, padding included; None for no limit. It changes no gradient."""
-    whiten_minibatches: bool = False
-    """Whiten the advantages of each minibatch (Huang et al. 2022, "The 37 implementation details of PPO", detail 7)."""
-    target_kl: float | None = None
-    """End the update before a step whose minibatch is further than this from the sampling policy, in nats per token by
-    k3; None never does."""
-    max_grad_norm: float | None = None
-    """Largest norm of the gradient; None for no limit."""
-    grad_norm_type: float = 2.0
-    """2 for the L2 norm, inf for the largest element."""
-
-
-class NonFiniteUpdate(ArithmeticError):
-    """A loss or gradient that is NaN or infinite; the optimizer step was not taken.
-
-    `row` is the first row of the experience at which `term` is not finite, or None when only the gradient is not.
-    """
-
-    def __init__(self, term: str, row: int | None):
-        super().__init__(f"{term} is not finite")
-        self.term, self.row = term, row
-
-
-OnStep = Callable[[Experience, NonFiniteUpdate | None], None]
-"""Called after each minibatch with None, or with the error that made the step be skipped."""
-
-
-def raise_non_finite(minibatch: Experience, error: NonFiniteUpdate | None) -> None:
-    """End the update if a step was skipped."""
-    if error is not None:
-        raise error
 
 
 class Learner:
@@ -99,8 +64,8 @@ class Learner:
         self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
         self.schedule, self.generator, self.processes = schedule, generator, processes
         self.wrapped = processes.wrap(model)
-        self._evaluate, self._critic, critic_inputs = passes
-        self.buffer = ReturnBuffer(settings.critic_buffer, critic_inputs)
+        self._evaluate = passes.evaluate
+        self.critic = CriticSteps(passes, optimizer, settings, generator, processes, self._locate)
         self.histograms = histogram_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.training_modules = training_modules(model)
@@ -138,7 +103,7 @@ class Learner:
         bad_steps = 0
         follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
-            for rows in self._minibatches(experience, settings.epochs):
+            for rows in self._rows(experience):
                 minibatch = self._whitened(experience.select(rows))
                 record, grad_norm = self._gradient(minibatch, frozen)
                 if not self.processes.all(math.isfinite(sum(float(micro.loss) for micro in record) + grad_norm)):
@@ -153,8 +118,8 @@ class Learner:
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
                 on_step(minibatch, None)
-            passes = self._critic_passes(experience, self.objective)
-            critic, bad_critic_steps = self._critic_steps(experience, passes, on_step)
+            passes = self.critic.passes(experience, self.objective)
+            critic, bad_critic_steps = self.critic.take(experience, passes, on_step)
         drop_gradients(self.parameters)  # they are as large as the weights, and sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
@@ -181,26 +146,17 @@ class Learner:
         set_rates(self.optimizer, 1.0)
         follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
-            joint = self.settings.epochs if self.objective.value_coef > 0 else 0
-            passes = [(experience, self._unclipped())] * joint + self._critic_passes(experience, self._unclipped())
-            metrics, bad_steps = self._critic_steps(experience, passes, on_step)
+            joint, objective = self.settings.epochs if self.objective.value_coef > 0 else 0, unclipped(self.objective)
+            passes = [(experience, objective)] * joint + self.critic.passes(experience, objective)
+            metrics, bad_steps = self.critic.take(experience, passes, on_step)
         drop_gradients(self.parameters)
         return metrics | {"bad_steps": bad_steps}
-
-    def _critic_passes(self, experience: Experience, objective: Objective) -> list[tuple[Experience, Objective]]:
-        """The passes of the critic alone: earlier experiences, without a clip, for which their values are too old."""
-        earlier = [(each, self._unclipped()) for each in self.buffer.experiences]
-        return [*earlier, (experience, objective)] * self.settings.critic_epochs
-
-    def _unclipped(self) -> Objective:
-        """The objective without a clip of the value loss."""
-        return replace(self.objective, value_clip=None)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What training has made: weights and moments, which all processes share, and this process's own generator."""
         shared = {"weights": trained_weights(self.model), "optimizer": optimizer_state(self.optimizer)}
         own = {"shuffling": to_text(self.generator.get_state())}
-        return shared, own | ({"buffer": self.buffer.state()} if self.settings.critic_buffer else {})
+        return shared, own | ({"buffer": self.critic.buffer.state()} if self.settings.critic_buffer else {})
 
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Go on from what `state` gave.
@@ -212,17 +168,12 @@ class Learner:
         load_optimizer_state(self.optimizer, shared["optimizer"])
         self.generator.set_state(from_text(own["shuffling"]))
         if self.settings.critic_buffer:
-            self.buffer.load(own["buffer"], self.processes.device)
+            self.critic.buffer.load(own["buffer"], self.processes.device)
 
-    def _minibatches(self, experience: Experience, epochs: int) -> Iterator[Tensor]:
-        """Rows of each minibatch, but for those without a token in the loss in any process.
-
-        A step on nothing would not be nothing: momentum and weight decay alone would move the weights.
-        """
-        for _ in range(epochs):
-            for rows in experience.minibatches(self.settings.minibatches, self.generator):
-                if self.processes.sum(experience.mask[rows].sum()) > 0:
-                    yield rows
+    def _rows(self, experience: Experience) -> Iterator[Tensor]:
+        """Rows of the minibatches of all joint steps."""
+        for _ in range(self.settings.epochs):
+            yield from minibatches(experience, self.settings.minibatches, self.generator, self.processes)
 
     def _whitened(self, minibatch: Experience) -> Experience:
         if not self.settings.whiten_minibatches:
@@ -265,56 +216,6 @@ class Learner:
         self.processes.backward(total)
         return StepRecord(total.detach(), parts, now.logprobs, part.logprobs, part.mask)
 
-    def _critic_steps(
-        self, experience: Experience, passes: Iterable[tuple[Experience, Objective]], on_step: OnStep
-    ) -> tuple[dict[str, float], int]:
-        """Take the steps of the critic alone; returns their metrics, and how many were skipped.
-
-        Args:
-            experience: the new one.
-            passes: what each pass goes through, and the objective whose value loss it minimises.
-            on_step: as in `update`.
-        """
-        losses: list[float] = []
-        bad_steps = 0
-        for source, objective in passes:
-            for rows in self._minibatches(source, 1):
-                minibatch, new = source.select(rows), source is experience
-                loss, grad_norm = self._critic_gradient(minibatch, objective)
-                if not self.processes.all(math.isfinite(loss + grad_norm)):
-                    bad_steps += 1
-                    earlier = NonFiniteUpdate("value loss of an earlier batch", None)
-                    on_step(minibatch, self._locate(experience, rows) if new else earlier)
-                    continue
-                self.optimizer.step()  # leaves parameters without a gradient as they are, moments and decay included
-                losses.append(loss)
-                on_step(minibatch, None)
-        if self.settings.critic_buffer and not bad_steps:
-            self.buffer.add(experience)
-        if not losses:
-            return {}, bad_steps
-        last = losses[-self.settings.minibatches :]
-        return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
-
-    def _critic_gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
-        """Put the gradient of the value loss, clipped, into the critic's own parameters; returns the loss and its norm.
-
-        The model's wrapper, which waits for the gradient of every parameter, has no part in it.
-        """
-        assert self._critic is not None
-        drop_gradients(self.parameters)
-        count = self.processes.sum(objective.count(minibatch.mask))
-        losses = []
-        for rows in like_lengths(minibatch.lengths, self.settings.micro_batch_tokens):
-            part = minibatch.select(rows)
-            loss = MicroBatchLoss(objective, part, count).value_loss(self._critic(part.inputs))
-            loss.backward()
-            losses.append(loss.detach())
-        self.processes.sum_gradients(self.parameters)
-        limit, kind = self.settings.max_grad_norm, self.settings.grad_norm_type
-        norm = clip_gradients(self.parameters, limit, kind)
-        return float(self.processes.sum(torch.stack(losses).sum())), float(norm)
-
     @torch.no_grad()
     def _locate(self, experience: Experience, rows: Tensor) -> NonFiniteUpdate:
         """Find the row and the part of its loss that is not finite, by looking at a failed minibatch's rows singly."""
@@ -326,9 +227,3 @@ class Learner:
                 if not value.isfinite():
                     return NonFiniteUpdate(name.removesuffix("_in_update").replace("_", " "), int(row))
         return NonFiniteUpdate("gradient", None)
-
-
-def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Free the memory of gradients."""
-    for parameter in parameters:
-        parameter.grad = None

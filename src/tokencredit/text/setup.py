@@ -9,10 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.learn.learner import Learner, UpdateSettings
+from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.state import trainable
+from tokencredit.learn.update import UpdateSettings
 from tokencredit.processes import Processes
 from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.text import PPOConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokencredit.errors import OutOfMemory, RunStopped
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.learner import NonFiniteUpdate
+from tokencredit.learn.update import NonFiniteUpdate
 from tokencredit.processes import out_of_memory
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.untrusted import visible

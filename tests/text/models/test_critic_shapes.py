@@ -12,7 +12,7 @@ from transformers import (
 
 from tokencredit import load
 from tokencredit.errors import ConfigError
-from tokencredit.learn.learner import UpdateSettings
+from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import OptimConfig, RolloutConfig, RunConfig, SamplingConfig, UpdateConfig
@@ -325,10 +325,10 @@ def test_a_members_gradient_is_that_of_a_critic_on_its_rows(tmp_path):
         nn.init.normal_(critic.head.weight)
     _, experience = trainer.credit.give(trainer.collect())
     learner, tokens, gradients = trainer.learner, [], []
-    learner.settings = UpdateSettings(minibatches=1, micro_batch_tokens=24)
+    learner.critic.settings = UpdateSettings(minibatches=1, micro_batch_tokens=24)
     member = experience.inputs["member"]
     for rows in (experience, experience.select(member == 0), experience.select(member == 1)):
-        learner._critic_gradient(rows, learner.objective)
+        learner.critic.gradient(rows, learner.objective)
         tokens.append(rows.mask.sum())
         gradients.append([[p.grad * tokens[-1] for p in x.parameters()] for x in trainer.policy.critic.members])
     for number in (0, 1):
