@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test fast lint types format benchmark bench families chaos doctor study truth findings world
+.PHONY: install train test fast lint types format benchmark bench families chaos doctor study truth beside-trl findings world
 
 install: .venv/installed
 
@@ -54,6 +54,10 @@ study: install
 # Is the credit true? The main job with several critics, audited while it trains: three minutes a run on one core.
 truth: install
 	$(BIN)/python benchmarks/truth.py
+
+# The main job by TRL, whose KL stands beside ours in docs/findings.md: a minute and a half a run.
+beside-trl: .trl-venv/installed
+	.trl-venv/bin/python benchmarks/beside_trl.py
 
 # The figures and tables of docs/findings.md, from the committed metrics in benchmarks/findings-data.
 findings: install

@@ -139,10 +139,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     options = parser.parse_args()
     kept = json.loads(DATA.read_text()) if DATA.is_file() else {}
+    runs = kept.setdefault("TRL 1.9.2", {})
     for seed in options.seeds:
-        if str(seed) not in kept:
+        if str(seed) not in runs:
             with tempfile.TemporaryDirectory() as folder:
-                kept[str(seed)] = run(seed, folder)
+                runs[str(seed)] = run(seed, folder)
             DATA.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
     return 0
 

@@ -87,9 +87,15 @@ def reached(run: Run, what: str) -> float:
     return math.nan
 
 
+def spent(run: Run, what: str) -> float:
+    """KL per sequence where the reward first reached a height; both are means over the same five iterations."""
+    number = reached(run, what)
+    return average(run["kl"][int(number) - LATELY : int(number)]) if math.isfinite(number) else math.nan
+
+
 def lately(run: Run, metric: str) -> float:
     """The mean over the last five iterations."""
-    return average(run[metric][-LATELY:])
+    return average(run.get(metric, [])[-LATELY:])
 
 
 def average(values: Sequence[float | None]) -> float:
@@ -377,6 +383,8 @@ def tables(found: Studies) -> dict[str, str]:
         "KL at the end": (lately, "kl"),
         "log-probability under the reference": (lately, "ref_logprob"),
         "iterations to a reward of 0.9": (reached, "0.9"),
+        "KL at a reward of 0.75": (spent, "0.75"),
+        "KL at a reward of 0.9": (spent, "0.9"),
     }
     lambdas = {
         f"λ = {name}": (audited, f"10 {label}")
@@ -392,7 +400,7 @@ def tables(found: Studies) -> dict[str, str]:
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     return {
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
-        "course": table(compared, course, base="default"),
+        "course": table({**compared, **found["beside-trl"]}, course, base="default"),
         "lambdas": table({name: runs for name, runs in compared.items() if was_audited(runs)}, lambdas),
         "kl": table(sentiment, rewards, base="base"),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),

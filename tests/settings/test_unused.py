@@ -32,6 +32,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
     ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),
     ("text", {"critic.pretrain": 2, "critic.coef": 0}, "critic.pretrain", "without critic.coef or critic.epochs"),
+    ("text", {"critic.pretrain_scale": 2.0}, "critic.pretrain_scale", "without critic.pretrain"),
     *[
         (world, {f"critic.{key}": value, "critic.coef": 0}, f"critic.{key}", "without critic.coef or critic.epochs")
         for world, key, value in [

@@ -127,14 +127,17 @@ class Learner:
         metrics = update_metrics(records, self.objective.clip, self.processes)
         return metrics | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
 
-    def pretrain_critic(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
+    def pretrain_critic(
+        self, experience: Experience, *, scale: float = 1.0, on_step: OnStep = raise_non_finite
+    ) -> dict[str, float]:
         """Take steps of the critic alone towards the returns of one rollout, as many as it takes in an update.
 
-        At full learning rates, whatever the schedule, and without a clip of the value loss, which would slow down a
-        critic that has far to go. Only the critic's own parameters change.
+        Whatever the schedule, and without a clip of the value loss, which would slow down a critic that has far to go.
+        Only the critic's own parameters change.
 
         Args:
             experience: this process's share of the rollout.
+            scale: factor of the full learning rates.
             on_step: as in `update`.
 
         Returns:
@@ -143,7 +146,8 @@ class Learner:
         Raises:
             NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
         """
-        set_rates(self.optimizer, 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = scale * group["initial_lr"]
         follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
             joint, objective = self.settings.epochs if self.objective.value_coef > 0 else 0, unclipped(self.objective)

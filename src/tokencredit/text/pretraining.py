@@ -21,7 +21,7 @@ from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.stages import Stages, count_step
 
 FILE = "pretrain.jsonl"
-PATIENCE, RISE = 5, 0.01
+PATIENCE, RISE = 10, 0.01
 """It ends after so many batches in a row whose explained variance is not above the best one by so much.
 
 They count once a batch is explained by more than `RISE`: over long texts a critic learns for some batches before that.
@@ -111,7 +111,11 @@ class Pretraining:
             tokens, returns, reward = processes.sum(sums).tolist()
             row |= {"return_mean": returns / tokens, "reward": reward / settings.batch_size, "tokens": tokens}
             with self.stages("update"):
-                row |= self.learner.pretrain_critic(experience, on_step=partial(count_step, self.record, 0, scored))
+                row |= self.learner.pretrain_critic(
+                    experience,
+                    scale=self.args.critic.pretrain_scale,
+                    on_step=partial(count_step, self.record, 0, scored),
+                )
             self.pipeline.engine.weights_changed()
         row["seconds"] = time.perf_counter() - began
         if self.record.main:
