@@ -28,8 +28,10 @@ from tokencredit.settings.yaml import flat
 DATA = Path(__file__).parent / "findings-data" / "truth.json"
 AT = (5, 10, 20, 40)
 """Iterations after which credit is audited."""
-COMPLETIONS, CONTINUATIONS, AT_END = 32, 8, 16
-"""Size of an audit; at the end, where values hardly vary, there are more continuations."""
+COMPLETIONS, STATES = 96, 5
+"""Size of an audit: many completions, since late in a run few of them hold all that values differ by."""
+CONTINUATIONS = {5: 8, 10: 8, 20: 16, 40: 16}
+"""Per state; more of them where values hardly vary."""
 RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml").read_text())
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -73,8 +75,7 @@ class Audits(Callback):
         if number not in AT or trainer.policy.critic is None:  # audits of others say what their estimators are worth
             return
         began = time.perf_counter()
-        continuations = AT_END if number == AT[-1] else CONTINUATIONS
-        settings = AuditConfig(every=1, completions=COMPLETIONS, continuations=continuations, states=None)
+        settings = AuditConfig(every=1, completions=COMPLETIONS, continuations=CONTINUATIONS[number], states=STATES)
         self.found[number] = replace(trainer.auditor, settings=settings, group=8).audit(number).judge(trainer.processes)
         self.apart += time.perf_counter() - began
 
