@@ -35,6 +35,8 @@ DATA = Path(__file__).parent / "findings-data" / "beside-trl.json"
 WORLD = Path(__file__).parents[1] / "src" / "tokencredit" / "demo" / "reviews"
 PROMPT = "This movie was really"
 ITERATIONS, BATCH, TOKENS = 40, 64, 24
+PADDING = 255
+"""A byte that no review holds: the policy gives it 1e-8 per token."""
 
 
 class Judge(nn.Module):
@@ -77,7 +79,8 @@ def run(seed: int, folder: str) -> dict[str, list[float]]:
     """Train once; returns the course of the run."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(WORLD / "policy", padding_side="left")
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})  # the world pads with its end of text, which TRL would not see
+    # TRL takes padding away from texts, so the end of text cannot be it, as in the world, nor a token that is sampled.
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PADDING)
     policy, reference, critic = (
         kind.from_pretrained(WORLD / "policy", dtype=torch.float32, **options)
         for kind, options in (
@@ -86,12 +89,7 @@ def run(seed: int, folder: str) -> dict[str, list[float]]:
             (AutoModelForSequenceClassification, {"num_labels": 1}),
         )
     )
-    for model in (policy, reference, critic):
-        model.resize_token_embeddings(len(tokenizer))
-        model.config.pad_token_id = tokenizer.pad_token_id
-    with torch.no_grad():  # the padding is no word: what its random embedding would give it is taken from all others
-        for model in (policy, reference):
-            model.get_input_embeddings().weight[tokenizer.pad_token_id] = 0
+    critic.config.pad_token_id = PADDING
     course = Course()
     ids = tokenizer(PROMPT)["input_ids"]
     trainer = PPOTrainer(

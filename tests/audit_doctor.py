@@ -28,7 +28,7 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.trainer import PPOTrainer
 
 CHECKS = {"critic_worse", "critic_flat", "lam_low", "lam_high"}
-AUDIT = AuditConfig(every=1, completions=96, continuations=16, states=None)
+AUDIT = AuditConfig(every=1, completions=64, continuations=32, states=None)
 Head = Callable[[torch.nn.Linear], None]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerFast
 
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_file import with_audit
@@ -31,6 +31,7 @@ from tokencredit.settings.training import (
     RunConfig,
     UpdateConfig,
 )
+from tokencredit.text.audit.continuations import of_like_position
 from tokencredit.text.audit.running import audit_run
 from tokencredit.text.audit.targets import with_continuations
 from tokencredit.text.data.prompts import Prompts
@@ -281,6 +282,42 @@ def test_what_is_begun_goes_on_as_if_it_had_been_drawn(name, tmp_path):
         new = part.mask & (torch.arange(part.mask.shape[1]) >= at.unsqueeze(1))
         for x in ("logprobs", "values"):
             torch.testing.assert_close(getattr(part, x)[new], getattr(whole, x)[new], atol=1e-5, rtol=1e-5)
+
+
+def test_states_are_cut_into_parts_of_like_position():
+    at = torch.tensor([5, 0, 9, 1, 6, 0])
+    parts = [at[part].tolist() for part in of_like_position(at, 3, None)]
+    assert parts == [[0, 0, 1], [5, 6, 9]]
+    assert [at[part].tolist() for part in of_like_position(at, 3, 1)] == [[0, 0, 1], [5, 6], [9]]
+    assert [at[part].tolist() for part in of_like_position(at, 9, 0)] == [[0, 0], [1], [5], [6], [9]]
+    assert of_like_position(at[:0], 3, 0) == []
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_continuations_stay_within_the_context(spare, tmp_path):
+    """GPT-Neo's attention has a fixed number of keys, padding included."""
+    config = GPTNeoConfig(
+        vocab_size=5,
+        max_position_embeddings=len(PROMPT) + 12 + spare,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=2,
+        attention_types=[[["global"], 1]],
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    args = PPOConfig(
+        model=ModelConfig(dtype="float32"),
+        prompts=PromptsConfig(text="a b"),
+        rollout=RolloutConfig(batch_size=64, max_new_tokens=12),
+        audit=AuditConfig(every=1, completions=8, continuations=8, states=None),
+        run=RunConfig(dir=str(tmp_path), iterations=1, trackers=[], show_every=0),
+    )
+    trainer = PPOTrainer(GPTNeoForCausalLM(config).eval(), whole, args, processing_class=tokenizer())
+    audit = trainer.auditor.audit(1)
+    assert audit.continuations == 8
+    assert not audit.truth.values[audit.batch.scored.rollout.mask[audit.rows]].isnan().any()
 
 
 def noisy(completion_ids, **_):

@@ -140,8 +140,8 @@ class CriticConfig(CriticTraining):
     before that where the explained variance of new batches has risen and no longer does; it is not counted in
     run.iterations."""
     pretrain_scale: float = setting(1.0, needs="pretrain", above=0)
-    """Factor of the critic's learning rates (`lr`, `trunk_lr`) in the pretraining: above 1 it learns fast from a policy
-    that stays as it is, and forgets less of that later."""
+    """Factor of the critic's learning rates (`lr`, `trunk_lr`) in the pretraining: above 1 it learns fast while the
+    policy stays as it is, at rates that would later make it forget."""
     continuations: int = setting(0, needs=LEARNS, at_least=0)
     """Continuations sampled anew from each of `continued_states` states of a completion, whose mean return the critic
     learns there in place of the one that happened (after VinePPO). Their price: sampled, scored and read by the

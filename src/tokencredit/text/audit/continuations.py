@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
+from tokencredit.text.models.loading import room_for_prompts
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 
 
@@ -26,6 +27,24 @@ def states_of(places: Sequence[Sequence[int]]) -> States:
     pairs = [(row, at) for row, own in enumerate(places) for at in own]
     rows, at = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
     return States(rows, at)
+
+
+def of_like_position(at: Tensor, size: int, apart: int | None) -> list[Tensor]:
+    """Cut states, by their positions `[states]`, into parts of like position; returns the indices of each.
+
+    Args:
+        at: the positions.
+        size: the most states of a part.
+        apart: the most tokens between two of them; None for any number.
+    """
+    order = at.argsort(stable=True)
+    positions, parts, begin = at[order].tolist(), [], 0
+    for end in range(1, len(positions) + 1):
+        far = end < len(positions) and apart is not None and positions[end] - positions[begin] > apart
+        if end == len(positions) or end - begin == size or far:
+            parts.append(order[begin:end])
+            begin = end
+    return parts
 
 
 class Continued(NamedTuple):
@@ -75,7 +94,10 @@ class Continuations:
             UnusableBatch: a log-probability, KL or reward is not finite.
             RewardError: a reward cannot be had.
         """
-        parts = states.at.argsort(stable=True).split(max(self.most // count, 1))
+        # Sampling pads before the text, which some models' context must hold too.
+        room = room_for_prompts(self.pipeline.policy.lm, self.credit.args.rollout.max_new_tokens)
+        apart = None if room is None else room - scored.rollout.prompt_ids.shape[1]
+        parts = of_like_position(states.at, max(self.most // count, 1), apart)
         # In a random order, so that an audit whose time is up has not seen the beginnings alone.
         for i in torch.randperm(len(parts), generator=self.generator).tolist():
             part = States(states.rows[parts[i]], states.at[parts[i]])

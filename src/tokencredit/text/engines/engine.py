@@ -96,7 +96,7 @@ class Engine(Protocol):
             per_prompt: consecutive rows with the same prompt; it divides the batch.
             started: first tokens of each completion, the same in rows of one prompt, after which sampling goes on:
                 each completion is as long, and ends, as if it had drawn them. Their log-probs in the rollout need not
-                be filled in. None for none.
+                be filled in. An engine may hold prompt + longest start + limit − shortest start tokens. None for none.
         """
 
     def weights_changed(self) -> None:

@@ -95,8 +95,8 @@ class Decoding:
         self.lengths[rows] += 1
         return tokens
 
-    def keep(self, tokens: Tensor) -> Tensor:
-        """Let go of the rows that these tokens, just drawn, end; returns which of them go on."""
+    def going(self, tokens: Tensor) -> Tensor:
+        """Which of the rows go on after these tokens, just drawn, and do not end with them."""
         settings, rows = self.settings, self.rows
         lengths = self.lengths[rows]
         ended = torch.isin(tokens, self.ends) if settings.stop_at_eos else torch.zeros_like(tokens, dtype=torch.bool)
@@ -106,10 +106,8 @@ class Decoding:
             texts = [ids[:length] for ids, length in drawn]
             said = torch.tensor(says_any(settings.stop, texts, readers), device=ended.device)
             ended |= said & (lengths >= settings.min_new_tokens)
-        self.truncated[rows[ended]] = False
-        going = ~ended & (lengths < self.limit)
-        self.rows = rows[going]
-        return going
+        self.truncated[rows] = ~ended
+        return ~ended & (lengths < self.limit)
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
         """What was drawn, its time axis as long as the longest completion."""
@@ -188,7 +186,8 @@ def sample(
         end_ids: tokens that end a completion.
         per_prompt: consecutive rows with the same prompt, which is then read once; it divides `batch`.
         started: first tokens of each completion, the same in rows of one prompt; their log-probs and values are 0 in
-            the rollout. None for none.
+            the rollout. Padded on the left to the longest, they take up to `limit` columns more of the context than
+            prompts and completions do. None for none.
     """
     batch, limit = uniforms.shape
     readers = stop_readers(prompts, tokenizer) if settings.stop else []
@@ -199,20 +198,22 @@ def sample(
     steps = CachedSteps(model, mask, limit - min(len(tokens) for tokens in started))
     hidden = steps.prompts(inputs, per_prompt)
     while True:
-        values = None if critic is None else critic(hidden)
-        tokens = state.draw(model.logits(hidden), inputs, values)
-        going = state.keep(tokens)
+        tokens = state.draw(model.logits(hidden), inputs, None if critic is None else critic(hidden))
+        going = state.going(tokens)
         if not going.all():
-            if not going.any():
+            state.rows, tokens = state.rows[going], tokens[going]
+            if len(tokens) == 0:
                 return state.rollout(prompts)
             steps.keep(going)
-        inputs = tokens[going].unsqueeze(-1)
+        inputs = tokens.unsqueeze(-1)
         hidden = steps.next(inputs)
 
 
 def continued(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Token ids of prompts with the first tokens of their completions, padded on the left, and their mask."""
     longest = max(len(tokens) for tokens in started)
+    if longest == 0:
+        return prompts.ids, prompts.mask
     rows = [
         (prompt.new_zeros(longest - len(tokens)), prompt, own, tokens)
         for prompt, own, tokens in zip(prompts.ids, prompts.mask, started, strict=True)

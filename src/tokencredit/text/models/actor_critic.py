@@ -23,7 +23,7 @@ from tokencredit.text.models.critic import Critic, Ensemble
 from tokencredit.text.models.parts import layers_of, output_states, states_after, trunk_of
 
 SHORT = 64
-"""Tokens up to which PyTorch's plain attention trains faster on a CPU than its fused kernel, in bfloat16 by far."""
+"""Tokens up to which PyTorch's plain attention trains faster in bfloat16 on a CPU than its fused kernel."""
 Inputs = dict[str, Tensor]
 """Prompts and their responses, by name:
 
@@ -234,8 +234,8 @@ class ActorCritic(nn.Module):
 
 
 def attention_for(trunk: nn.Module, input_ids: Tensor) -> AbstractContextManager[None]:
-    """A context for a trunk's pass, in which attention trains fastest."""
-    short = input_ids.device.type == "cpu" and torch.is_grad_enabled() and input_ids.shape[1] <= SHORT
+    """A context for a trunk's pass, in which attention trains fastest; passes without gradients compute the same."""
+    short = input_ids.shape[1] <= SHORT and input_ids.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     # Layers that are computed again in the backward pass, outside of this context, would take another kernel.
     if not short or any(getattr(module, "gradient_checkpointing", False) for module in trunk.modules()):
         return nullcontext()
