@@ -3,7 +3,8 @@
     python benchmarks/truth.py [--variants default separate …] [--seeds 1 2 3 4 5]
 
 Each run is a process of its own. Its figures go to benchmarks/findings-data/truth.json, from which `make findings`
-makes the first chapter of docs/findings.md; runs that stand there are not done again. Times are without audits.
+makes the first chapter of docs/findings.md; runs that stand there with the same settings are not done again. Times are
+without audits.
 """
 
 from __future__ import annotations
@@ -84,14 +85,27 @@ def run(variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train and audit one run; returns its figures."""
     settings = {"seed": seed, "run.dir": str(folder), "run.trackers": [], "run.samples": 0}
     audits = Audits()
-    own = dict(VARIANTS[variant])
-    args = PPOConfig.from_dict(flat(own.pop("", {})) | settings | own)
+    args = PPOConfig.from_dict(settings_of(variant) | settings)
     trainer = PPOTrainer(args=args, callbacks=[audits])
     audits.began = time.perf_counter()
     trainer.train()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = {name: [float(f"{row[name]:.4g}") for row in rows] for name in KEPT if name in rows[0]}
-    return metrics | {"clock": [round(x, 2) for x in audits.clock], "audits": summary(audits.found)}
+    clock = [round(x, 2) for x in audits.clock]
+    return {"settings": study_settings(variant)} | metrics | {"clock": clock, "audits": summary(audits.found)}
+
+
+def settings_of(variant: str) -> dict[str, Any]:
+    """The settings of a variant by key, the recipe's included."""
+    own = dict(VARIANTS[variant])
+    return flat(own.pop("", {})) | own
+
+
+def study_settings(variant: str) -> dict[str, Any]:
+    """The settings of a variant and of its audits, as they are kept with its runs."""
+    continuations = {str(number): count for number, count in CONTINUATIONS.items()}
+    audit = {"completions": COMPLETIONS, "states": STATES, "continuations": continuations}
+    return settings_of(variant) | {"audit": audit}
 
 
 def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -126,7 +140,7 @@ def main() -> int:
     kept = json.loads(options.out.read_text()) if options.out.is_file() else {}
     for seed in options.seeds:
         for variant in options.variants:
-            if str(seed) in kept.get(variant, {}):
+            if kept.get(variant, {}).get(str(seed), {}).get("settings") == study_settings(variant):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "figures.json"
