@@ -145,7 +145,7 @@ ILL: dict[str, list[Case]] = {
 """The run, the change of its critic, and its λ, by the check that names them."""
 HEALTHY: list[Case] = [("vowels", None, 0.5), ("vowels", None, 0.0), ("odd", None, 0.0), ("plain", None, 0.95)]
 REWARDS = {"vowels": vowels, "odd": odd}
-LENGTHS = {"vowels": 8, "odd": 12}
+LENGTHS = {"vowels": 8, "odd": 16}
 """Tokens of each text; the more follow a token, the more luck there is in what λ = 1 credits to it."""
 
 
