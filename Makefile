@@ -55,7 +55,7 @@ study: install
 truth: install
 	$(BIN)/python benchmarks/truth.py
 
-# The main job by TRL, whose KL stands beside ours in docs/findings.md: a minute and a half a run.
+# The main job by TRL, whose KL stands beside ours in docs/findings.md: about two minutes per run on one core.
 beside-trl: .trl-venv/installed
 	.trl-venv/bin/python benchmarks/beside_trl.py
 

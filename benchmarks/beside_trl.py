@@ -3,9 +3,9 @@
     TRL_PYTHON benchmarks/beside_trl.py [--seeds 1 2 3 4 5]
 
 Runs in an environment with `torch==2.13.0 trl==1.9.2`, with the main job's settings: 40 iterations of 64 completions of
-24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that falls, λ = 0.95, a KL price of 0.05. TRL has one rate, no
-warm-up, and a critic of the policy's size that starts from it. Figures go to
-benchmarks/findings-data/beside-trl.json; runs that stand there are not done again.
+24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that falls, λ = 0.95, a KL price of 0.05. What differs: TRL has one
+rate for policy and critic, which falls to 0 without a warm-up, a critic of the policy's size that starts from it, and
+no clip of the gradient. Figures go to benchmarks/findings-data/beside-trl.json; runs that stand there are kept.
 """
 
 from __future__ import annotations

@@ -158,11 +158,9 @@ class Auditor:
         lengths = scored.rollout.mask.sum(1).cpu()[rows].tolist()
         own = [around(spread(length, self.settings.states, random), length) for length in lengths]
         states, number = states_of(own), 0
-        of_row = {int(row): i for i, row in enumerate(rows)}
         for count in rounds(self.settings.continuations, limited=seconds is not None):
             for part in sampler.returns(scored, States(rows[states.rows], states.at), count):
-                audited = torch.tensor([of_row[row] for row in part.states.rows.tolist()])
-                returns.add(audited, part.states.at, part.values, part.actions)
+                returns.add(torch.searchsorted(rows, part.states.rows), part.states.at, part.values, part.actions)
                 number += 1
                 if seconds is not None and number > 1 and time.perf_counter() > started + seconds:
                     return
