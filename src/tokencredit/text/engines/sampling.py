@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,12 +23,34 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, positions
 from tokencredit.text.models.critic import Critic
 
+LOOK_EVERY = 16
+"""Steps between two looks at which completions have ended, on devices other than a CPU."""
+
 CONTEXT = 16
 """Tokens of a prompt that are read again at each step, to look for stop strings."""
 
 
+class Steps(Protocol):
+    """Hidden states of completions that grow by a token per step. A slot is a row of its batch."""
+
+    def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
+        """Read the prompts, each once for `per_prompt` consecutive rows; returns the states after them."""
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Read a token `[slots, 1]` of each slot; returns the states after them, `[slots, width]`."""
+
+    def repeat(self, step: Callable[[], None], count: int) -> None:
+        """Take a step, which calls `next` once, so many times."""
+
+    def keep(self, going: list[bool]) -> Tensor | None:
+        """Drop slots whose completion has ended, or some of them; returns those that stay, None if all do."""
+
+
 class Decoding:
-    """Completions that grow by a token per step, and the rows that are still going."""
+    """Completions that grow by a token per step, and the slots that hold those still going.
+
+    `draw` neither waits for the device nor depends on Python numbers that change, so that it can be replayed.
+    """
 
     def __init__(
         self,
@@ -48,84 +70,110 @@ class Decoding:
             readers: of each completion, if texts can end it.
         """
         (batch, self.limit), device = uniforms.shape, ends.device
-        shape = uniforms.shape
+        # One more column, in which steps of completions that have ended write.
+        shape = (batch, self.limit + 1)
         self.uniforms = uniforms
         self.settings, self.ends, self.readers = settings, ends, readers
-        self.response_ids = torch.full(shape, int(ends[0]), device=device)
-        self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.lengths = torch.tensor([len(tokens) for tokens in started], device=device)
-        self.mask |= torch.arange(shape[1], device=device) < self.lengths.unsqueeze(1)
-        self.response_ids[self.mask] = torch.cat(list(started))
+        self.start_lengths = [len(tokens) for tokens in started]
+        self.response_ids = torch.zeros(shape, dtype=torch.long, device=device)
+        self.lengths = torch.tensor(self.start_lengths, device=device)
+        self.response_ids[:, : self.limit][self._mask()] = torch.cat(list(started))
         self.logprobs = torch.zeros(shape, device=device)
         self.values: Tensor | None = None
         self.entropy = torch.zeros(shape, device=device) if settings.filters() else None
         self.truncated = torch.ones(batch, dtype=torch.bool, device=device)
+        self.going = torch.ones(batch, dtype=torch.bool, device=device)
         self.rows = torch.arange(batch, device=device)
         self.warpers = logits_warpers(settings)
+        self._searched = list(self.start_lengths)
 
-    def draw(self, logits: Tensor, inputs: Tensor, values: Tensor | None) -> Tensor:
-        """Draw a token for each row that is still going, and write it down.
+    def last(self) -> Tensor:
+        """The last token of each slot, `[slots]`."""
+        return self.response_ids[self.rows, self.lengths[self.rows] - 1]
+
+    def draw(self, logits: Tensor, inputs: Tensor, values: Tensor | None) -> None:
+        """Draw a token for each slot, and write it down for those that are still going.
 
         Args:
-            logits: `[rows, vocabulary]`.
+            logits: `[slots, vocabulary]`.
             inputs: the tokens that were read, for filters.
-            values: `[rows]`, of the states before the tokens, if they are known.
-
-        Returns:
-            The tokens, `[rows]`.
+            values: `[slots]`, of the states before the tokens, if they are known.
         """
         settings, rows = self.settings, self.rows
-        steps = self.lengths[rows]
+        lengths, going, truncated = self.lengths[rows], self.going[rows], self.truncated[rows]
         distribution = torch.log_softmax(logits / settings.temperature, dim=-1)
         allowed = distribution
         if settings.min_new_tokens:
-            early = (steps < settings.min_new_tokens).unsqueeze(-1)
+            early = (lengths < settings.min_new_tokens).unsqueeze(-1)
             allowed = torch.where(early, allowed.index_fill(-1, self.ends, -torch.inf), allowed)
         for warper in self.warpers:
             allowed = warper(inputs, allowed)
-        tokens = draw(allowed, self.uniforms[rows, steps])
-        self.response_ids[rows, steps] = tokens
-        self.mask[rows, steps] = True
-        self.logprobs[rows, steps] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        tokens = draw(allowed, self.uniforms[rows, lengths.clamp(max=self.limit - 1)])
+        at = rows, torch.where(going, lengths, self.limit)
+        self.response_ids[at] = tokens
+        self.logprobs[at] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         if self.entropy is not None:
-            self.entropy[rows, steps] = torch.special.entr(distribution.exp()).sum(-1)
+            self.entropy[at] = torch.special.entr(distribution.exp()).sum(-1)
         if values is not None:
             self.values = torch.zeros_like(self.logprobs) if self.values is None else self.values
-            self.values[rows, steps] = values
-        self.lengths[rows] += 1
-        return tokens
+            self.values[at] = values
+        lengths = lengths + going
+        self.lengths[rows] = lengths
+        if settings.stop_at_eos:
+            going = going & ~(tokens.unsqueeze(-1) == self.ends).any(-1)
+            self.truncated[rows] = truncated & (going | ~self.going[rows])
+        self.going[rows] = going & (lengths < self.limit)
 
-    def going(self, tokens: Tensor) -> Tensor:
-        """Which of the rows go on after these tokens, just drawn, and do not end with them."""
-        settings, rows = self.settings, self.rows
-        lengths = self.lengths[rows]
-        ended = torch.isin(tokens, self.ends) if settings.stop_at_eos else torch.zeros_like(tokens, dtype=torch.bool)
-        if settings.stop:
-            readers = [self.readers[row] for row in rows.tolist()]
-            drawn = zip(self.response_ids[rows].tolist(), lengths.tolist(), strict=True)
-            texts = [ids[:length] for ids, length in drawn]
-            said = torch.tensor(says_any(settings.stop, texts, readers), device=ended.device)
-            ended |= said & (lengths >= settings.min_new_tokens)
-        self.truncated[rows] = ~ended
-        return ~ended & (lengths < self.limit)
+    def settle(self) -> list[bool]:
+        """End completions at texts that end them; returns which slots are still going, the one wait for the device."""
+        if self.settings.stop:
+            self._end_at_stops()
+        going: list[bool] = self.going[self.rows].tolist()
+        return going
+
+    def _end_at_stops(self) -> None:
+        """Cut completions off after the first token, of those drawn since the last look, with which a stop appears."""
+        drawn = zip(self.rows.tolist(), self.response_ids[self.rows].tolist(), strict=True)
+        lengths, least = self.lengths.tolist(), max(self.settings.min_new_tokens, 1)
+        for row, ids in drawn:
+            for length in range(max(self._searched[row] + 1, least), lengths[row] + 1):
+                if says_any(self.settings.stop, [ids[:length]], [self.readers[row]])[0]:
+                    self.lengths[row] = length
+                    self.going[row] = self.truncated[row] = False
+                    break
+            self._searched[row] = lengths[row]
+
+    def keep(self, slots: Tensor | None) -> None:
+        """Go on with these slots; None for all."""
+        if slots is not None:
+            self.rows = self.rows[slots]
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
         """What was drawn, its time axis as long as the longest completion."""
-        length = int(self.mask.sum(1).max())
+        mask = self._mask()
+        mask = mask[:, : int(self.lengths.max())]
+
+        def drawn(x: Tensor, filling: float = 0.0) -> Tensor:
+            return x[:, : mask.shape[1]].masked_fill(~mask, filling)
+
         return Rollout(
             prompt_ids=prompts.ids,
             prompt_mask=prompts.mask,
-            response_ids=self.response_ids[:, :length],
-            mask=self.mask[:, :length],
-            logprobs=self.logprobs[:, :length],
-            values=None if self.values is None else self.values[:, :length],
+            response_ids=drawn(self.response_ids, int(self.ends[0])),
+            mask=mask,
+            logprobs=drawn(self.logprobs),
+            values=None if self.values is None else drawn(self.values),
             truncated=self.truncated,
-            entropy=None if self.entropy is None else self.entropy[:, :length],
+            entropy=None if self.entropy is None else drawn(self.entropy),
         )
+
+    def _mask(self) -> Tensor:
+        """`[batch, time]`, true at tokens of completions so far."""
+        return torch.arange(self.limit, device=self.lengths.device) < self.lengths.unsqueeze(1)
 
 
 class CachedSteps:
-    """Hidden states of completions that grow by a token per step, from a KV cache."""
+    """`Steps` with a KV cache that grows."""
 
     def __init__(self, model: ActorCritic, prompt_mask: Tensor, limit: int):
         """Begin before prompts with this mask, `[batch, prompt]`, and at most `limit` tokens after them."""
@@ -145,15 +193,24 @@ class CachedSteps:
         return hidden.repeat_interleave(per_prompt, dim=0)
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Read a token `[rows, 1]` of each row that is still going; returns the states after them, `[rows, width]`."""
+        """Read a token `[slots, 1]` of each slot; returns the states after them, `[slots, width]`."""
         self.end += 1
         mask, position_ids = self.attention_mask[:, : self.end], self.position_ids[:, self.end - 1 : self.end]
         return self.model.hidden(tokens, mask[self.rows], position_ids[self.rows], self.cache)[:, -1]
 
-    def keep(self, kept: Tensor) -> None:
-        """Go on with some of the rows that are still going; `kept` is true for them."""
-        self.rows = self.rows[kept]
-        self._take(kept.nonzero().squeeze(-1))
+    def repeat(self, step: Callable[[], None], count: int) -> None:
+        """Take a step so many times."""
+        for _ in range(count):
+            step()
+
+    def keep(self, going: list[bool]) -> Tensor | None:
+        """Drop all slots whose completion has ended."""
+        if all(going):
+            return None
+        slots = torch.tensor(going).nonzero().squeeze(-1).to(self.rows.device)
+        self.rows = self.rows[slots]
+        self._take(slots)
+        return slots
 
     def _take(self, rows: Tensor) -> None:
         """Let the cache hold these of its rows."""
@@ -171,6 +228,9 @@ def sample(
     end_ids: Sequence[int],
     per_prompt: int = 1,
     started: Sequence[Tensor] | None = None,
+    *,
+    steps: Callable[[ActorCritic, Tensor, int], Steps] = CachedSteps,
+    every: int | None = None,
 ) -> Rollout:
     """Sample a completion for each prompt, by inverse-CDF sampling with one uniform number per token.
 
@@ -188,6 +248,9 @@ def sample(
         started: first tokens of each completion, the same in rows of one prompt; their log-probs and values are 0 in
             the rollout. Padded on the left to the longest, they take up to `limit` columns more of the context than
             prompts and completions do. None for none.
+        steps: how hidden states are computed, from the model, the prompts' mask and the most tokens after them.
+        every: steps between two looks at which completions have ended; by default 1 on a CPU and `LOOK_EVERY` on other
+            devices, for which to look is to wait.
     """
     batch, limit = uniforms.shape
     readers = stop_readers(prompts, tokenizer) if settings.stop else []
@@ -195,18 +258,27 @@ def sample(
     state = Decoding(uniforms, started, settings, torch.tensor(list(end_ids), device=prompts.ids.device), readers)
     critic = model.critic if isinstance(model.critic, Critic) and model.critic.reads_last else None
     inputs, mask = continued(prompts, started)
-    steps = CachedSteps(model, mask, limit - min(len(tokens) for tokens in started))
-    hidden = steps.prompts(inputs, per_prompt)
-    while True:
-        tokens = state.draw(model.logits(hidden), inputs, None if critic is None else critic(hidden))
-        going = state.going(tokens)
-        if not going.all():
-            state.rows, tokens = state.rows[going], tokens[going]
-            if len(tokens) == 0:
-                return state.rollout(prompts)
-            steps.keep(going)
-        inputs = tokens.unsqueeze(-1)
-        hidden = steps.next(inputs)
+    left = limit - min(state.start_lengths)
+    run = steps(model, mask, left)
+    every = (1 if mask.device.type == "cpu" else LOOK_EVERY) if every is None else every
+
+    def write(hidden: Tensor, inputs: Tensor) -> None:
+        """Draw the tokens after these states."""
+        state.draw(model.logits(hidden), inputs, None if critic is None else critic(hidden))
+
+    def step() -> None:
+        """Read the last tokens and draw the next."""
+        tokens = state.last().unsqueeze(-1)
+        write(run.next(tokens), tokens)
+
+    write(run.prompts(inputs, per_prompt), inputs)
+    left -= 1
+    while any(going := state.settle()):
+        state.keep(run.keep(going))
+        count = min(every, left)
+        run.repeat(step, count)
+        left -= count
+    return state.rollout(prompts)
 
 
 def continued(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

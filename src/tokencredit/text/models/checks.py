@@ -164,7 +164,7 @@ def _cached_states(model: ActorCritic, inputs: Inputs) -> Iterator[tuple[Tensor,
     steps = CachedSteps(model, inputs["prompt_mask"], inputs["mask"].shape[1])
     yield steps.rows, 0, steps.prompts(inputs["prompt_ids"], per_prompt=2)
     yield steps.rows, 1, steps.next(inputs["response_ids"][:, :1])
-    steps.keep(steps.rows != 1)
+    steps.keep([True, False, True, True])
     yield steps.rows, 2, steps.next(inputs["response_ids"][steps.rows, 1:2])
 
 
