@@ -89,6 +89,10 @@ class RolloutConfig(SamplingConfig):
     """Completions per iteration, over all processes."""
     per_prompt: int = setting(1, at_least=1)
     """Completions of each prompt; it divides batch_size."""
+    cache: Literal["auto", "dynamic", "static"] = "auto"
+    """KV cache of sampling, in evaluations and audits too. `dynamic` grows with the completions. `static` has their
+    largest size from the start, so that a GPU replays each step as a CUDA graph. `auto` is static on a GPU, if the
+    model can be sampled so, and dynamic elsewhere."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import sample
+from tokencredit.text.engines.sampling import CachedSteps, sample
+from tokencredit.text.engines.static import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
@@ -28,6 +30,8 @@ class LocalEngine:
     precision: Precision
     budget: int | None = None
     """The most tokens of a pass over whole texts, padding included; None for no limit."""
+    decoding: StaticDecoding | None = None
+    """Samples with a static cache; None with one that grows."""
 
     def generate(
         self,
@@ -39,16 +43,18 @@ class LocalEngine:
     ) -> Rollout:
         """Sample with a KV cache; in bfloat16, where that differs from a full pass, evaluate the texts once more."""
         with self.precision.no_grad():
-            rollout = sample(
-                self.policy,
-                prompts.to(self.precision.device),
-                uniforms.to(self.precision.device),
-                settings,
-                self.tokenizer,
-                self.end_ids,
-                per_prompt,
-                None if started is None else [tokens.to(self.precision.device) for tokens in started],
-            )
+            with nullcontext(self.policy) if self.decoding is None else self.decoding.weights() as model:
+                rollout = sample(
+                    model,
+                    prompts.to(self.precision.device),
+                    uniforms.to(self.precision.device),
+                    settings,
+                    self.tokenizer,
+                    self.end_ids,
+                    per_prompt,
+                    None if started is None else [tokens.to(self.precision.device) for tokens in started],
+                    steps=CachedSteps if self.decoding is None else self.decoding.steps,
+                )
             if not self.precision.half:
                 return rollout
             if rollout.values is None:
@@ -58,4 +64,4 @@ class LocalEngine:
             return replace(rollout, logprobs=now.logprobs, values=now.values)
 
     def weights_changed(self) -> None:
-        """Nothing to do: these are the weights."""
+        """Nothing to do: each rollout reads the weights as they are."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
 from tokencredit.text.engines.sampling import CachedSteps
-from tokencredit.text.models.actor_critic import ActorCritic, cache_argument, trunk_hidden, trunk_inputs
+from tokencredit.text.models.actor_critic import ActorCritic, trunk_hidden, trunk_inputs
 from tokencredit.text.models.parts import trunk_of
 
 ATTENTION = "tokencredit_decoding"
@@ -44,7 +44,7 @@ class StaticDecoding:
     @contextmanager
     def weights(self) -> Iterator[ActorCritic]:
         """A context in which the model has the policy's weights as they are now."""
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device := self.policy.lm.device.type) else None
+        dtype = autocast_dtype(self.policy.lm.device)
         pairs = list(zip(self.policy.lm.modules(), self.model.lm.modules(), strict=True))
         for own, copy in pairs:
             copy._buffers.update(own._buffers)
@@ -92,7 +92,7 @@ class StaticSteps:
         self.readable = nn.functional.pad(prompt_mask, (0, limit), value=True)
         self.position_ids = prompt_mask.sum(1, keepdim=True) - 1
         self.layers: list[StaticLayer] = []
-        self.visible = 0
+        self.visible, self.warm = 0, False
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
@@ -100,9 +100,7 @@ class StaticSteps:
         each = self.prompt_mask[::per_prompt]
         prefill = CachedSteps(self.policy, each, 0)
         hidden = prefill.prompts(prompt_ids[::per_prompt], per_prompt=1)
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        columns = len(self.columns)
+        columns, dtype = len(self.columns), autocast_dtype(hidden.device)
         self.layers = [StaticLayer(layer, columns, per_prompt, self.at, dtype) for layer in prefill.cache.layers]
         self.cache = Cache(layers=list(self.layers))
         return hidden.repeat_interleave(per_prompt, dim=0)
@@ -142,24 +140,21 @@ class StaticSteps:
         self.visible = min(columns, len(self.columns))
         for layer in self.layers:
             layer.show(self.visible)
-        self.graph = None
-        self.warm = False
+        self.graph, self.warm = None, False
 
     def _take(self, step: Callable[[], None]) -> None:
         """Take a step. A graph keeps addresses, so autocast must hold no copies of weights that it frees later."""
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        device = self.at.device.type
-        with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
-            if self.warm and device == "cuda":
+        device = self.at.device
+        if self.graph is None:
+            with torch.autocast(device.type, autocast_dtype(device), autocast_dtype(device) is not None, False):
+                if not self.warm or device.type != "cuda":
+                    step()
+                    self.warm = True
+                    return
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                     step()
-                self.graph.replay()
-            else:
-                step()
-                self.warm = True
+        self.graph.replay()
 
 
 class StaticLayer(DynamicLayer):
@@ -191,10 +186,16 @@ class StaticLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the keys and values of a token, `[slots, heads, 1, width]`; returns all in view."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys.index_copy_(2, self.at, key_states.to(self.keys.dtype))
         self.values.index_copy_(2, self.at, value_states.to(self.values.dtype))
         return self.keys, self.values
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of products under autocast; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def decoding_attention(

@@ -17,9 +17,10 @@ from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.static import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
-from tokencredit.text.models.checks import check_policy
+from tokencredit.text.models.checks import check_policy, static_decoding
 from tokencredit.text.models.critic import saved_critics
 from tokencredit.text.models.loading import (
     check_language_model,
@@ -43,13 +44,15 @@ class Models:
     """The policy itself, whose adapter is then switched to its start, where only an adapter is trained."""
     tokenizer: PreTrainedTokenizerBase
     precision: Precision
+    decoding: StaticDecoding | None
+    """Sampling with a static cache; None with one that grows."""
     notes: list[str]
-    """What `model.dtype: auto` stands for, and where the critic comes from, if that is worth saying."""
+    """What `auto` stands for, and where the critic comes from, if that is worth saying."""
 
     def engine(self, budget: int | None) -> LocalEngine:
         """The local engine for the policy."""
         ends = end_ids(self.policy.lm, self.tokenizer)
-        return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget)
+        return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding)
 
 
 def name_of(model: torch.nn.Module) -> str:
@@ -118,7 +121,27 @@ def build_models(
         reference = policy if switches else ActorCritic(deepcopy(policy.lm), compiled=args.model.compile)
     if reference is not None and reference is not policy:
         reference.requires_grad_(False).to(precision.device)
-    return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes])
+    decoding, more = choose_decoding(args, policy, precision.device)
+    return Models(policy, reference, tokenizer, precision, decoding, [*precision.notes, *notes, *more])
+
+
+def choose_decoding(
+    args: PPOConfig, policy: ActorCritic, device: torch.device
+) -> tuple[StaticDecoding | None, list[str]]:
+    """Decoding with a static cache if `rollout.cache` asks for it, and notes; `auto` takes it on a GPU.
+
+    Raises:
+        ConfigError: `static` was asked for, and the model cannot be sampled so.
+    """
+    cache = args.rollout.cache
+    if cache == "dynamic" or (cache == "auto" and device.type != "cuda"):
+        return None, []
+    decoding = static_decoding(policy, compiled=args.model.compile)
+    if not isinstance(decoding, str):
+        return decoding, []
+    if cache == "static":
+        raise ConfigError(f"rollout.cache is static, which cannot be had: {decoding}; set it to dynamic")
+    return None, [f"rollout.cache auto: dynamic, which is slower on a GPU, since {decoding}"]
 
 
 def load_run_models(
@@ -165,7 +188,9 @@ def load_run_models(
             except ConfigError as error:
                 notes = [f"no KL to the model that the run started from: {error}"]
         policy, more = build_policy(lm, tokenizer, own, values)
-    return Models(policy.requires_grad_(False).to(precision.device), base, tokenizer, precision, notes + more)
+    policy.requires_grad_(False).to(precision.device)
+    decoding, last = choose_decoding(replace(args, model=own), policy, precision.device)
+    return Models(policy, base, tokenizer, precision, decoding, [*notes, *more, *last])
 
 
 def _load_base(run: Path, args: PPOConfig, model: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

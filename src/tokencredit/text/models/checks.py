@@ -8,12 +8,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.modes import checkpointing_modules, training
 from tokencredit.learn.rng import preserved
-from tokencredit.text.engines.sampling import CachedSteps
+from tokencredit.text.engines.sampling import CachedSteps, Steps
+from tokencredit.text.engines.static import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
 from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.parts import trunk_of
@@ -120,6 +122,48 @@ def check_checkpointing(name: str, policy: ActorCritic) -> None:
         with training(checkpointing_modules(policy)):
             now = _logprobs(policy, policy.response_hidden(inputs))
         _compare(title, now, expected, "with model.gradient_checkpointing")
+
+
+def static_decoding(policy: ActorCritic, *, compiled: bool) -> StaticDecoding | str:
+    """A policy's decoding with a static cache, or why it cannot be had.
+
+    Its states are compared with those of a growing cache, on a GPU with those of a replayed graph.
+    """
+    lm = policy.lm
+    layers = DynamicCache(config=lm.config).layers
+    if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
+        return f"not every layer of {type(lm).__name__} keeps the keys and values of all tokens"
+    if lm.config._attn_implementation != "sdpa":
+        return f"{type(lm).__name__} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
+    inputs = _example(lm.config.get_text_config().vocab_size, lm.device)
+    try:
+        with preserved(), torch.no_grad():
+            decoding = StaticDecoding(policy, compiled=compiled)
+            with decoding.weights() as model:
+                steps = decoding.steps(model, inputs["prompt_mask"], inputs["mask"].shape[1])
+                static = _last_logprobs(model, steps, inputs)
+            cached = _last_logprobs(policy, CachedSteps(policy, inputs["prompt_mask"], inputs["mask"].shape[1]), inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # anybody's code: the library's, or the model's own with trust_remote_code
+        return f"a step of {type(lm).__name__} ends in {type(error).__name__}: {' '.join(str(error).split())}"
+    if not _close(static, cached, _rounding(cached)):
+        size = float((static - cached).abs().max())
+        return f"{type(lm).__name__} then gives other log-probabilities, by up to {size:.2g} nats"
+    return decoding
+
+
+def _last_logprobs(model: ActorCritic, steps: Steps, inputs: Inputs) -> Tensor:
+    """Log-probabilities `[batch, vocabulary]` after the example's tokens, read one after another."""
+    tokens = inputs["response_ids"].T.clone()
+    states = torch.empty_like(steps.prompts(inputs["prompt_ids"], per_prompt=2))
+
+    def step() -> None:
+        states.copy_(steps.next(tokens[0].unsqueeze(-1)))
+        tokens.copy_(tokens.roll(-1, dims=0))
+
+    steps.repeat(step, len(tokens))
+    return _logprobs(model, states)
 
 
 def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:
