@@ -1,0 +1,261 @@
+"""Decoding with a static cache: the same tokens and numbers as with one that grows, and no wait in a step."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.errors import ConfigError
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.training import RolloutConfig, RunConfig, SamplingConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.sampling import CachedSteps, Decoding, sample
+from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.checks import static_decoding
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.parts import width
+
+SPEC = importlib.util.spec_from_file_location("counting", Path(__file__).parents[3] / "benchmarks" / "counting.py")
+counting = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(counting)
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+GATED = SHAPE | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+SHAPES = {"gpt2": SHAPE, "qwen3": GATED | {"tie_word_embeddings": True}, "gpt_neox": SHAPE | {"intermediate_size": 48}}
+
+
+def build(kind, tokenizer, **shape):
+    torch.manual_seed(0)
+    ids = {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": None}
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **ids, **SHAPES.get(kind, GATED) | shape)
+    lm = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in lm.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
+    torch.nn.init.normal_(model.critic.head.weight)
+    return model
+
+
+@pytest.fixture(params=SHAPES)
+def model(request, tokenizer):
+    return build(request.param, tokenizer)
+
+
+def prompts(tokenizer, size=12):
+    texts = ["This movie was really", "A film", "I did not think that the second act"]
+    return Prompts(texts, tokenizer).batch(0, size)
+
+
+def uniforms(rows=12, time=80):
+    return torch.rand(rows, time, generator=torch.Generator().manual_seed(0))
+
+
+def both(model, tokenizer, batch=None, started=None, per_prompt=1, every=None, ends=range(40), **settings):
+    """A rollout with each cache."""
+    batch = prompts(tokenizer) if batch is None else batch
+    args = batch, uniforms(), SamplingConfig(temperature=0.8, **settings), tokenizer, ends, per_prompt, started
+    decoding = StaticDecoding(model)
+    with torch.no_grad(), decoding.weights() as copy:
+        return sample(model, *args), sample(copy, *args, steps=decoding.steps, every=every)
+
+
+def assert_same(dynamic, static):
+    assert torch.equal(dynamic.response_ids, static.response_ids)
+    assert torch.equal(dynamic.mask, static.mask)
+    assert torch.equal(dynamic.truncated, static.truncated)
+    for name in ("logprobs", "values", "entropy"):
+        torch.testing.assert_close(getattr(static, name), getattr(dynamic, name), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, tokenizer):
+    dynamic, static = both(model, tokenizer, every=every)
+    lengths = sorted(dynamic.mask.sum(1).tolist())
+    assert lengths[0] < 20
+    assert lengths[-1] > 64, "longer than the first stretch of columns, and most rows have left by then"
+    assert_same(dynamic, static)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 0.9, "min_new_tokens": 5}, {"stop": ["the", "a"]}, {"stop": ["e"], "min_new_tokens": 9}]
+)
+@pytest.mark.parametrize("every", [1, 6])
+def test_filters_and_stops_end_the_same(settings, every, model, tokenizer):
+    assert_same(*both(model, tokenizer, every=every, **settings))
+
+
+def test_prompts_that_are_shared_and_completions_that_have_begun(model, tokenizer):
+    batch = prompts(tokenizer)
+    batch = replace(batch, **{name: getattr(batch, name)[:3].repeat_interleave(4, dim=0) for name in ("ids", "mask")})
+    started = [torch.arange(300, 300 + row // 4) for row in range(12)]
+    assert_same(*both(model, tokenizer, batch, started, per_prompt=4, every=5))
+
+
+def test_the_weights_are_those_of_now(model, tokenizer):
+    decoding = StaticDecoding(model)
+    args = prompts(tokenizer), uniforms(), SamplingConfig(), tokenizer, range(40)
+    for _ in range(2):
+        with torch.no_grad(), decoding.weights() as copy:
+            assert_same(sample(model, *args), sample(copy, *args, steps=decoding.steps))
+            for parameter in model.lm.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    model.lm.get_input_embeddings().weight = torch.nn.Parameter(model.lm.get_input_embeddings().weight * 2)
+    with torch.no_grad(), decoding.weights() as copy:
+        assert_same(sample(model, *args), sample(copy, *args, steps=decoding.steps))
+
+
+def test_weights_that_are_rounded_once_give_what_autocast_gives(model, tokenizer):
+    decoding = StaticDecoding(model)
+    batch, token = prompts(tokenizer), torch.full((12, 1), 300)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        states = []
+        for rounded in (True, False):
+            with decoding.weights() as copy:
+                projection = copy.lm.get_output_embeddings().weight
+                assert projection.dtype == torch.bfloat16
+                assert copy.lm.get_input_embeddings().weight.dtype == torch.float32
+            if rounded:
+                with decoding.weights() as copy:
+                    states.append(one_step(decoding, copy, batch, token))
+            else:
+                states.append(one_step(decoding, decoding.model, batch, token))
+        assert torch.equal(*states)
+    assert {p.dtype for p in decoding.model.lm.parameters()} == {torch.float32}, "nothing is held between rollouts"
+
+
+def one_step(decoding, copy, batch, token):
+    steps, states = decoding.steps(copy, batch.mask, 3), []
+    steps.prompts(batch.ids, 1)
+    steps.repeat(lambda: states.append(steps.next(token)), 3)
+    return torch.cat(states)
+
+
+def decoding_step(model, tokenizer, cls, **settings):
+    """A rollout after its prompts, and its step."""
+    batch = prompts(tokenizer)
+    settings = SamplingConfig(**settings)
+    state = Decoding(uniforms(), [batch.ids.new_zeros(0)] * 12, settings, torch.arange(40), [])
+    steps = cls(model, batch.mask, 80)
+    state.draw(model.logits(steps.prompts(batch.ids, 1)), batch.ids, None)
+    steps.repeat(lambda: None, 1)
+
+    def step():
+        tokens = state.last().unsqueeze(-1)
+        hidden = steps.next(tokens)
+        state.draw(model.logits(hidden), tokens, model.critic(hidden))
+
+    return state, step
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1, "min_new_tokens": 3}])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_step_waits_for_nothing(cache, settings, model, tokenizer, monkeypatch):
+    decoding = StaticDecoding(model)
+    with decoding.weights() as copy:
+        if cache == "static":
+            _, step = decoding_step(copy, tokenizer, decoding.steps, **settings)
+        else:
+            _, step = decoding_step(model, tokenizer, CachedSteps, **settings)
+        with counting.Counts() as counts:
+            step()
+        own = {where for where in counts.syncs if "masking_utils" not in where}
+        assert not own
+        assert cache == "dynamic" or not counts.syncs, "with a growing cache Transformers looks at the mask"
+        assert 30 < sum(counts.kernels.values()) < 250
+        draw = Decoding.draw
+        monkeypatch.setattr(Decoding, "draw", lambda *args: draw(*args) or args[0].lengths.max().item())
+        before = sum(counts.syncs.values())
+        with counting.Counts() as counts:
+            step()
+        assert sum(counts.syncs.values()) == before + 1, "an .item() in a step is seen"
+
+
+@pytest.mark.parametrize("half", [False, True])
+@torch.no_grad()
+def test_a_step_needs_no_number_of_a_tensor(half, model, tokenizer):
+    """On tensors that have shapes and no numbers, whatever waits for one raises."""
+    decoding = StaticDecoding(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), decoding.weights() as copy:
+        state, step = decoding_step(copy, tokenizer, decoding.steps, top_p=0.9)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            for name, x in vars(state).items():
+                if isinstance(x, torch.Tensor):
+                    setattr(state, name, fake.from_tensor(x))
+            step()
+            with pytest.raises(DataDependentOutputException):
+                state.settle()
+
+
+def train(tokenizer, folder, cache, lm=None):
+    torch.manual_seed(0)
+    args = PPOConfig(
+        model=ModelConfig(dtype="float32"),
+        rollout=RolloutConfig(batch_size=8, per_prompt=2, max_new_tokens=12, cache=cache),
+        run=RunConfig(dir=str(folder), iterations=2, trackers=[], samples=0),
+    )
+    lm = build("qwen3", tokenizer).lm if lm is None else lm
+    rows = [{"prompt": text} for text in ("This movie was really", "A film")]
+    trainer = PPOTrainer(lm, lengths, args, rows, processing_class=tokenizer)
+    return trainer, trainer.train()
+
+
+def lengths(prompts, completions):
+    return [len(text) / 10 for text in completions]
+
+
+def test_runs_with_both_caches_agree(tokenizer, tmp_path):
+    rewards = {}
+    for cache in ("dynamic", "static"):
+        trainer, _ = train(tokenizer, tmp_path / cache, cache)
+        assert (trainer.pipeline.engine.decoding is None) == (cache == "dynamic")
+        rewards[cache] = [row["reward"] for row in read_metrics(tmp_path / cache)]
+    assert rewards["static"] == pytest.approx(rewards["dynamic"], abs=1e-5)
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+MISFITS = {
+    "mistral": ({"sliding_window": 4}, "not every layer of MistralForCausalLM keeps the keys and values of all tokens"),
+    "mamba": ({"state_size": 8}, "not every layer of MambaForCausalLM keeps"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_model_that_cannot_be_decoded_so_is_refused(kind, tokenizer, tmp_path):
+    shape, reason = MISFITS[kind]
+    policy = build(kind, tokenizer, **shape)
+    assert reason in static_decoding(policy, compiled=False)
+    with pytest.raises(ConfigError, match=f"rollout.cache is static.*{reason}.*set it to dynamic"):
+        train(tokenizer, tmp_path, "static", policy.lm)
+
+
+def test_attention_of_another_kind_is_told_apart(tokenizer):
+    policy = build("qwen3", tokenizer)
+    policy.lm.set_attn_implementation("eager")
+    assert "'eager', not by 'sdpa'" in static_decoding(policy, compiled=False)
+
+
+def test_a_model_whose_attention_does_something_else_is_found_out(tokenizer):
+    policy = build("qwen3", tokenizer)
+    inner = policy.lm.model.layers[0].self_attn
+    inner.forward = partial(shifted, inner.forward)
+    assert "then gives other log-probabilities" in static_decoding(policy, compiled=False)
+
+
+def shifted(forward, *args, **kwargs):
+    """A layer that takes every column of its mask for a token."""
+    output, weights = forward(*args, **kwargs)
+    mask = kwargs["attention_mask"]
+    return output + (0 if mask is None else mask.shape[-1]), weights
