@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from costs import (
-    CARDS,
     COPY,
     GPT2,
     H200,
     MEASURED,
     QWEN3_06B,
-    RANK,
     SHAPES,
     Batch,
     Setup,
     Shape,
     cache_bytes,
-    choose,
     decode_weight_bytes,
     head_parameters,
     iteration_flops,
@@ -39,6 +36,8 @@ from costs import (
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "RESULTS.md", HERE.parent / "docs" / "gpu.md"
+RANK = 16
+"""Rank of the adapters."""
 BATCH = Batch()
 LONG = Batch(rows=16, prompt=512, new=3584)
 VARIANTS = {
@@ -48,6 +47,11 @@ VARIANTS = {
     f"LoRA, rank {RANK}, shared critic": Setup(lora_rank=RANK),
     f"LoRA, rank {RANK}, separate critic": Setup("separate", lora_rank=RANK),
 }
+USABLE = 0.9
+"""Share of a card's memory that settings may fill by the formula."""
+CARDS = (8, 24, 80, 141)
+"""Memory of cards, in GB."""
+MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
 MFU = 0.4
 STAGES = ("rollout", "re-evaluation", "reference", "update")
 
@@ -130,6 +134,21 @@ def results_tables() -> dict[str, str]:
     }
 
 
+def choose(shape: Shape, card: float, critic: Literal["shared", "separate"], batch: Batch) -> Setup | None:
+    """The first settings that fit into a card's GB; None if none does.
+
+    The whole model comes before LoRA, smaller micro-batches before checkpointing; a micro-batch holds the longest row.
+    """
+    longest, minibatch = batch.prompt + batch.new, batch.rows * batch.length / batch.minibatches
+    for rank in (0, RANK):
+        for checkpointing in (False, True):
+            for tokens in (None, *(x for x in MICRO_BATCHES if longest <= x < minibatch)):
+                setup = Setup(critic, rank, checkpointing, tokens)
+                if peak(memory(shape, batch, setup)) <= USABLE * card * 1e9:
+                    return setup
+    return None
+
+
 def settings_cell(shape: Shape, card: float, critic: Literal["shared", "separate"], batch: Batch) -> str:
     """The settings that fit, and the memory they take."""
     setup = choose(shape, card, critic, batch)
@@ -152,11 +171,15 @@ def example_rows() -> Iterator[tuple[str, str, str]]:
 def docs_tables() -> dict[str, str]:
     """The tables of docs/gpu.md, by name."""
     head = ["model", *(f"{card} GB" for card in CARDS)]
-    kinds: dict[str, tuple[Literal["shared", "separate"], Batch]]
-    kinds = {"shared": ("shared", BATCH), "separate": ("separate", BATCH), "long": ("shared", LONG)}
+    long = [shape for shape in SHAPES if shape.positions >= LONG.prompt + LONG.new]
+    kinds: dict[str, tuple[tuple[Literal["shared", "separate"], Batch], Sequence[Shape]]] = {
+        "shared": (("shared", BATCH), SHAPES),
+        "separate": (("separate", BATCH), SHAPES),
+        "long": (("shared", LONG), long),
+    }
     tables = {
-        name: markdown(head, [(shape.name, *(settings_cell(shape, card, *kind) for card in CARDS)) for shape in SHAPES])
-        for name, kind in kinds.items()
+        name: markdown(head, [(shape.name, *(settings_cell(shape, card, *kind) for card in CARDS)) for shape in shapes])
+        for name, (kind, shapes) in kinds.items()
     }
     return {**tables, "example": markdown(["when", "part", "GB"], example_rows())}
 

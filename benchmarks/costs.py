@@ -48,25 +48,18 @@ class Shape:
         return self.kv_heads * self.head_width
 
     def config(self) -> Any:
-        """Transformers' configuration of the model; GPT-2's GELU is one operation, as runs have it."""
+        """Transformers' configuration; GPT-2's without dropout and with a GELU of one operation, as runs have it."""
         from transformers import GPT2Config, Qwen3Config
 
-        shared = {"vocab_size": self.vocabulary, "tie_word_embeddings": self.tied}
+        sizes = {"vocab_size": self.vocabulary, "max_position_embeddings": self.positions, "hidden_size": self.width}
+        sizes |= {"num_hidden_layers": self.layers, "num_attention_heads": self.heads}
         if self.family == "gpt2":
-            sizes = {"n_embd": self.width, "n_layer": self.layers, "n_head": self.heads, "n_inner": self.mlp}
             ends = {"bos_token_id": self.vocabulary - 1, "eos_token_id": self.vocabulary - 1}
-            gelu = {"activation_function": "gelu_pytorch_tanh"}
-            return GPT2Config(n_positions=self.positions, **sizes, **ends, **gelu, **shared)
-        return Qwen3Config(
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_width,
-            intermediate_size=self.mlp,
-            max_position_embeddings=self.positions,
-            **shared,
-        )
+            others = {"activation_function": "gelu_pytorch_tanh", "tie_word_embeddings": self.tied}
+            others |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+            return GPT2Config(n_inner=self.mlp, **sizes, **ends, **others)
+        sizes |= {"num_key_value_heads": self.kv_heads, "head_dim": self.head_width, "intermediate_size": self.mlp}
+        return Qwen3Config(tie_word_embeddings=self.tied, **sizes)
 
 
 GPT2 = Shape("GPT-2 124M", "gpt2", 50257, 768, 12, 12, 12, 64, 3072, 1024)
@@ -379,29 +372,6 @@ def peak(parts: Mapping[str, Mapping[str, float]]) -> float:
     """Largest memory: what is kept, and the largest of the stages."""
     kept, *stages = (sum(part.values()) for part in parts.values())
     return kept + max(stages)
-
-
-USABLE = 0.9
-"""Share of a card's memory that settings may fill by the formula."""
-CARDS = (8, 24, 80, 141)
-"""Memory of cards, in GB."""
-RANK = 16
-MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
-
-
-def choose(shape: Shape, card: float, critic: Literal["shared", "separate"], batch: Batch) -> Setup | None:
-    """The first settings that fit into a card's GB; None if none does.
-
-    The whole model comes before LoRA, smaller micro-batches before checkpointing; a micro-batch holds the longest row.
-    """
-    longest, minibatch = batch.prompt + batch.new, batch.rows * batch.length / batch.minibatches
-    for rank in (0, RANK):
-        for checkpointing in (False, True):
-            for tokens in (None, *(x for x in MICRO_BATCHES if longest <= x < minibatch)):
-                setup = Setup(critic, rank, checkpointing, tokens)
-                if peak(memory(shape, batch, setup)) <= USABLE * card * 1e9:
-                    return setup
-    return None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def build(shape: costs.Shape, setup: costs.Setup) -> ActorCritic:
-    """A model with random weights; what an adapter leaves frozen is in bfloat16 but for embeddings, biases and norms."""
+    """A model with random weights; beside an adapter, its matrices are in bfloat16."""
     torch.manual_seed(0)
     lm, trunk = AutoModelForCausalLM.from_config(shape.config()), None
     if setup.critic == "separate":
@@ -54,7 +54,8 @@ def build(shape: costs.Shape, setup: costs.Setup) -> ActorCritic:
             if not p.requires_grad and p.dim() == 2 and not re.search("wte|wpe|embed", name):
                 p.data = p.data.bfloat16()
     if setup.gradient_checkpointing:
-        enable_checkpointing(lm)
+        for part in (lm, *([] if trunk is None else [trunk])):
+            enable_checkpointing(part)
     critic = None if setup.critic == "none" else Critic(build_value_head("mlp", shape.width), trunk)
     return ActorCritic(lm, critic)
 
@@ -192,9 +193,8 @@ def test_cache_bytes_are_those_of_a_real_cache(shape):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         places = torch.arange(BATCH.prompt).expand(BATCH.rows, -1)
         model.hidden(inputs["prompt_ids"], inputs["prompt_mask"], places, cache)
-    tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    assert {x.dtype for x in tensors} <= {torch.bfloat16, torch.float32}
-    numbers = sum(x.numel() for x in tensors)
+    # A copy of the model in bfloat16 keeps bfloat16; under autocast, Qwen3's norms leave its keys in float32.
+    numbers = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
     assert costs.HALF * numbers == costs.cache_bytes(shape) * BATCH.rows * BATCH.prompt
 
 
@@ -208,9 +208,9 @@ def saved_bytes(model: ActorCritic) -> int:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), training(training_modules(model)):
-        with torch.autocast("cpu", torch.bfloat16):
-            model(inputs_of(BATCH), temperature=1.0)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, training(training_modules(model)), torch.autocast("cpu", torch.bfloat16):
+        model(inputs_of(BATCH), temperature=1.0)
     return sum(size for place, size in kept.items() if place not in weights)
 
 
@@ -227,7 +227,8 @@ def test_activation_bytes_are_those_that_a_pass_keeps(shape, variant, checkpoint
         expected -= trunks * BATCH.rows * BATCH.length * costs.layer_activation_bytes(shape, BATCH.length)
     else:  # copies of the trunk's matrices are kept too; that of the projection is not
         expected += parts["autocast copies"] - costs.HALF * costs.projection(shape)
-    assert saved_bytes(build(shape, setup)) == pytest.approx(expected, rel=0.1)
+    exact = not checkpointing and variant != "adapter"
+    assert saved_bytes(build(shape, setup)) == pytest.approx(expected, rel=1e-3 if exact else 0.1)
 
 
 def test_bounds_scale_with_the_device():
@@ -241,9 +242,10 @@ def test_bounds_scale_with_the_device():
 
 def test_settings_fit_into_their_card_and_more_memory_allows_no_less():
     for shape in costs.SHAPES:
-        setups = [costs.choose(shape, card, "shared", costs.Batch()) for card in costs.CARDS]
+        setups = [cost_tables.choose(shape, card, "shared", costs.Batch()) for card in cost_tables.CARDS]
         peaks = [0.0 if x is None else costs.peak(costs.memory(shape, costs.Batch(), x)) for x in setups]
-        assert all(peak <= costs.USABLE * card * 1e9 for peak, card in zip(peaks, costs.CARDS, strict=True))
+        limits = [cost_tables.USABLE * card * 1e9 for card in cost_tables.CARDS]
+        assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
         ranks = [99 if x is None else x.lora_rank for x in setups]
         assert ranks == sorted(ranks, reverse=True)
 
@@ -259,4 +261,4 @@ def test_pages_hold_the_tables(page):
 def test_the_page_names_settings_that_exist():
     keys = re.findall(r"`((?:model|ppo|critic|rollout|kl)\.[a-z_.]+)", cost_tables.DOCS.read_text(encoding="utf-8"))
     assert len(keys) >= 8
-    assert set(keys) <= set(flat(PPOConfig()))
+    assert set(keys) <= set(flat(asdict(PPOConfig())))
