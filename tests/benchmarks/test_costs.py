@@ -2,15 +2,19 @@
 
 import re
 import sys
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
+from tokencredit.core.logprobs import CHUNK_LOGITS
 from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.optim import build_optimizer
 from tokencredit.settings.model import LoraConfig
@@ -229,6 +233,48 @@ def test_activation_bytes_are_those_that_a_pass_keeps(shape, variant, checkpoint
         expected += parts["autocast copies"] - costs.HALF * costs.projection(shape)
     exact = not checkpointing and variant != "adapter"
     assert saved_bytes(build(shape, setup)) == pytest.approx(expected, rel=1e-3 if exact else 0.1)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Bytes of the tensors that operations in this context make, while they live; those given do not count."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.sizes = {x.untyped_storage()._cdata: 0 for x in given}
+        self.now, self.peak = 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage._cdata)
+        return result
+
+    def free(self, place):
+        self.now -= self.sizes.pop(place)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+def test_the_update_takes_no_more_memory_than_the_formula(shape, variant, checkpointing, monkeypatch):
+    monkeypatch.setattr(costs, "CHUNK_LOGITS_ON_ACCELERATORS", CHUNK_LOGITS)
+    setup = replace(VARIANTS[variant], gradient_checkpointing=checkpointing)
+    shape, batch = replace(shape, vocabulary=8000, layers=6), replace(BATCH, rows=8, minibatches=1)
+    model = build(shape, setup)
+    with training(training_modules(model)), torch.autocast("cpu", torch.bfloat16):
+        train(model, batch)  # the gradients of an earlier micro-batch
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        with LiveMemory([*model.parameters(), *gradients]) as memory:
+            train(model, batch)
+    measured = memory.peak + sum(gradient.nbytes for gradient in gradients)
+    expected = sum(costs.memory(shape, batch, setup)["update"].values())
+    # Logits are gone before a separate critic reads, and before a checkpointed layer is computed again.
+    together = not checkpointing and variant != "separate"
+    assert measured <= expected <= measured * (1.1 if together else 1.6)
 
 
 def test_bounds_scale_with_the_device():
