@@ -308,3 +308,16 @@ def test_the_page_names_settings_that_exist():
     keys = re.findall(r"`((?:model|ppo|critic|rollout|kl)\.[a-z_.]+)", cost_tables.DOCS.read_text(encoding="utf-8"))
     assert len(keys) >= 8
     assert set(keys) <= set(flat(asdict(PPOConfig())))
+
+
+def test_the_worked_example_has_the_numbers_of_the_formula():
+    page, shape, batch = cost_tables.DOCS.read_text(encoding="utf-8"), costs.QWEN3_06B, cost_tables.BATCH
+    counts = [
+        costs.parameters(shape),
+        costs.trunk_matrices(shape),
+        costs.projection(shape),
+        costs.head_parameters(shape),
+    ]
+    counts += [costs.trained_parameters(shape, costs.Setup()), batch.rows * batch.length // batch.minibatches]
+    counts += [shape.layers * costs.layer_activation_bytes(shape, batch.length)]
+    assert [count for count in counts if f"{count:,}" not in page] == []
