@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test fast lint types format benchmark bench families chaos doctor study truth beside-trl findings world
+.PHONY: install train test fast lint types format benchmark bench costs families chaos doctor study truth beside-trl findings world
 
 install: .venv/installed
 
@@ -41,6 +41,10 @@ benchmark: install
 # The tables of benchmarks/RESULTS.md; TRL gets an environment of its own.
 bench: install .trl-venv/installed
 	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
+
+# The tables of docs/gpu.md and of "On a GPU" in benchmarks/RESULTS.md, by formula: seconds on a CPU.
+costs: install
+	$(BIN)/python benchmarks/costs.py --write
 
 # Every family of language models that the installed Transformers knows, tiny, through a run: benchmarks/families.md.
 families: install
