@@ -312,8 +312,8 @@ def head_activation_bytes(shape: Shape) -> int:
 
 
 def frozen_bytes(shape: Shape) -> int:
-    """A frozen model: matrices in bfloat16; embeddings, biases and norms in float32."""
-    half = trunk_matrices(shape) + (0 if shape.tied else projection(shape))
+    """A frozen model: the trunk's matrices in bfloat16; embeddings, projection, biases and norms in float32."""
+    half = trunk_matrices(shape)
     return HALF * half + FLOAT * (parameters(shape) - half)
 
 
@@ -332,9 +332,7 @@ def memory(shape: Shape, batch: Batch, setup: Setup) -> dict[str, dict[str, floa
     lora, own, vocabulary = bool(setup.lora_rank), setup.critic == "separate", projection(shape)
     trained, model = trained_parameters(shape, setup), trunk_matrices(shape)
     head = 0 if setup.critic == "none" else head_activation_bytes(shape)
-    # A frozen untied projection is in bfloat16 already; a tied one is the embedding, in float32.
-    cast = 0 if lora and not shape.tied else vocabulary
-    copies = HALF * (cast + (lora_parameters(shape, setup.lora_rank) if lora else model) + (model if own else 0))
+    copies = HALF * (vocabulary + (lora_parameters(shape, setup.lora_rank) if lora else model) + (model if own else 0))
     read = batch.rows * batch.length
     tokens, scored = (min(x, setup.micro_batch_tokens or x) for x in (read / batch.minibatches, read))
     share = batch.new / batch.length
@@ -348,7 +346,6 @@ def memory(shape: Shape, batch: Batch, setup: Setup) -> dict[str, dict[str, floa
             "weights": FLOAT * trained + (frozen_bytes(shape) if lora else 0),
             "moments": 2 * FLOAT * trained,
             "reference": frozen_bytes(shape) if setup.reference and not lora else 0,
-            "decode copy": HALF * (cast + (0 if lora else model)),
         },
         "update": {
             "gradients": FLOAT * trained + forming,
@@ -357,6 +354,7 @@ def memory(shape: Shape, batch: Batch, setup: Setup) -> dict[str, dict[str, floa
             "logits": (FLOAT + HALF) * chunk,
         },
         "sampling": {
+            "decode copy": HALF * (vocabulary + (lora_parameters(shape, setup.lora_rank) if lora else model)),
             "KV cache": batch.rows * (batch.prompt + batch.new) * cache_bytes(shape),
             "logits": 5 * FLOAT * batch.rows * shape.vocabulary,
         },

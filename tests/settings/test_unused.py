@@ -131,6 +131,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("output", "logit", "reward[0].classifier"),
             ("text", "completion", "reward[0].classifier or reward[0].reward_model"),
             ("batch_size", 8, "reward[0].classifier or reward[0].reward_model"),
+            ("dtype", "bfloat16", "reward[0].classifier or reward[0].reward_model"),
         ]
     ],
     ("text", {"reward": [{"reward_model": "rm", "label": "A"}]}, "reward[0].label", "without reward[0].classifier"),

@@ -102,7 +102,8 @@ class PPOTrainer:
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
-            models = assembly.build_models(args, lm, self.tokenizer, precision, peft_config)
+            named = model is None or isinstance(model, str)
+            models = assembly.build_models(args, lm, self.tokenizer, precision, peft_config, named)
             self.rng = rng.torch_state()
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes)

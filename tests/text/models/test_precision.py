@@ -1,4 +1,5 @@
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -6,13 +7,15 @@ import torch
 from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import like_lengths
 from tokencredit.processes import Processes
-from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.sampling import sample
 from tokencredit.text.models import precision
-from tokencredit.text.models.precision import Precision, bfloat16_helps, choose
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.precision import Precision, bfloat16_helps, choose, round_frozen
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.trainer import PPOTrainer
 
@@ -137,3 +140,85 @@ def test_what_is_recorded_is_what_was_drawn_from(tmp_path):
     apart = (drawn.logprobs - recorded.logprobs)[drawn.mask]
     assert apart.abs().mean() < 8e-4, "1.2e-3 with both rounded to bfloat16, 4.3e-3 with one of them"
     assert apart.abs().max() < 0.04
+
+
+def passed(lm, loss=False):
+    """Log-probs of a model's own pass in bfloat16, and its parameters' gradients if wanted."""
+    model = ActorCritic(lm)
+    ids = torch.randint(2000, (4, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    inputs = {"prompt_ids": ids[:, :6], "prompt_mask": mask, "response_ids": ids[:, 6:], "mask": mask}
+    with Precision("bfloat16", CPU).autocast():
+        if not loss:
+            with torch.no_grad():
+                return model.logprobs(model.response_hidden(inputs), inputs, 1.0)
+        model(inputs, temperature=1.0, policy_loss=SumOfLogprobs()).policy_loss.backward()
+    return {name: p.grad for name, p in lm.named_parameters() if p.requires_grad}
+
+
+class SumOfLogprobs:
+    additive = True
+
+    def __call__(self, now, at):
+        return now.logprobs.sum()
+
+
+def test_frozen_products_in_bfloat16_change_no_bit_under_autocast(architecture, model_folders):
+    lm = load_language_model(ModelConfig(name=str(model_folders[architecture])))[0].requires_grad_(False)
+    before, bytes_before = passed(lm), size(lm)
+    round_frozen(lm)
+    assert torch.equal(passed(lm), before)
+    assert size(lm) < bytes_before
+    assert lm.get_output_embeddings().weight.dtype == torch.float32
+
+
+def size(lm):
+    return sum(p.numel() * p.element_size() for p in lm.parameters())
+
+
+def lora_run(folder, name, **arguments):
+    args = PPOConfig(
+        model=ModelConfig(name=str(name), dtype="bfloat16", lora=LoraConfig(rank=4)),
+        rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
+        run=RunConfig(dir=str(folder), iterations=1, trackers=[]),
+    )
+    return PPOTrainer(args=args, reward_funcs=lambda prompts, completions: [0.0] * len(prompts), **arguments)
+
+
+def test_the_model_under_an_adapter_is_rounded_and_its_gradients_stay(model_folders, tmp_path):
+    lm = lora_run(tmp_path, model_folders["llama"]).policy.lm
+    layer = lm.model.layers[0].mlp.up_proj
+    assert layer.base_layer.weight.dtype == torch.bfloat16
+    assert layer.lora_A["default"].weight.dtype == torch.float32
+    whole = deepcopy(lm)
+    for module in whole.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.float()
+    for model in (lm, whole):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    gradients = passed(lm, loss=True)
+    assert gradients.keys() == {name for name, _ in lm.named_parameters() if "lora" in name}
+    for name, gradient in passed(whole, loss=True).items():
+        assert torch.equal(gradients[name], gradient)
+
+
+def test_a_model_that_was_loaded_in_python_keeps_its_weights(model_folders, tmp_path):
+    lm, tokenizer = load_language_model(ModelConfig(name=str(model_folders["llama"])))
+    trainer = lora_run(tmp_path, model_folders["llama"], model=lm, processing_class=tokenizer)
+    assert {p.dtype for p in trainer.policy.lm.parameters()} == {torch.float32}
+
+
+def test_the_reference_model_is_rounded_and_the_policy_is_not(model_folders, tmp_path):
+    args = PPOConfig(
+        model=ModelConfig(name=str(model_folders["qwen3"]), dtype="bfloat16"),
+        rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
+        run=RunConfig(dir=str(tmp_path), iterations=1, trackers=[]),
+    )
+    trainer = PPOTrainer(args=args, reward_funcs=lambda prompts, completions: [0.0] * len(prompts))
+    assert trainer.reference.lm.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in trainer.policy.parameters()} == {torch.float32}
+    scored = trainer.collect()
+    kl = (scored.rollout.logprobs - scored.reference.logprobs)[scored.rollout.mask]
+    assert (kl == 0).all(), "both read the same texts with the same rounded weights"

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
-from transformers.pytorch_utils import Conv1D
 
 from tokencredit.text.engines.sampling import CachedSteps
 from tokencredit.text.models.actor_critic import ActorCritic, trunk_hidden, trunk_inputs
 from tokencredit.text.models.parts import trunk_of
+from tokencredit.text.models.precision import products, rounded
 
 ATTENTION = "tokencredit_decoding"
 """Name of `decoding_attention` among Transformers' attention functions."""
@@ -49,9 +49,9 @@ class StaticDecoding:
         for own, copy in pairs:
             copy._buffers.update(own._buffers)
             copy._parameters.update(own._parameters)
-            if dtype is not None and isinstance(own, nn.Linear | Conv1D):
-                rounded = {name: x.to(dtype) for name, x in own._parameters.items() if x is not None}
-                copy._parameters.update({name: nn.Parameter(x, requires_grad=False) for name, x in rounded.items()})
+        if dtype is not None:
+            for module in products(self.model.lm):
+                module._parameters.update(rounded(module, dtype))
         try:
             yield self.model
         finally:

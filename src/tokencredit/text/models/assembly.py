@@ -32,7 +32,7 @@ from tokencredit.text.models.loading import (
 )
 from tokencredit.text.models.parts import width
 from tokencredit.text.models.peft_models import attached, merge, on_head, take_over
-from tokencredit.text.models.precision import Precision, choose
+from tokencredit.text.models.precision import Precision, choose, round_frozen
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,12 @@ def build_models(
     tokenizer: PreTrainedTokenizerBase,
     precision: Precision,
     peft_config: Any = None,
+    named: bool = True,
 ) -> Models:
     """The policy with its critic, and the reference model, on the device of the passes.
 
-    A new critic draws its weights from PyTorch's global generator.
+    A new critic draws its weights from PyTorch's global generator. In bfloat16 the weights of frozen products are
+    rounded: the reference model's, and those under an adapter if the model was `named` and so belongs to the run.
 
     Raises:
         ConfigError: a critic or an adapter that cannot be used, or no parameter of the policy is trained.
@@ -122,6 +124,11 @@ def build_models(
     if reference is not None and reference is not policy:
         reference.requires_grad_(False).to(precision.device)
     decoding, more = choose_decoding(args, policy, precision.device)
+    if precision.half:
+        if reference is not None and reference is not policy:
+            round_frozen(reference.lm)
+        if named and policy.adapter is not None and not policy.adapter.whole:
+            round_frozen(policy.lm)
     return Models(policy, reference, tokenizer, precision, decoding, [*precision.notes, *notes, *more])
 
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tokencredit.processes import Processes
 from tokencredit.runs.folder import read_choices
@@ -59,6 +61,29 @@ class Precision:
         """A context for passes that train nothing."""
         with torch.no_grad(), self.autocast():
             yield
+
+
+def products(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers that multiply by a matrix, whose weight and bias autocast rounds at each pass."""
+    return (module for module in model.modules() if isinstance(module, nn.Linear | Conv1D))
+
+
+def rounded(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter | None]:
+    """A layer's own parameters in another dtype, by name."""
+    own = {name: x for name, x in module._parameters.items() if x is not None}
+    return {name: nn.Parameter(x.to(dtype), requires_grad=False) for name, x in own.items()}
+
+
+def round_frozen(lm: PreTrainedModel) -> None:
+    """Keep the weights of products that are not trained in bfloat16, but for the projection to the vocabulary.
+
+    Under autocast, which rounds them anyway, no result changes, and they take half the memory. Logits are of the
+    weights as they are.
+    """
+    head = lm.get_output_embeddings()
+    for module in products(lm):
+        if module is not head and not any(p.requires_grad for p in module.parameters(recurse=False)):
+            module._parameters.update(rounded(module, torch.bfloat16))
 
 
 def choose(

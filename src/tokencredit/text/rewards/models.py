@@ -161,6 +161,7 @@ class Classifier:
         *,
         text: str = "both",
         batch_size: int = BATCH_SIZE,
+        dtype: str = "float32",
     ):
         """Load a classifier.
 
@@ -171,11 +172,12 @@ class Classifier:
             device: where it runs.
             text: see `Reader`.
             batch_size: see `Reader`.
+            dtype: of its weights and passes.
 
         Raises:
             ConfigError: no classifier has that name, or it has no such label.
         """
-        self.reader = Reader(name, *load(name, device), text=text, batch_size=batch_size)
+        self.reader = Reader(name, *load(name, device, dtype), text=text, batch_size=batch_size)
         config = self.reader.model.config
         if config.num_labels < 2:
             raise ConfigError(f"{name!r} has one output and no labels to choose from; name it as reward_model")
@@ -231,8 +233,10 @@ class RewardModel:
         return self.reader.logits(prompts, completions)[:, 0].tolist()
 
 
-def load(name: str, device: torch.device | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A sequence classification model in float32, from safetensors only, and its tokenizer.
+def load(
+    name: str, device: torch.device | str, dtype: str = "float32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A sequence classification model in a dtype, from safetensors only, and its tokenizer.
 
     Raises:
         ConfigError: the name leads to none, or to a model whose classification head has no weights.
@@ -240,7 +244,7 @@ def load(name: str, device: torch.device | str) -> tuple[PreTrainedModel, PreTra
     folder = resolve(name, "sentiment")
     try:
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, trust_remote_code=False
+            folder, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -74,11 +74,17 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
         name, kwargs = source.rpartition(":")[2], settings.kwargs if ":" in source else {}
     elif kind == "classifier":
         function = Classifier(
-            source, settings.label, settings.output, device, text=settings.text, batch_size=settings.batch_size
+            source,
+            settings.label,
+            settings.output,
+            device,
+            text=settings.text,
+            batch_size=settings.batch_size,
+            dtype=settings.dtype,
         )
         name = str(settings.label)
     else:
-        model, tokenizer = load(source, device)
+        model, tokenizer = load(source, device, settings.dtype)
         function = RewardModel(source, model, tokenizer, text=settings.text, batch_size=settings.batch_size)
         name = Path(source).name
     return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout)
