@@ -65,6 +65,11 @@ class Processes:
         """Wait until all processes are here."""
         self._state.wait_for_everyone()
 
+    def settle(self) -> None:
+        """Wait until this process's device has done all its work, so that a clock shows its time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         """Leave the job; for commands, at their end."""
         self._state.destroy_process_group()

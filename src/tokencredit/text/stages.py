@@ -56,6 +56,7 @@ class Stages:
                 raise
             advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
             raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
+        self.trainer.pipeline.processes.settle()
         self.seconds[name] = time.perf_counter() - started
         self._call(f"after_{name}", **results)
         for metric, value in results.get("metrics", {}).items():

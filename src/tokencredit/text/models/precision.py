@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,26 @@ class Precision:
         """A context for passes that train nothing."""
         with torch.no_grad(), self.autocast():
             yield
+
+    @contextmanager
+    def reproducible(self) -> Iterator[None]:
+        """A context for updates: in float32 on a GPU, sums are taken in an order that does not change.
+
+        PyTorch's memory-efficient attention, for one, may add up its gradients in any order.
+        """
+        if self.half or self.device.type != "cuda":
+            yield
+            return
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        try:
+            with warnings.catch_warnings():
+                # A cumulated sum and a scatter have no other way, and an order of their own within our rows.
+                warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+                torch.use_deterministic_algorithms(True, warn_only=True)
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def products(model: nn.Module) -> Iterator[nn.Module]:
