@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.parsing import read_config
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "control"
 COMPARED = ("hopper", "halfcheetah")
@@ -90,7 +89,7 @@ def one(name: str, library: str, seed: int, keep: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    config = read_config(RECIPES / f"{name}.yaml", ControlConfig)
+    config = ControlConfig.from_yaml(RECIPES / f"{name}.yaml")
     config.seed = seed
     folder = keep / f"{name}-{library}-{seed}"
     result = {"ours": ours, "theirs": theirs}[library](config, folder)
@@ -154,7 +153,7 @@ def main() -> None:
     print("| recipe | steps | return, mean ± deviation (seeds) | greedy | Stable-Baselines3 | CleanRL | wanted |")
     print("|---|---|---|---|---|---|---|")
     for name in args.recipes:
-        config = read_config(RECIPES / f"{name}.yaml", ControlConfig)
+        config = ControlConfig.from_yaml(RECIPES / f"{name}.yaml")
         steps = config.run.iterations * config.steps * config.env.number
         runs = {
             library: [

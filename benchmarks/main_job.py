@@ -19,7 +19,7 @@ import torch
 from tokencredit.processes import Processes
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.settings.parsing import read_config
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.assembly import load_run_models

@@ -32,7 +32,8 @@ from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import newest
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
-from tokencredit.settings.parsing import configure, read_config
+from tokencredit.settings.parsing import configure
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.sweep.plan import read_sweep

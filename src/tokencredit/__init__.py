@@ -72,9 +72,12 @@ if not TYPE_CHECKING:  # a type checker would let a module with __getattr__ have
         if name == "core":
             return import_module("tokencredit.core")  # which sets the attribute
         if name == "__version__":
-            from importlib.metadata import version
+            from importlib.metadata import PackageNotFoundError, version
 
-            value = version("tokencredit")
+            try:
+                value = version("tokencredit")
+            except PackageNotFoundError:  # imported from a folder on PYTHONPATH
+                value = "unknown"
         elif name in _MODULES:
             value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         else:

@@ -26,11 +26,11 @@ from tokencredit.settings.parsing import (
     new_command,
     new_parser,
     plainly,
-    read_config,
     resumed_run,
     to_config,
     with_resumed,
 )
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import CONTROL, world_of

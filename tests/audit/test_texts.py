@@ -20,7 +20,7 @@ from tokencredit.report.audit_file import with_audit
 from tokencredit.runs.folder import drop_audit
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.parsing import read_config
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,

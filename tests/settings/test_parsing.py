@@ -9,7 +9,8 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.moved import MOVED
-from tokencredit.settings.parsing import configure, read_config
+from tokencredit.settings.parsing import configure
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import CONTROL, TEXT, WORLDS, world_of
 from tokencredit.settings.yaml import flat

@@ -9,7 +9,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentCriticConfig
 from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.model import CriticConfig
-from tokencredit.settings.parsing import read_config
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,

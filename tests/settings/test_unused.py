@@ -13,7 +13,8 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.fields import Condition, _rules, refuse_idle
-from tokencredit.settings.parsing import configure, read_config
+from tokencredit.settings.parsing import configure
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import CONTROL, TEXT, WORLDS
 from tokencredit.settings.yaml import flat, nested

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
-from tokencredit.settings.parsing import read_config
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_run

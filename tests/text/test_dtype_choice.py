@@ -11,7 +11,7 @@ from tokencredit.cli import main
 from tokencredit.report.comparison_stats import group_runs
 from tokencredit.report.reading import read_run
 from tokencredit.runs.resuming import changes
-from tokencredit.settings.parsing import read_config
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_run

@@ -11,7 +11,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.settings.parsing import read_config
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_run

@@ -18,7 +18,7 @@ from tokencredit.control.evaluation import Player, check_videos, episode_metrics
 from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not_restored
 from tokencredit.control.setup import build_learner
 from tokencredit.core.masked import moments, whiten
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import memory_of
@@ -180,7 +180,10 @@ class ControlTrainer:
         """Write what a run leaves at its end: agent, summary and report; returns the summary."""
         summary = self.record.end(stopped_by, self._save)
         if self.record.history:
-            write_report(self.record.folder.path)
+            try:
+                write_report(self.record.folder.path)
+            except NotInstalled as error:
+                self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
         self.envs.close()
         return summary
 

@@ -7,14 +7,22 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
+from tokencredit.errors import NotInstalled
 from tokencredit.runs.untrusted import visible
 
 
 def fill(template: str, **values: Any) -> str:
-    """A page that needs nothing else, Plotly included, from a template beside this file."""
+    """A page that needs nothing else, Plotly included, from a template beside this file.
+
+    Raises:
+        NotInstalled: Plotly is missing.
+    """
+    try:
+        plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise NotInstalled("a page", "plotly") from error
     # Autoescape for what stands in the page; `tojson` for its data, which then holds no character that HTML knows.
     pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
     pages.filters["visible"] = visible
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     return pages.get_template(template).render(plotly=plotly, **values)

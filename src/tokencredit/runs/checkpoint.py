@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import tokencredit
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
 
@@ -112,7 +113,8 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of the software that a bit-for-bit repetition depends on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in ("tokencredit", "torch", "numpy")}}
+    ours = {"python": platform.python_version(), "tokencredit": tokencredit.__version__}
+    return ours | {name: version(name) for name in ("torch", "numpy")}
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:

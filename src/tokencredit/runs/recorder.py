@@ -54,7 +54,7 @@ class RunRecord:
         """
         self.args, self.processes, self.world, self.choices = args, processes, world, choices
         self.folder = RunFolder(args.dir)
-        require_installed(args.trackers)
+        require_installed(args.trackers or ())
         self.main = processes.main
         self.screen = Screen(args.iterations, enabled=self.main)
         self.trackers = Trackers(args.trackers if self.main else [], self.folder.path / "tensorboard", self.event)

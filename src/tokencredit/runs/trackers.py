@@ -13,22 +13,26 @@ from tokencredit.errors import ConfigError
 PROJECT = "tokencredit"
 
 
+def installed() -> list[str]:
+    """Names of the installed trackers."""
+    return [str(tracker) for tracker in get_available_trackers()]
+
+
 def require_installed(names: Sequence[str]) -> None:
     """Raise `ConfigError` for a tracker that is not installed."""
-    installed = [str(tracker) for tracker in get_available_trackers()]
     for tracker in names:
-        if tracker not in installed:
+        if tracker not in installed():
             raise ConfigError(f"run.trackers has {tracker}, which is not installed: pip install {tracker}")
 
 
 class Trackers:
     """The trackers of one run. Their exceptions are of any type, and all are caught."""
 
-    def __init__(self, names: Sequence[str], folder: Path, report: Callable[[str], None]):
+    def __init__(self, names: Sequence[str] | None, folder: Path, report: Callable[[str], None]):
         """Choose trackers by name.
 
         Args:
-            names: of the trackers.
+            names: of the trackers; None for TensorBoard if it is installed.
             folder: for those that write files.
             report: is called with a line on each failure.
         """
@@ -37,7 +41,11 @@ class Trackers:
 
     def start(self, first: int) -> None:
         """Begin with this iteration; TensorBoard then hides earlier records of it and of later ones."""
-        for name in self.names:
+        names = ["tensorboard"] if self.names is None else self.names
+        if self.names is None and "tensorboard" not in installed():
+            names = []
+            self.report("no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)")
+        for name in names:
             kind = LOGGER_TYPE_TO_CLASS[name]
             options: dict[str, Any] = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
             if name == "tensorboard" and first > 1:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -54,6 +54,49 @@ def require_config(config: Any, kind: type[Config]) -> Config:
         )
     config.__post_init__()  # type: ignore[attr-defined]
     return config
+
+
+def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Values of a dataclass's fields from nested dicts, in which its groups are made; the types are not checked.
+
+    Args:
+        default: the instance whose groups give what is left out.
+        settings: as YAML holds them.
+        known: the whole keys of the configuration, for the message on one that does not exist.
+        prefix: of its keys.
+
+    Raises:
+        ConfigError: a key does not exist, or a group is no dict.
+    """
+    hints = _hints(default.__class__)
+    made: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            raise ConfigError(unknown_key(key, known))
+        hint = hints[name]
+        group: Any = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+        if group is None or value is None:
+            made[name] = value
+        elif get_origin(hint) is not list:
+            made[name] = _group(getattr(default, name) or group(), value, known, key)
+        elif isinstance(value, list):
+            made[name] = [_group(group(), inner, known, f"{key}[{place}]") for place, inner in enumerate(value)]
+        else:
+            made[name] = value
+    return made
+
+
+def _group(default: Any, settings: Any, known: Collection[str], key: str) -> Any:
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{key} is {shown(settings)}; it must hold keys, such as {fields(default)[0].name}")
+    return replace(default, **values(default, settings, known, f"{key}."))
+
+
+def unknown_key(key: str, known: Collection[str]) -> str:
+    """A message on a key that does not exist, with the nearest of the known ones."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
 
 
 def check(config: Any, prefix: str = "") -> None:

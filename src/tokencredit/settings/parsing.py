@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +11,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import refuse_idle, without_idle
+from tokencredit.settings.fields import refuse_idle, unknown_key, without_idle
 from tokencredit.settings.moved import MOVED, renamed
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import World
 from tokencredit.settings.yaml import dump_yaml, flat, load_yaml, nested, read_yaml
+
+try:
+    from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
+except ImportError as missing:
+    raise NotInstalled("a configuration from a dict, a file or flags", "jsonargparse[signatures,ruamel]") from missing
 
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
@@ -173,23 +176,6 @@ def to_config(options: Namespace, kind: type[Config], no_code: bool = False, beg
     return config
 
 
-def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
-    """The configuration of a run, from the file in its folder.
-
-    Raises:
-        ConfigError: there is no such file, it is not the configuration of a run, or as `to_config`.
-    """
-    if not file.is_file():
-        raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
-    try:
-        with plainly():
-            return to_config(config_parser(kind).parse_path(file), kind, no_code, begun=file)
-    except ArgumentError as error:
-        raise ConfigError(explain(str(error), ["--config", str(file)], config_parser(kind))) from error
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
 def from_yaml(kind: type[Config], path: str | Path) -> Config:
     """The configuration in a YAML file, as `--config` reads it.
 
@@ -278,8 +264,7 @@ def explain(message: str, arguments: Sequence[str], command: ArgumentParser | No
             "or go on with the version that wrote it"
         )
     known = command.get_defaults(skip_validation=True).keys() if command else []
-    near = difflib.get_close_matches(name, [k for k in known if k != "debug"], n=1)
-    return f"{where}unknown key {name}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
+    return where + unknown_key(name, [k for k in known if k != "debug"])
 
 
 def key_of(message: str) -> tuple[str, bool]:

@@ -337,7 +337,7 @@ class RunConfig:
     """Losses, gradients or rewards in a row that are not finite, whose steps are left out, before the run stops."""
     show_every: int = setting(10, needs="samples", at_least=0)
     """Iterations between two tables of samples on the screen; 0 for none."""
-    trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])
-    """Where metrics go beside metrics.jsonl; any of Accelerate's trackers that is installed."""
+    trackers: list[Tracker] | None = None
+    """Accelerate's trackers that get the metrics beside metrics.jsonl; null takes TensorBoard if it is installed."""
     push_to_hub: str | None = None
     """Repository on the Hugging Face hub that the policy is uploaded to at the end; null for none."""

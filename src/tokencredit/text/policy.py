@@ -11,6 +11,7 @@ from torch import Tensor
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.detokenizer import Detokenizer
@@ -193,8 +194,6 @@ def load(run: str | Path, which: str = "policy") -> Policy:
     Raises:
         ConfigError: it is no run's folder, or has no such policy.
     """
-    from tokencredit.settings.parsing import read_config
-
     return Policy(Path(run), read_config(Path(run) / "config.yaml", PPOConfig), which)
 
 

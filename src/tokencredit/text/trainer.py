@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import memory_of, trainable
@@ -296,7 +296,10 @@ class PPOTrainer:
         """Write what a run leaves at its end: policy, summary and report; returns the summary."""
         summary = self.record.end(stopped_by, self._save)
         if self.processes.main and self.record.history:
-            write_report(self.record.folder.path)
+            try:
+                write_report(self.record.folder.path)
+            except NotInstalled as error:
+                self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
         if self.args.run.push_to_hub and self.processes.main:
             upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
         return summary

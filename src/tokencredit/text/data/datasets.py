@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 
-if TYPE_CHECKING:  # imported where it is used: a run on texts alone need not wait for it
+if TYPE_CHECKING:  # imported where it is used: lists, JSONL, JSON and CSV do without
     from datasets import Dataset
 
     Rows: TypeAlias = list[dict[str, Any]] | Dataset
@@ -53,16 +53,23 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
 
 def from_python(dataset: Any, name: str) -> Rows:
     """A data set that a program hands over as the argument `name`, if it is of a kind that can be read row by row."""
-    from datasets import Dataset
-
-    if isinstance(dataset, Dataset):
-        return plain(dataset)
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return dataset
+    if is_dataset(dataset):
+        return plain(dataset)
     raise ConfigError(
         f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset (one split of a "
         "DatasetDict, no iterable one) or a list of dicts"
     )
+
+
+def is_dataset(value: Any) -> bool:
+    """True for a `datasets.Dataset`."""
+    try:
+        from datasets import Dataset
+    except ImportError:
+        return False
+    return isinstance(value, Dataset)
 
 
 def plain(dataset: Dataset) -> Dataset:
@@ -171,6 +178,7 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
 
 def read_parquet(path: Path) -> Rows:
     """A Parquet file, read into memory."""
+    require_datasets(f"the Parquet file {str(path)!r}")
     from datasets import Dataset
     from pyarrow.parquet import read_table
 
@@ -185,13 +193,14 @@ READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".parquet
 
 def read_folder(path: Path, split: str) -> Rows:
     """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote: Arrow files, whose rows stay on disk."""
-    from datasets import DatasetDict, load_from_disk
-
     if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
         raise ConfigError(
             f"prompts.dataset is the folder {str(path)!r}, which Dataset.save_to_disk did not write; "
             f"name one of its files, which must end in one of {', '.join(READERS)}"
         )
+    require_datasets(f"the folder {str(path)!r}")
+    from datasets import DatasetDict, load_from_disk
+
     try:
         saved = load_from_disk(path)
         splits = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
@@ -202,6 +211,14 @@ def read_folder(path: Path, split: str) -> Rows:
     if split in splits:
         return plain(splits[split])
     raise ConfigError(f"prompts.split is {split!r}; the splits of {str(path)!r} are {', '.join(splits)}")
+
+
+def require_datasets(user: str) -> None:
+    """Raise `NotInstalled` if the Datasets library is missing, which `user` needs."""
+    try:
+        from datasets import Dataset  # noqa: F401
+    except ImportError as error:
+        raise NotInstalled(user, "datasets") from error
 
 
 def checked(dataset: Dataset) -> Dataset:
@@ -216,6 +233,7 @@ def checked(dataset: Dataset) -> Dataset:
 
 def read_hub(name: str, split: str, config_name: str | None) -> Rows:
     """A data set of the hub, or its copy in the Hugging Face cache where HF_HUB_OFFLINE is set."""
+    require_datasets(f"prompts.dataset {name!r}, which is no file or folder here,")
     from datasets import load_dataset
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled

@@ -1,0 +1,59 @@
+"""A run's own config.yaml is read as it was written, with defaults for settings that are newer than the run."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.run_file import read_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import EvalConfig
+from tokencredit.settings.yaml import dump_yaml
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "config.yaml"
+
+
+def test_groups_lists_of_groups_and_null_come_back(file):
+    config = PPOConfig(
+        eval=EvalConfig(every=5, prompts=PromptsConfig(text=["a: b"], chat_template_kwargs={"a.b": [1, None]})),
+        reward=[RewardTerm(function="length", kwargs={"target": 3}), RewardTerm(classifier="builtin:reviews")],
+    )
+    file.write_text(dump_yaml(asdict(config)))
+    assert read_config(file, PPOConfig) == config
+
+
+def test_settings_that_are_left_out_have_the_defaults_of_the_whole_configuration(file):
+    file.write_text("optim: {lr: 1e-3}\n")
+    default = ControlConfig()
+    assert default.optim.max_grad_norm != PPOConfig().optim.max_grad_norm
+    assert read_config(file, ControlConfig) == replace(default, optim=replace(default.optim, lr=1e-3))
+    file.write_text("reward: [{classifier: builtin:reviews}]\neval: {every: 5, prompts: {text: x}}\n")
+    config = read_config(file, PPOConfig)
+    assert config.reward[0].label == "NEGATIVE"
+    assert config.eval.prompts == PromptsConfig(text="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it holds no settings; it must be a mapping of keys to values"),
+        ("- 1", "it holds no settings; it must be a mapping of keys to values"),
+        ("kl: 3", "kl is 3; it must hold keys, such as coef"),
+        ("kl: null", "kl is null, and needs a value"),
+        ("kl: {coef: '1'}", "kl.coef is '1'; it must be a number"),
+        ("reward: [{functio: length}]", "unknown key reward[0].functio; did you mean reward[0].function?"),
+        ("reward: [length]", "reward[0] is 'length'; it must hold keys, such as function"),
+        ("reward: length", "reward is 'length'; it must be a list of RewardTerm"),
+        ("1: 2", "unknown key 1; see --print_config for all keys"),
+    ],
+)
+def test_mistakes_are_answered_with_file_and_key(text, message, file):
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, PPOConfig)
+    assert str(caught.value) == f"{file}: {message}"

@@ -1,0 +1,51 @@
+"""Training from Python needs neither Datasets, jsonargparse, Plotly, Matplotlib nor TensorBoard."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("bare.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("bare")
+
+
+@pytest.fixture(scope="module")
+def output(folder):
+    done = subprocess.run([sys.executable, PROGRAM, folder], capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_says_what_it_leaves_out_and_why(folder, output):
+    events = [json.loads(line)["event"] for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    page = "no report.html: a page needs plotly, which is not installed: pip install plotly"
+    curves = "no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)"
+    assert events.count(f"{page}, then tokencredit report {folder / 'run'}") == 2, "once per end of the run"
+    assert events.count(curves) == 2
+    assert "resumed after iteration 3" in events
+    written = {path.name for path in (folder / "run").iterdir()}
+    assert {"best", "checkpoints", "config.yaml", "metrics.jsonl", "policy", "summary.json"} <= written
+    assert not {"report.html", "tensorboard"} & written
+    assert (folder / "lora" / "policy" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "a configuration from a dict, a file or flags needs jsonargparse, which is not installed: "
+        "pip install jsonargparse[signatures,ruamel]",
+        "prompts.parquet' needs datasets, which is not installed: pip install datasets",
+        "prompts.dataset 'someone/prompts', which is no file or folder here, needs datasets, which is not installed: "
+        "pip install datasets",
+        "run.trackers has tensorboard, which is not installed: pip install tensorboard",
+        "train_dataset is of type tuple; it must be a datasets.Dataset",
+    ],
+)
+def test_a_setting_that_needs_a_missing_package_is_refused_with_the_package(message, output):
+    assert message in output
