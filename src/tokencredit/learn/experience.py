@@ -125,10 +125,10 @@ def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
         ValueError: a row alone is longer than the budget.
     """
     overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
-    order = lengths.argsort(descending=True, stable=True)
-    longest = np.array(lengths[order].tolist(), dtype=np.int64)
-    if budget is None and (longest == longest[0]).all():
+    longest = np.sort(np.array(lengths.tolist(), dtype=np.int64))[::-1]
+    if budget is None and longest[0] == longest[-1]:
         return [torch.arange(len(lengths), device=lengths.device)]
+    order = lengths.argsort(descending=True, stable=True)
     if budget is not None and longest[0] > budget:
         raise ValueError(f"budget is {budget}; it must be at least {longest[0]}, the tokens of the longest row")
     least, start_of = np.zeros(len(longest) + 1, dtype=np.int64), np.zeros(len(longest) + 1, dtype=np.int64)
