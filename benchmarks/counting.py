@@ -1,8 +1,9 @@
 """Count kernels and host syncs of a piece of code, on any device, through PyTorch's dispatcher.
 
-A host sync is an operation for whose result Python waits, such as `.item()`, `.tolist()`, `bool(tensor)` or an index by
-a bool mask. On a CPU it costs nothing; on a GPU the queue of kernels runs empty. The counter sees the same code on
-both. A kernel is an operation that writes memory, views left out: before fusion, one launch or more on a GPU.
+A host sync is an operation for which Python waits, such as `.item()`, `.tolist()`, `bool(tensor)`, an index by a bool
+mask or `torch.tensor(…, device=…)`. On a CPU it costs nothing; on a GPU the queue of kernels runs empty. The counter
+sees the same code on both. A kernel is an operation that writes memory, views left out: before fusion, one launch or
+more on a GPU.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
+        if name == "tensor" and (kwargs or {}).get("device") is not None:  # Python waits until a GPU has copied them
+            self.counts.sync(name)
         if name in TO_PYTHON and args and isinstance(args[0], Tensor):
             self.counts.sync(name)
             self.counts._inside = True  # the operations beneath are this sync

@@ -1,5 +1,6 @@
 """Small real models, made once: random weights, one of each architecture, with the built-in tokenizer."""
 
+import importlib.util
 import os
 
 # Tests run side by side, and their models are small: two threads each would mostly wait for one another.
@@ -47,6 +48,16 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def counts():
+    """The class of contexts that count kernels and host syncs."""
+    path = Path(__file__).parents[1] / "benchmarks" / "counting.py"
+    spec = importlib.util.spec_from_file_location("counting", path)
+    counting = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(counting)
+    return counting.Counts
 
 
 # Torch and Transformers are imported where they are needed, because the process that hands tests to the workers of

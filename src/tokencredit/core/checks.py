@@ -59,7 +59,12 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 def require_acted(mask: Tensor) -> None:
     """Raise `ValueError` when a row of `mask` [batch, time] has no acted step."""
-    acted = mask.view(torch.uint8).amax(dim=-1)
-    if not bool(acted.all()):
-        row = int((acted == 0).nonzero()[0])
+    empty = without_acted(mask)
+    if bool(empty.any()):
+        row = int(empty.nonzero()[0])
         raise ValueError(f"mask has no acted step in row {row}; every row must have at least one")
+
+
+def without_acted(mask: Tensor) -> Tensor:
+    """True for the rows of `mask` [batch, time] that have no acted step."""
+    return mask.view(torch.uint8).amax(dim=-1) == 0

@@ -195,12 +195,7 @@ def _to_go(steps: Steps, gamma: float) -> Tensor:
 
 def _scores(rewards: Tensor, mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor:
     """The sum of each row's rewards, [batch]."""
-    steps = prepare_steps(rewards, None, mask, terminated, truncated)
-    ends = (1 - steps.inside).sum(dim=-1)
-    if bool((ends > 1).any()):
-        row = int((ends > 1).nonzero()[0])
-        raise ValueError(f"row {row} holds several episodes; this estimator scores a row as one")
-    return steps.rewards.sum(dim=-1)
+    return prepare_steps(rewards, None, mask, terminated, truncated, one_episode=True).rewards.sum(dim=-1)
 
 
 def _groups(scores: Tensor, group_size: int) -> Tensor:

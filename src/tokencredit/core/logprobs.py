@@ -4,6 +4,8 @@
 minimised, forms the gradient at once. See `core.projection` for both.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +57,8 @@ def token_logprobs(
         Log-probabilities [...] and entropies [...] (or None), differentiable in hidden, weight and bias.
 
     Raises:
-        ValueError: shapes do not match; a target outside the vocabulary; a temperature, softcap or chunk not above 0.
+        ValueError: shapes do not match; a target outside the vocabulary, on a CPU (on a GPU that is an assertion of the
+            kernel's); a temperature, softcap or chunk not above 0.
     """
     stats = token_stats(
         hidden,
@@ -154,9 +157,10 @@ def token_stats(
         ValueError: as `token_logprobs`.
     """
     shape = hidden.shape[:-1]
-    inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
-    results = ChunkedStats.apply(*inputs, entropy)  # type: ignore[no-untyped-call]
-    return TokenStats(*(None if x is None else _unrows(x, mask, shape) for x in results))
+    places, inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    with _targets_in_range(inputs[3], weight):
+        results = ChunkedStats.apply(*inputs, entropy)  # type: ignore[no-untyped-call]
+    return TokenStats(*(None if x is None else _unrows(x, places, shape) for x in results))
 
 
 def token_loss(
@@ -204,10 +208,11 @@ def token_loss(
         ValueError: as `token_logprobs`.
     """
     shape = hidden.shape[:-1]
-    inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    places, inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
-    total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, additive, wanted)  # type: ignore[no-untyped-call]
-    return total, TokenStats(*(None if x is None else _unrows(x, mask, shape) for x in stats))
+    with _targets_in_range(inputs[3], weight):
+        total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, additive, wanted)  # type: ignore[no-untyped-call]
+    return total, TokenStats(*(None if x is None else _unrows(x, places, shape) for x in stats))
 
 
 def _checked(
@@ -220,8 +225,8 @@ def _checked(
     temperature: float,
     softcap: float | None,
     chunk: int | None,
-) -> tuple[Any, ...]:
-    """The first arguments of the functions above, once they are right, with only the rows that the mask keeps."""
+) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """Where the rows that the mask keeps stand, and with these alone the first arguments of the functions above."""
     require_positive("temperature", temperature)
     if chunk is not None:
         require_positive("chunk", chunk)
@@ -231,18 +236,21 @@ def _checked(
     _require_projection("", hidden, weight, bias)
     if mask is not None:
         require_flags("mask", mask, shape)
-    hidden = _rows(hidden, mask)
+    places = None if mask is None else mask.flatten().nonzero().squeeze(1)
     if targets is not None:
         require_shape("targets", targets, shape)
-        targets = _require_targets(_rows(targets.unsqueeze(-1), mask).squeeze(-1), weight.shape[0])
+        if targets.dtype != torch.int64:
+            raise ValueError(f"targets has dtype {targets.dtype}; it must be torch.int64")
+        targets = _rows(targets.unsqueeze(-1), places).squeeze(-1)
     if ref is not None:
         _require_projection("ref_", *ref)
         require_shape("ref_hidden without its last axis", ref[0][..., 0], shape)
         require_shape("ref_weight without its last axis", ref[1][:, 0], weight.shape[:1])
         ref_bias = None if ref[2] is None else ref[2].detach()
-        ref = _rows(ref[0].detach(), mask), ref[1].detach(), ref_bias
+        ref = _rows(ref[0].detach(), places), ref[1].detach(), ref_bias
     shaping = Shaping(float(temperature), None if softcap is None else float(softcap), _dtype(hidden, weight))
-    return hidden, weight, bias, targets, ref, shaping, _default_chunk(weight) if chunk is None else int(chunk)
+    chunk = _default_chunk(weight) if chunk is None else int(chunk)
+    return places, (_rows(hidden, places), weight, bias, targets, ref, shaping, chunk)
 
 
 def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -259,24 +267,30 @@ def _default_chunk(weight: Tensor) -> int:
     return max(logits // max(weight.shape[0], 1), LEAST_CHUNK)
 
 
-def _require_targets(targets: Tensor, vocabulary: int) -> Tensor:
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets has dtype {targets.dtype}; it must be torch.int64")
-    if targets.numel() > 0:
-        low, high = (int(x) for x in targets.aminmax())
-        if low < 0 or high >= vocabulary:
-            raise ValueError(f"targets run from {low} to {high}; they must lie in [0, {vocabulary})")
-    return targets
+@contextmanager
+def _targets_in_range(targets: Tensor | None, weight: Tensor) -> Iterator[None]:
+    """Turn a CPU kernel's error about a target outside the vocabulary into a `ValueError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Kernels check every target anyway. To look before them would empty a GPU's queue; after a GPU's assertion
+        # nothing can be looked at.
+        if targets is not None and targets.device.type == "cpu" and targets.numel() > 0:
+            low, high = (int(x) for x in targets.aminmax())
+            if low < 0 or high >= len(weight):
+                raise ValueError(f"targets run from {low} to {high}; they must lie in [0, {len(weight)})") from error
+        raise
 
 
-def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
-    """[..., D] → [rows, D], only the rows that the mask keeps."""
-    return x.reshape(-1, x.shape[-1]) if mask is None else x[mask]
+def _rows(x: Tensor, places: Tensor | None) -> Tensor:
+    """[..., D] → [rows, D], only those at these places."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if places is None else rows.index_select(0, places)
 
 
-def _unrows(x: Tensor, mask: Tensor | None, shape: torch.Size) -> Tensor:
-    """[rows] → the shape it came from, 0 where the mask is false."""
-    return x.view(shape) if mask is None else x.new_zeros(shape).masked_scatter(mask, x)
+def _unrows(x: Tensor, places: Tensor | None, shape: torch.Size) -> Tensor:
+    """[rows] → the shape it came from, 0 elsewhere."""
+    return x.view(shape) if places is None else x.new_zeros(shape.numel()).index_copy(0, places, x).view(shape)
 
 
 def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

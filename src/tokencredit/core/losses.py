@@ -199,11 +199,11 @@ def sparse_mask(mask: Tensor, places: Sequence[float]) -> Tensor:
     Returns:
         Bool `[batch, time]`, true at as many tokens of a row as there are places, or fewer in a short one.
     """
-    last = mask.sum(1, keepdim=True) - 1
-    numbers = (last * torch.tensor(places, dtype=torch.float64, device=mask.device)).round()
-    inner = torch.tensor([place < 1 for place in places], device=mask.device)
-    numbers = torch.where(inner, numbers.minimum(last - 1).clamp(min=0), numbers)
-    chosen: Tensor = (numbers.unsqueeze(1) == (mask.cumsum(1) - 1).unsqueeze(2)).any(2)
+    last = (mask.sum(1, keepdim=True) - 1).double()
+    chosen, number_of = torch.zeros_like(mask), mask.cumsum(1) - 1
+    for place in places:
+        number = (last * place).round()
+        chosen |= number_of == (number.minimum(last - 1).clamp(min=0) if place < 1 else number)
     return chosen & mask
 
 
@@ -227,7 +227,7 @@ def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None)
         return mask.sum()
     if by == "sequence":
         return mask.any(dim=-1).sum()
-    return torch.tensor(mask.numel() if horizon is None else len(mask) * horizon, device=mask.device)
+    return torch.full((), mask.numel() if horizon is None else len(mask) * horizon, device=mask.device)
 
 
 def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None = None) -> Tensor:
@@ -319,8 +319,8 @@ class RatioStats:
         E[−log r] and E[r − 1 − log r] over tokens drawn from the old policy are `kl.k1` and `kl.k3` of KL(old ‖ new);
         their difference gives E[r], which is 1 over tokens drawn from the old policy, however far the new one is.
         """
-        tokens, clipped, k1_sum, k3_sum = self.sums.tolist()
-        ratio_max, negative_min = self.extremes.tolist()
+        numbers = torch.cat([self.sums, self.extremes]).tolist()
+        tokens, clipped, k1_sum, k3_sum, ratio_max, negative_min = numbers
         return {
             "clip_fraction": clipped / tokens,
             "approx_kl_k1": k1_sum / tokens,

@@ -70,7 +70,9 @@ def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) ->
     return masked_sum(x, mask) / count
 
 
-def moments(x: Tensor, mask: Tensor, reduce: Reduce | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def moments(
+    x: Tensor, mask: Tensor, reduce: Reduce | None = None, *, count: Tensor | float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of `x` where `mask` is true.
 
     n = Σ mₜ,  μ = Σ mₜ xₜ / n,  σ² = Σ mₜ (xₜ − μ)² / n: the variance of the population, not of a sample.
@@ -83,6 +85,7 @@ def moments(x: Tensor, mask: Tensor, reduce: Reduce | None = None) -> tuple[Tens
         x: any shape.
         mask: bool of the same shape.
         reduce: sums a tensor over processes; the moments are then those of all of them together.
+        count: n of all processes, where it is known to be above 0; nothing then waits for a GPU. Default: of `mask`.
 
     Returns:
         Three scalars, the same on every process.
@@ -90,11 +93,18 @@ def moments(x: Tensor, mask: Tensor, reduce: Reduce | None = None) -> tuple[Tens
     Raises:
         ValueError: no element is true, here or (with `reduce`) on any process.
     """
-    count, mean, variance, _ = _moments_and_centred(x, mask, reduce)
-    return count, mean, variance
+    total, mean, variance, _ = _moments_and_centred(x, mask, reduce, count)
+    return total, mean, variance
 
 
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    reduce: Reduce | None = None,
+    count: Tensor | float | None = None,
+) -> Tensor:
     """Scale `x` to deviation 1 over the mask, and shift it to mean 0 if asked to.
 
     yₜ = (xₜ − μ) / √(σ² + 1e-8), plus μ again when `shift_mean` is false; 0 outside the mask. The guard, that of TRL's
@@ -107,6 +117,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce |
         mask: bool of the same shape.
         shift_mean: whether the mean becomes 0 (advantages) or stays what it was (rewards, whose sign matters).
         reduce: sums a tensor over processes; μ and σ are then those of all of them together.
+        count: as in `moments`.
 
     Returns:
         A tensor of the shape of `x`.
@@ -114,7 +125,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce |
     Raises:
         ValueError: no element of the mask is true.
     """
-    _, mean, variance, centred = _moments_and_centred(x, mask, reduce)
+    _, mean, variance, centred = _moments_and_centred(x, mask, reduce, count)
     inverse = torch.where(above_rounding(variance.sqrt(), mean), (variance + VARIANCE_GUARD).rsqrt(), 0.0)
     whitened = centred * inverse
     if not shift_mean:
@@ -150,17 +161,23 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
     Returns:
         A scalar.
     """
-    _, _, total = moments(returns, mask, reduce)
-    _, _, left = moments(zero_outside(returns, mask) - zero_outside(values, mask), mask, reduce)
+    count, _, total = moments(returns, mask, reduce)
+    _, _, left = moments(zero_outside(returns, mask) - zero_outside(values, mask), mask, reduce, count=count)
     return torch.where(total > 0, 1 - left / total, torch.full_like(total, torch.nan))
 
 
-def _moments_and_centred(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _moments_and_centred(
+    x: Tensor, mask: Tensor, reduce: Reduce | None, known: Tensor | float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result of `moments`, and x − μ without the rounding that μ itself would bring in."""
     x = zero_outside(x, mask)
-    count, first_sum = _over_processes(mask.sum(), x.sum(), reduce)
-    if count == 0:
-        raise ValueError("mask has no true element; moments need one")
+    if known is None:
+        count, first_sum = _over_processes(mask.sum(), x.sum(), reduce)
+        if count == 0:
+            raise ValueError("mask has no true element; moments need one")
+    else:
+        count = known.to(x.dtype) if isinstance(known, Tensor) else x.new_full((), known)
+        first_sum = x.sum() if reduce is None else reduce(x.sum())
     shift = first_sum / count
     rest = (x - shift).masked_fill(~mask, 0.0)
     rest_sum, square_sum = _over_processes(rest.sum(), rest.square().sum(), reduce)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_acted, require_finite, require_flags, require_shape
+from tokencredit.core.checks import require_acted, require_finite, require_flags, require_shape, without_acted
 from tokencredit.core.masked import at_least_float32
 
 
@@ -51,41 +51,84 @@ def prepare_steps(
     terminated: Tensor | None = None,
     truncated: Tensor | None = None,
     bootstrap: Tensor | None = None,
+    *,
+    one_episode: bool = False,
 ) -> Steps:
     """Check a rollout and bring it into the form of `Steps`; the conventions are those of `core.advantages`.
 
-    Without `values` they are 0, and then a missing `bootstrap` is 0 too.
+    Without `values` they are 0, and then a missing `bootstrap` is 0 too. With `one_episode` a row may hold no more.
 
     Raises:
-        ValueError: see `advantages.gae`.
+        ValueError: see `advantages.gae`; or a row holds several episodes and may not.
     """
-    if rewards.dim() != 2 or rewards.shape[1] == 0:
-        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time] with time above 0")
-    shape = rewards.shape
     if values is None:
         values = torch.zeros_like(rewards)
         bootstrap = values if bootstrap is None else bootstrap
-    require_shape("values", values, shape)
-    for name, flags in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
-        if flags is not None:
-            require_flags(name, flags, shape)
-    if mask is not None:
-        require_acted(mask)
-
+    _require_shapes(rewards, values, mask, terminated, truncated, bootstrap)
     dtype = torch.promote_types(at_least_float32(rewards).dtype, at_least_float32(values).dtype)
+    all_rewards, all_values = rewards.detach().to(dtype), values.detach().to(dtype)
     acted = None if mask is None else mask.to(dtype)
-    rewards = _acted_only("rewards", rewards.to(dtype), mask, acted)
-    values = _acted_only("values", values.to(dtype), mask, acted)
-    cut_values = _cut_values(mask, terminated, truncated, bootstrap, dtype)
+    # A product is several times as fast as filling. NaN · 0 is NaN: its sum tells, and then they are filled.
+    rewards = all_rewards if acted is None else all_rewards * acted
+    values = all_values if acted is None else all_values * acted
+    cut = _cut(mask, terminated, truncated)
+    cut_values = None
+    if cut is not None and bootstrap is not None:
+        cut_values = bootstrap.detach().to(dtype).masked_fill(~cut, 0.0)
     flagged = _flagged(mask, terminated, truncated)
+    early = _early_ends(flagged, mask) if one_episode and flagged is not None else None
 
-    order = _closing_order(mask)
+    # All that depends on values is asked at once, since a GPU's queue runs empty at each look.
+    no_acted, bad_rewards, bad_values, any_cut, bad_cut_values, any_early, any_gap = _answers(
+        None if mask is None else without_acted(mask),
+        ~rewards.sum().isfinite(),
+        ~values.sum().isfinite(),
+        cut,
+        None if cut_values is None else ~cut_values.sum().isfinite(),
+        early,
+        None if mask is None else mask[:, 1:] & ~mask[:, :-1],
+    )
+    if no_acted and mask is not None:
+        require_acted(mask)
+    if bad_rewards:
+        rewards = _finite("rewards", all_rewards, mask)
+    if bad_values:
+        values = _finite("values", all_values, mask)
+    if any_cut and cut_values is None:
+        raise ValueError("bootstrap is None; where truncated is set it must hold the value of the state after the step")
+    if bad_cut_values and cut_values is not None:
+        require_finite("bootstrap", cut_values)
+    if any_early and early is not None:
+        row = int(early.any(-1).nonzero()[0])
+        raise ValueError(f"row {row} holds several episodes; this estimator scores a row as one")
+
+    # The order of steps that brings the acted ones to the front of each row, if they do not stand there already.
+    order = torch.argsort(~mask, dim=-1, stable=True) if any_gap and mask is not None else None
     if order is not None:
         rewards, values = rewards.gather(-1, order), values.gather(-1, order)
         cut_values = None if cut_values is None else cut_values.gather(-1, order)
         flagged = None if flagged is None else flagged.gather(-1, order)
     lengths = _lengths(mask, rewards)
-    return Steps(rewards, values, _inside(flagged, lengths, rewards), cut_values, lengths, order)
+    inside = _inside(flagged, lengths, rewards)
+    return Steps(rewards, values, inside, cut_values if any_cut else None, lengths, order)
+
+
+def _require_shapes(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    terminated: Tensor | None,
+    truncated: Tensor | None,
+    bootstrap: Tensor | None,
+) -> None:
+    if rewards.dim() != 2 or rewards.shape[1] == 0:
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time] with time above 0")
+    require_shape("values", values, rewards.shape)
+    for name, flags in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
+        if flags is not None:
+            require_flags(name, flags, rewards.shape)
+    if truncated is not None and bootstrap is not None:
+        require_shape("bootstrap", bootstrap, rewards.shape)
 
 
 def _lengths(mask: Tensor | None, like: Tensor) -> Tensor:
@@ -108,48 +151,33 @@ def _inside(flagged: Tensor | None, lengths: Tensor, like: Tensor) -> Tensor:
     return inside.scatter_(-1, (lengths - 1).expand(len(inside), 1), 0.0)
 
 
-def _acted_only(name: str, x: Tensor, mask: Tensor | None, acted: Tensor | None) -> Tensor:
+def _answers(*questions: Tensor | None) -> list[bool]:
+    """True for each bool tensor that is true anywhere, all in one transfer; False for None."""
+    asked = [question.any() for question in questions if question is not None]
+    answers = iter(torch.stack(asked).tolist())
+    return [False if question is None else next(answers) for question in questions]
+
+
+def _finite(name: str, x: Tensor, mask: Tensor | None) -> Tensor:
     """Return `x` with 0 where nobody acted; refuse NaN and infinities where somebody did."""
-    x = x.detach()
-    if mask is None or acted is None:
-        require_finite(name, x)
-        return x
-    kept = x * acted
-    if not bool(torch.isfinite(kept.sum())):
-        # The product is several times as fast as filling, but NaN · 0 is NaN: something is not finite, so look where.
-        kept = x.masked_fill(~mask, 0.0)
-        require_finite(name, kept)
+    kept = x if mask is None else x.masked_fill(~mask, 0.0)
+    require_finite(name, kept)
     return kept
 
 
-def _cut_values(
-    mask: Tensor | None,
-    terminated: Tensor | None,
-    truncated: Tensor | None,
-    bootstrap: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """The bootstrap where an episode was cut off and 0 elsewhere; None if none was."""
+def _cut(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
+    """True where an episode was cut off; None if none can have been."""
     if truncated is None:
         return None
     cut = truncated if mask is None else truncated & mask
-    if terminated is not None:
-        cut = cut & ~terminated
-    if not bool(cut.any()):
-        return None
-    if bootstrap is None:
-        raise ValueError("bootstrap is None; where truncated is set it must hold the value of the state after the step")
-    require_shape("bootstrap", bootstrap, cut.shape)
-    cut_values = bootstrap.detach().to(dtype).masked_fill(~cut, 0.0)
-    require_finite("bootstrap", cut_values)
-    return cut_values
+    return cut if terminated is None else cut & ~terminated
 
 
-def _closing_order(mask: Tensor | None) -> Tensor | None:
-    """The order of steps that brings the acted ones to the front of each row; None if they stand there already."""
-    if mask is None or not bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-        return None
-    return torch.argsort(~mask, dim=-1, stable=True)
+def _early_ends(flagged: Tensor, mask: Tensor | None) -> Tensor:
+    """True where an episode ends before the last acted step of its row."""
+    time = torch.arange(flagged.shape[1], device=flagged.device)
+    last = time[-1] if mask is None else torch.where(mask, time, -1).amax(-1, keepdim=True)
+    return flagged & (time != last)
 
 
 @torch.no_grad()

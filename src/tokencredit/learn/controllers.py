@@ -135,7 +135,7 @@ class RunningMoments:
             ValueError: the mask has no true element, or a number that counts is NaN or infinite.
         """
         mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
-        count, mean, variance = (float(moment) for moment in moments(x.detach(), mask, reduce))
+        count, mean, variance = torch.stack(moments(x.detach(), mask, reduce)).tolist()
         if not math.isfinite(mean + variance):
             raise ValueError("x holds NaN or an infinity; it must be finite")
         before, apart = self.decay * self.count, mean - self.mean

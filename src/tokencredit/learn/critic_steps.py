@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -61,13 +61,13 @@ class CriticSteps:
         losses: list[float] = []
         bad_steps = 0
         for source, objective in passes:
-            for rows in minibatches(source, self.settings.minibatches, self.generator, self.processes):
-                minibatch, new = source.select(rows), source is experience
-                loss, grad_norm = self.gradient(minibatch, objective)
+            for part in minibatches(source, objective, self.settings.minibatches, self.generator, self.processes):
+                minibatch, new = source.select(part.rows), source is experience
+                loss, grad_norm = self.gradient(minibatch, objective, part.counts)
                 if not self.processes.all(math.isfinite(loss + grad_norm)):
                     bad_steps += 1
                     earlier = NonFiniteUpdate("value loss of an earlier batch", None)
-                    on_step(minibatch, self._locate(experience, rows) if new else earlier)
+                    on_step(minibatch, self._locate(experience, part.rows) if new else earlier)
                     continue
                 self.optimizer.step()
                 losses.append(loss)
@@ -79,23 +79,29 @@ class CriticSteps:
         last = losses[-self.settings.minibatches :]
         return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
 
-    def gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
+    def gradient(
+        self, minibatch: Experience, objective: Objective, counts: Sequence[float] | None = None
+    ) -> tuple[float, float]:
         """Put the gradient of the value loss, clipped, into the critic's own parameters; returns the loss and its norm.
 
-        The model's wrapper, which waits for the gradient of every parameter, has no part in it.
+        The model's wrapper, which waits for the gradient of every parameter, has no part in it. Arguments as in
+        `Learner.backward`.
         """
         assert self._critic is not None
+        if counts is None:
+            counts = self.processes.sum(objective.count(minibatch.mask)).tolist()
         drop_gradients(self.parameters)
-        count = self.processes.sum(objective.count(minibatch.mask))
         losses = []
         for rows in like_lengths(minibatch.lengths, self.settings.micro_batch_tokens):
             part = minibatch.select(rows)
-            loss = MicroBatchLoss(objective, part, count).value_loss(self._critic(part.inputs))
-            loss.backward()
-            losses.append(loss.detach())
+            value_loss = MicroBatchLoss(objective, part, counts).value_loss(self._critic(part.inputs))
+            value_loss.backward()
+            losses.append(value_loss.detach())
         self.processes.sum_gradients(self.parameters)
         norm = clip_gradients(self.parameters, self.settings.max_grad_norm, self.settings.grad_norm_type)
-        return float(self.processes.sum(torch.stack(losses).sum())), float(norm)
+        total = self.processes.sum(torch.stack(losses).sum())
+        loss, grad_norm = torch.stack([total, norm]).tolist()
+        return loss, grad_norm
 
 
 def unclipped(objective: Objective) -> Objective:

@@ -105,7 +105,7 @@ def critic_metrics(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce
     """Metrics of a critic's values, `[batch, time]`: their mean, and how much of the returns' variance they explain."""
     _, mean, _ = moments(values, mask, reduce)
     explained = explained_variance(values, returns, mask, reduce)
-    return {"value_mean": float(mean), "explained_variance": float(explained)}
+    return dict(zip(("value_mean", "explained_variance"), torch.stack([mean, explained]).tolist(), strict=True))
 
 
 def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
@@ -124,11 +124,11 @@ def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
     Raises:
         ValueError: a row alone is longer than the budget.
     """
-    if budget is None and bool((lengths == lengths[0]).all()):
-        return [torch.arange(len(lengths), device=lengths.device)]
     overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
+    longest = np.sort(np.array(lengths.tolist(), dtype=np.int64))[::-1]
+    if budget is None and longest[0] == longest[-1]:
+        return [torch.arange(len(lengths), device=lengths.device)]
     order = lengths.argsort(descending=True, stable=True)
-    longest = lengths[order].cpu().numpy().astype(np.int64)
     if budget is not None and longest[0] > budget:
         raise ValueError(f"budget is {budget}; it must be at least {longest[0]}, the tokens of the longest row")
     least, start_of = np.zeros(len(longest) + 1, dtype=np.int64), np.zeros(len(longest) + 1, dtype=np.int64)

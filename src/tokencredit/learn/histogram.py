@@ -80,7 +80,8 @@ class HistogramHead(nn.Module):
         its bin's centre, read off the old ones in straight lines, and falling off as the Gaussian around a return does
         outside the old support. Values stay what they were to within a new bin's width. Adam's moments are left alone.
         """
-        first, (old_low, old_high) = bool((self.support == 0).all()), self.support.tolist()
+        old_low, old_high = self.support.tolist()
+        first = old_low == old_high == 0
         edge = MARGIN * (old_high - old_low) / self.bins
         if not first and old_low + edge <= low and high <= old_high - edge:
             return
@@ -120,9 +121,9 @@ def histogram_heads(model: nn.Module) -> list[HistogramHead]:
 def follow_returns(heads: Iterable[HistogramHead], experience: Experience, processes: Processes) -> None:
     """Let heads follow the returns of an experience, over all processes; those that are not finite are left out."""
     for head in heads:
-        returns = experience.returns[experience.mask & experience.returns.isfinite()]
-        least = torch.full((1,), -torch.inf, device=returns.device)
-        ends = torch.stack([torch.cat([-returns, least]).max(), torch.cat([returns, least]).max()])
+        returns = experience.returns
+        others = ~(experience.mask & returns.isfinite())
+        ends = torch.stack([x.masked_fill(others, -torch.inf).max() for x in (-returns, returns)])
         low, high = processes.max(ends).tolist()
         if high > -torch.inf:
             head.follow(-low, high)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from tokencredit.learn.rng import from_text, to_text
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.stopping import past_target_kl
 from tokencredit.learn.update import (
+    Minibatch,
     NonFiniteUpdate,
     OnStep,
     StepRecord,
@@ -103,12 +104,14 @@ class Learner:
         bad_steps = 0
         follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
-            for rows in self._rows(experience):
-                minibatch = self._whitened(experience.select(rows))
-                record, grad_norm = self._gradient(minibatch, frozen)
-                if not self.processes.all(math.isfinite(sum(float(micro.loss) for micro in record) + grad_norm)):
+            for part in self._minibatches(experience):
+                minibatch = self._whitened(experience.select(part.rows), part.tokens)
+                record, norm = self._gradient(minibatch, part.counts, frozen)
+                # The one wait of a step for the device.
+                *losses, grad_norm = torch.stack([*(micro.loss for micro in record), norm]).tolist()
+                if not self.processes.all(math.isfinite(sum(losses) + grad_norm)):
                     bad_steps += 1
-                    on_step(minibatch, self._locate(experience, rows))
+                    on_step(minibatch, self._locate(experience, part.rows))
                     continue
                 records.append(record)
                 if settings.target_kl is not None:
@@ -174,38 +177,47 @@ class Learner:
         if self.settings.critic_buffer:
             self.critic.buffer.load(own["buffer"], self.processes.device)
 
-    def _rows(self, experience: Experience) -> Iterator[Tensor]:
-        """Rows of the minibatches of all joint steps."""
-        for _ in range(self.settings.epochs):
-            yield from minibatches(experience, self.settings.minibatches, self.generator, self.processes)
+    def _minibatches(self, experience: Experience) -> Iterator[Minibatch]:
+        """The minibatches of all joint steps."""
+        settings = self.settings
+        for _ in range(settings.epochs):
+            yield from minibatches(experience, self.objective, settings.minibatches, self.generator, self.processes)
 
-    def _whitened(self, minibatch: Experience) -> Experience:
+    def _whitened(self, minibatch: Experience, tokens: float) -> Experience:
         if not self.settings.whiten_minibatches:
             return minibatch
         reduce = None if self.processes.count == 1 else self.processes.sum
-        return replace(minibatch, advantages=whiten(minibatch.advantages, minibatch.mask, reduce=reduce))
+        whitened = whiten(minibatch.advantages, minibatch.mask, reduce=reduce, count=tokens)
+        return replace(minibatch, advantages=whitened)
 
-    def _gradient(self, minibatch: Experience, frozen: Iterable[Tensor]) -> tuple[list[StepRecord], float]:
+    def _gradient(
+        self, minibatch: Experience, counts: Sequence[float], frozen: Iterable[Tensor]
+    ) -> tuple[list[StepRecord], Tensor]:
         """Put a minibatch's gradient, clipped, into the parameters; returns its record, and its norm before that."""
         drop_gradients(self.parameters)
-        record = self.backward(minibatch)
+        record = self.backward(minibatch, counts)
         drop_gradients(frozen)
         limit, kind = self.settings.max_grad_norm, self.settings.grad_norm_type
-        return record, float(clip_gradients(self.parameters, limit, kind))
+        return record, clip_gradients(self.parameters, limit, kind)
 
-    def backward(self, minibatch: Experience) -> list[StepRecord]:
+    def backward(self, minibatch: Experience, counts: Sequence[float] | None = None) -> list[StepRecord]:
         """Add a minibatch's gradient to the parameters, a micro-batch of similar lengths at a time.
 
         Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
         and processes add up to the same gradient however they are cut. Processes exchange gradients once, with the last
         micro-batch, so that each may have a number of its own.
+
+        Args:
+            minibatch: the rows.
+            counts: what means divide by, over all processes; None counts them.
         """
-        count = self.processes.sum(self.objective.count(minibatch.mask))
+        if counts is None:
+            counts = self.processes.sum(self.objective.count(minibatch.mask)).tolist()
         records = []
         batches = like_lengths(minibatch.lengths, self.settings.micro_batch_tokens)
         for number, rows in enumerate(batches, start=1):
             part = minibatch if len(batches) == 1 else minibatch.select(rows)
-            loss = MicroBatchLoss(self.objective, part, count)
+            loss = MicroBatchLoss(self.objective, part, counts)
             if number < len(batches):
                 with self.processes.no_sync(self.wrapped):
                     records.append(self._pass(part, loss))

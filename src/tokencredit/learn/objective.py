@@ -6,7 +6,7 @@ of the statistics of its tokens, so that a projection to a large vocabulary can 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -153,29 +153,35 @@ class Objective:
 class MicroBatchLoss:
     """The loss of one micro-batch: called by the model for the policy's part, then completed with the critic's."""
 
-    def __init__(self, objective: Objective, rows: Experience, count: Tensor | None = None):
+    def __init__(self, objective: Objective, rows: Experience, counts: Sequence[float] | Tensor | None = None):
         """Weigh the tokens.
 
         Args:
             objective: what is minimised.
             rows: the micro-batch.
-            count: `[2]`, what weights are divided by; None for a count of 1, to look at rows alone.
+            counts: two, what weights are divided by; None for counts of 1, to look at rows alone.
         """
-        self.objective, self.rows, self.counts = objective, rows, count
+        self.objective, self.rows, self.counts = objective, rows, counts
         self.additive = objective.additive
         self.weights = self._weights(rows.mask, 0)
-        self.acted = rows.mask.flatten().nonzero().squeeze(1)
+        self.acted_so_far = rows.mask.flatten().cumsum(0)
         self.parts: dict[str, Tensor] = {}
 
     def __call__(self, now: TokenStats, at: slice) -> Tensor:
         """The policy's part, of the acted tokens at these places."""
-        places = self.acted[at]
+        assert now.logprobs is not None
+        places = self._places(at.start or 0, len(now.logprobs))
         weights = self.weights.flatten()[places]
         losses = self.objective.token_losses(now, self.rows, places)
         sums = {name: weighted_sum(x, weights) for name, x in losses.items()}
         for name, part in sums.items():
             self.parts[name] = self.parts[name] + part.detach() if name in self.parts else part.detach()
         return self.objective.total(sums)
+
+    def _places(self, first: int, count: int) -> Tensor:
+        """Places of so many acted tokens in the flattened mask; whoever asks knows their number, and no GPU waits."""
+        numbers = torch.arange(first + 1, first + count + 1, device=self.acted_so_far.device)
+        return torch.searchsorted(self.acted_so_far, numbers)
 
     def _weights(self, mask: Tensor, part: int) -> Tensor:
         if self.counts is None:
@@ -197,8 +203,9 @@ class MicroBatchLoss:
         places = objective.value_places
         weights = self._weights(sparse_mask(rows.mask, places), 1) if places else self.weights
         if now.histogram is not None:
-            losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[self.acted], now.histogram.edges)
-            return weighted_sum(losses, weights.flatten()[self.acted])
+            acted = self._places(0, len(now.histogram.logits))
+            losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[acted], now.histogram.edges)
+            return weighted_sum(losses, weights.flatten()[acted])
         assert rows.values is not None
         losses = value_loss(
             now.values,

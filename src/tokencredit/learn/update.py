@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokencredit.core.losses import Clip, RatioStats, ratio_stats
 from tokencredit.learn.experience import Experience
+from tokencredit.learn.objective import Objective
 from tokencredit.processes import Processes
 
 
@@ -60,16 +61,30 @@ def raise_non_finite(minibatch: Experience, error: NonFiniteUpdate | None) -> No
         raise error
 
 
+class Minibatch(NamedTuple):
+    """Rows of an experience, and the numbers over all processes that its means divide by."""
+
+    rows: Tensor
+    tokens: float
+    """Tokens in the loss."""
+    counts: list[float]
+    """`Objective.count`."""
+
+
 def minibatches(
-    experience: Experience, count: int, generator: torch.Generator, processes: Processes
-) -> Iterator[Tensor]:
-    """Rows of each minibatch of one pass, but for those without a token in the loss in any process.
+    experience: Experience, objective: Objective, count: int, generator: torch.Generator, processes: Processes
+) -> Iterator[Minibatch]:
+    """The minibatches of one pass, but for those without a token in the loss in any process.
 
     A step on nothing would not be nothing: momentum and weight decay alone would move the weights.
     """
-    for rows in experience.minibatches(count, generator):
-        if processes.sum(experience.mask[rows].sum()) > 0:
-            yield rows
+    parts = list(experience.minibatches(count, generator))
+    masks = [experience.mask[rows] for rows in parts]
+    # The numbers of all minibatches in one transfer: a GPU's queue runs empty at each.
+    sums = torch.stack([torch.cat([mask.sum().view(1), objective.count(mask)]) for mask in masks])
+    for rows, (tokens, *counts) in zip(parts, processes.sum(sums).tolist(), strict=True):
+        if tokens > 0:
+            yield Minibatch(rows, tokens, counts)
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:

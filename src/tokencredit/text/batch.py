@@ -69,8 +69,9 @@ class Batch:
         """Rows, tokens, entropies, truncated rows and tokens in the loss, summed."""
         rollout = self.scored.rollout
         entropy = -rollout.logprobs.sum() if rollout.entropy is None else rollout.entropy.sum()
-        values = (len(rollout.mask), rollout.mask.sum(), entropy, rollout.truncated.sum(), self.in_loss.sum())
-        sums: list[float] = processes.sum(torch.tensor([float(x) for x in values], device=rollout.mask.device)).tolist()
+        rows = entropy.new_full((), len(rollout.mask))
+        values = (rows, rollout.mask.sum(), entropy, rollout.truncated.sum(), self.in_loss.sum())
+        sums: list[float] = processes.sum(torch.stack(values)).tolist()
         return sums
 
     def samples(

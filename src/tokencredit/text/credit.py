@@ -76,8 +76,8 @@ class Credit:
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
-        if args.advantage.whitened_over("batch") and self.reduce(in_loss.sum()) > 0:
-            advantages = whiten(advantages, in_loss, reduce=self.reduce)
+        if args.advantage.whitened_over("batch") and (tokens := float(self.reduce(in_loss.sum()))) > 0:
+            advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
         return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
 
     def monte_carlo(self, scored: Scored) -> Experience:

@@ -165,7 +165,7 @@ class Pipeline:
             )
         texts = prompts.continued(completions)
         numbers = [x for x in (rollout.logprobs, rollout.values, reference.kl, after) if x is not None]
-        if not self.processes.all(all(bool(x.isfinite().all()) for x in numbers)):
+        if not self.processes.all(bool(torch.stack([x.isfinite().all() for x in numbers]).all())):
             raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)
         with stage("reward") as results:
             scores = results["scores"] = self._score(prompts, rollout, completions, reference, texts)

@@ -68,7 +68,7 @@ def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, 
     """Log-probabilities `[batch, time]` of a rollout under a policy, without its critic's values."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
-        return {"logprobs": policy.logprobs(policy.response_hidden(inputs), inputs, temperature)}
+        return {"logprobs": policy.logprobs(inputs, temperature)[0]}
 
     return by_length(rollout, budget, read)["logprobs"]
 
@@ -131,8 +131,8 @@ def reference_outputs(
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         with policy.adapter.reference() if reference is policy and policy.adapter else nullcontext():
-            hidden = reference.response_hidden(inputs)
-            results = {"logprobs": reference.logprobs(hidden, inputs, temperature)}
+            logprobs, hidden = reference.logprobs(inputs, temperature)
+            results = {"logprobs": logprobs}
         if full and in_loss:
             results["ref_hidden"] = hidden
         elif full:

@@ -151,7 +151,7 @@ def passed(lm, loss=False):
     with Precision("bfloat16", CPU).autocast():
         if not loss:
             with torch.no_grad():
-                return model.logprobs(model.response_hidden(inputs), inputs, 1.0)
+                return model.logprobs(inputs, 1.0)[0]
         model(inputs, temperature=1.0, policy_loss=SumOfLogprobs()).policy_loss.backward()
     return {name: p.grad for name, p in lm.named_parameters() if p.requires_grad}
 

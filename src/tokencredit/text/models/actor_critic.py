@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,33 @@ Inputs = dict[str, Tensor]
 - `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`;
 - `member`: `[batch]`, only in updates of an `Ensemble`: the number of the critic that learns from the row.
 """
+
+
+class Extent(NamedTuple):
+    """What a pass must know of its inputs before it starts, so that nothing in it waits for the device."""
+
+    length: int
+    """Tokens of the longest response, at least 1."""
+    padding: int
+    """Columns of the prompts that are padding in every row."""
+    places: Tensor
+    """Acted tokens, in the flattened `[batch, time]`."""
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Extent:
+        """Of some inputs: the one host sync of a pass."""
+        mask, lengths = inputs["mask"], inputs["mask"].sum(1)
+        numbers = torch.stack([lengths.sum(), lengths.max(), (~inputs["prompt_mask"]).all(0).sum()])
+        tokens, longest, padding = numbers.tolist()
+        return cls(max(longest, 1), padding, torch.nonzero_static(mask.flatten(), size=tokens).squeeze(1))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """`[tokens, …]`: what `[batch, time, …]` holds at acted tokens."""
+        return x.flatten(0, 1).index_select(0, self.places)
+
+    def spread(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """`[batch, time]` from the numbers of acted tokens, 0 elsewhere."""
+        return x.new_zeros(shape.numel()).index_copy(0, self.places, x).view(shape)
 
 
 class ActorCritic(nn.Module):
@@ -123,43 +150,44 @@ class ActorCritic(nn.Module):
             and exact KL, or None; in nats, each but the loss `[batch, time]` in float32. Loss and values carry
             gradients.
         """
-        mask, loss = inputs["mask"], policy_loss or NoLoss()
-        hidden, *tapped = self._read(trunk_of(self.lm), inputs, partial(self.trunk_hidden, tap=self._tap()))
+        extent, loss = Extent.of(inputs), policy_loss or NoLoss()
+        hidden, *tapped = self._read(trunk_of(self.lm), inputs, extent, partial(self.trunk_hidden, tap=self._tap()))
         ref = None
         if reference is not None:
             ref_projection = reference.lm.get_output_embeddings()
-            ref = (reference.scaled(inputs["ref_hidden"]), ref_projection.weight, ref_projection.bias)
+            ref = (reference.scaled(extent.rows(inputs["ref_hidden"])), ref_projection.weight, ref_projection.bias)
         projection = self.lm.get_output_embeddings()
         total, stats = token_loss(
-            self.scaled(hidden),
+            self.scaled(extent.rows(hidden)),
             projection.weight,
-            inputs["response_ids"],
+            extent.rows(inputs["response_ids"]),
             loss,
             bias=projection.bias,
             ref=ref,
-            mask=mask,
             temperature=temperature,
             softcap=self.softcap,
             entropy=entropy,
             additive=loss.additive,
         )
-        assert stats.logprobs is not None
+        logprobs, entropies, kl = (None if x is None else extent.spread(x, inputs["mask"].shape) for x in stats)
+        assert logprobs is not None
         values = histogram = None
         if self.critic is not None:
             states = [hidden, *tapped][-1] if self.critic.shared else None
-            values, histogram = self._outputs(inputs, states)
-        return PolicyOutputs(total, stats.logprobs, values, stats.entropy, stats.kl, histogram)
+            values, histogram = self._outputs(inputs, extent, states)
+        return PolicyOutputs(total, logprobs, values, entropies, kl, histogram)
 
     def critic_outputs(self, inputs: Inputs) -> CriticOutputs:
         """The critic's outputs as `forward` gives them, with a gradient for the critic's own parameters alone."""
         assert self.critic is not None
+        extent = Extent.of(inputs)
         if not self.critic.shared:
-            return self._outputs(inputs)
+            return self._outputs(inputs, extent)
         with torch.no_grad():
-            states = self.critic_states(self.critic.members[0], inputs)
-        return self._outputs(inputs, states)
+            states = self._critic_states(self.critic.members[0], inputs, extent)
+        return self._outputs(inputs, extent, states)
 
-    def _outputs(self, inputs: Inputs, states: Tensor | None = None) -> CriticOutputs:
+    def _outputs(self, inputs: Inputs, extent: Extent, states: Tensor | None = None) -> CriticOutputs:
         """The critic's outputs of acted tokens, values 0 elsewhere; `states` are those that a shared critic reads.
 
         An ensemble's values are the mean of its members', or with a `member` for each row that one's alone.
@@ -167,64 +195,69 @@ class ActorCritic(nn.Module):
         assert self.critic is not None
         members, mask = self.critic.members, inputs["mask"]
         if "member" not in inputs:
-            each = [self._outputs_of(critic, inputs, states) for critic in members]
+            each = [self._outputs_of(critic, inputs, extent, states) for critic in members]
             return each[0] if len(each) == 1 else CriticOutputs(torch.stack([now.values for now in each]).mean(0))
         values = torch.zeros(mask.shape, device=mask.device)
         for number, critic in enumerate(members):
             rows = (inputs["member"] == number).nonzero().squeeze(1)
             if len(rows):
                 own = {name: inputs[name][rows] for name in ("prompt_ids", "prompt_mask", "response_ids", "mask")}
-                values = values.index_copy(0, rows, self._outputs_of(critic, own).values)
+                values = values.index_copy(0, rows, self._outputs_of(critic, own, Extent.of(own)).values)
             else:  # a gradient of 0, since processes wait for those of all parameters
                 values = values + 0 * torch.stack([p.sum() for p in trainable(critic)]).sum()
         return CriticOutputs(values)
 
-    def _outputs_of(self, critic: Critic, inputs: Inputs, states: Tensor | None = None) -> CriticOutputs:
+    def _outputs_of(
+        self, critic: Critic, inputs: Inputs, extent: Extent, states: Tensor | None = None
+    ) -> CriticOutputs:
         """One critic's outputs of acted tokens, values 0 elsewhere."""
-        states, mask = self.critic_states(critic, inputs) if states is None else states, inputs["mask"]
-        now = critic.outputs(states[mask])
-        return now._replace(values=states.new_zeros(mask.shape, dtype=torch.float32).masked_scatter(mask, now.values))
+        states = self._critic_states(critic, inputs, extent) if states is None else states
+        now = critic.outputs(extent.rows(states))
+        return now._replace(values=extent.spread(now.values, inputs["mask"].shape))
 
-    def logprobs(self, hidden: Tensor, inputs: Inputs, temperature: float) -> Tensor:
-        """Log-probabilities `[batch, time]` of responses, nats, from their `response_hidden`."""
-        projection = self.lm.get_output_embeddings()
+    def logprobs(self, inputs: Inputs, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[batch, time]` of responses, nats, and their `response_hidden`."""
+        extent, projection = Extent.of(inputs), self.lm.get_output_embeddings()
+        (hidden,) = self._read(trunk_of(self.lm), inputs, extent, self.trunk_hidden)
         logprobs, _ = token_logprobs(
-            self.scaled(hidden),
+            self.scaled(extent.rows(hidden)),
             projection.weight,
-            inputs["response_ids"],
+            extent.rows(inputs["response_ids"]),
             bias=projection.bias,
-            mask=inputs["mask"],
             temperature=temperature,
             softcap=self.softcap,
         )
-        return logprobs
+        return extent.spread(logprobs, inputs["mask"].shape), hidden
 
     def response_hidden(self, inputs: Inputs) -> Tensor:
         """Hidden states `[batch, time, width]` of the states before each response token."""
-        return self._read(trunk_of(self.lm), inputs, self.trunk_hidden)[0]
+        return self._read(trunk_of(self.lm), inputs, Extent.of(inputs), self.trunk_hidden)[0]
 
     def critic_states(self, critic: Critic, inputs: Inputs) -> Tensor:
         """The same as a critic reads them, by a pass through its own trunk or as far as needed through the policy's."""
+        return self._critic_states(critic, inputs, Extent.of(inputs))
+
+    def _critic_states(self, critic: Critic, inputs: Inputs, extent: Extent) -> Tensor:
         if critic.trunk is not None:
-            return self._read(critic.trunk, inputs, self.trunk_hidden)[0]
-        layer = self._tap()
-        if layer is None:
-            return self.response_hidden(inputs)
-        return self._read(trunk_of(self.lm), inputs, partial(states_after, layer=layer))[0]
+            return self._read(critic.trunk, inputs, extent, self.trunk_hidden)[0]
+        layer, trunk = self._tap(), trunk_of(self.lm)
+        run = self.trunk_hidden if layer is None else partial(states_after, layer=layer)
+        return self._read(trunk, inputs, extent, run)[0]
 
     def _tap(self) -> nn.Module | None:
         """The layer of the policy's trunk whose states the critic reads; None where it reads none or the last."""
         tap = None if self.critic is None else self.critic.tap
         return None if tap is None else layers_of(trunk_of(self.lm))[tap - 1]
 
-    def _read(self, trunk: nn.Module, inputs: Inputs, run: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+    def _read(
+        self, trunk: nn.Module, inputs: Inputs, extent: Extent, run: Callable[..., tuple[Tensor, ...]]
+    ) -> list[Tensor]:
         """What `run` gives of a trunk's states before each response token, 0 past the longest.
 
         Columns of mere padding are not read.
         """
         prompt_ids, prompt_mask, response_ids = (inputs[x] for x in ("prompt_ids", "prompt_mask", "response_ids"))
-        length = max(int(inputs["mask"].sum(1).max()), 1)
-        padding = int((~prompt_mask).all(0).sum())
+        length, padding, _ = extent
         prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
         input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
         others = trunk_inputs(trunk, *positions(prompt_mask, length - 1))

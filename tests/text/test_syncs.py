@@ -1,0 +1,107 @@
+"""Host syncs, which empty a GPU's queue: how many an update and the passes of a batch make, and where."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tokencredit.learn.experience import like_lengths
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AdvantageConfig, KLConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.text import scoring_passes
+from tokencredit.text.trainer import PPOTrainer
+
+MINIBATCHES, EPOCHS = 2, 2
+PASS, CUT, STEP = "text/models/actor_critic.py", "tokencredit/learn/experience.py", "tokencredit/learn/learner.py"
+UPDATE, RATIOS, GRADIENT = "tokencredit/learn/update.py", "tokencredit/core/losses.py", "tokencredit/core/projection.py"
+
+
+def by_file(counted):
+    """Syncs by source file, but for Transformers' look at the padding of a pass."""
+    files = Counter()
+    for name, number in counted.syncs.items():
+        files[name.split(" at ")[1].split(":")[0]] += number
+    return {file: number for file, number in files.items() if "/transformers/" not in file}
+
+
+@pytest.fixture(params=["shared", "separate", "none"])
+def batch(request, tmp_path):
+    args = PPOConfig(
+        model=ModelConfig(dtype="float32"),
+        critic=CriticConfig(kind=request.param),
+        rollout=RolloutConfig(batch_size=8, max_new_tokens=8),
+        ppo=UpdateConfig(epochs=EPOCHS, minibatches=MINIBATCHES),
+        run=RunConfig(dir=str(tmp_path / "run")),
+        **({} if request.param != "none" else {"advantage": AdvantageConfig(estimator="reward_to_go")}),
+    )
+    trainer = PPOTrainer(args=args)
+    scored = trainer.collect()
+    return trainer, scored, trainer.credit.give(scored)[1]
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
+    whiten, micro_batches, batch, counts, monkeypatch
+):
+    trainer, _, experience = batch
+
+    def cut(lengths, budget):
+        return list(torch.cat(like_lengths(lengths, budget)).tensor_split(micro_batches))
+
+    monkeypatch.setattr("tokencredit.learn.learner.like_lengths", cut)
+    learner = trainer.learner
+    learner.settings = replace(learner.settings, whiten_minibatches=whiten)
+    with counts() as counted:
+        learner.update(experience)
+    steps = EPOCHS * MINIBATCHES
+    assert by_file(counted) == {
+        UPDATE: EPOCHS + 2,  # counts of a pass's minibatches; metrics of the update
+        RATIOS: 1,
+        CUT: steps,
+        STEP: steps,  # is the loss finite?
+        PASS: steps * micro_batches,
+        GRADIENT: steps * micro_batches,  # on a CPU alone
+    }
+
+
+def test_a_step_of_the_critic_alone_waits_as_often(batch, counts):
+    trainer, _, experience = batch
+    if trainer.policy.critic is None:
+        return
+    with counts() as counted:
+        trainer.learner.pretrain_critic(experience)
+    steps = EPOCHS * MINIBATCHES
+    expected = {UPDATE: EPOCHS, CUT: steps, "tokencredit/learn/critic_steps.py": steps, PASS: steps}
+    assert by_file(counted) == expected
+
+
+def test_passes_over_a_rollout_wait_once_per_micro_batch(batch, counts):
+    trainer, scored, _ = batch
+    policy, rollout = trainer.policy, scored.rollout
+    passes = {
+        "policy": lambda: scoring_passes.evaluate_rollout(policy, rollout, 1.0, None),
+        "log-probs": lambda: scoring_passes.rollout_logprobs(policy, rollout, 1.0, None),
+        "reference": lambda: scoring_passes.reference_outputs(
+            policy, trainer.reference, rollout, KLConfig(), 1.0, None
+        ),
+    }
+    for run in passes.values():
+        with torch.no_grad(), counts() as counted:
+            run()
+        assert by_file(counted) == {CUT: 1, PASS: 1}
+
+
+def test_credit_waits_once_per_function_of_the_core(batch, counts):
+    trainer, scored, _ = batch
+    with counts() as counted:
+        trainer.credit.give(scored)
+    assert by_file(counted) == {
+        "tokencredit/core/checks.py": 2,  # token_rewards, of scores and of KL
+        "tokencredit/core/steps.py": 1,
+        "tokencredit/core/masked.py": 1,
+        "tokencredit/learn/controllers.py": 1,
+        "tokencredit/text/credit.py": 1,
+    }
