@@ -1,12 +1,13 @@
 """How exact, how fast and in how much memory is PPO on a GPU? One command, at most 8 minutes, a table.
 
     python benchmarks/gpu.py [--out gpu.json] [--size full] [--minutes 8] [--parts …] [--wheels FOLDER]
+    python benchmarks/gpu.py --table gpu.json
 
 It needs PyTorch, Transformers, Accelerate, PEFT and Rich, and this checkout, which need not be installed; no network.
 `--wheels` first installs the wheels of a folder, for a machine that lacks one. Models have random weights and the
 public shapes of costs.py; completions never end early. Each row is printed and written to `--out` as soon as it is
-measured. Rows that no time is left for are named at the end. gpu_parts.py has the measurements; `--size smallest`, the
-default without a GPU, runs every part on tiny models.
+measured. Parts that no time is left for are named. gpu_parts.py has the measurements; `--size smallest`, the
+default without a GPU, runs every part on tiny models. `--table` prints a file's rows in Markdown, for RESULTS.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="begin no part after so many")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
+    parser.add_argument("--table", type=Path, help="print a file's rows in Markdown, and measure nothing")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())))
+        return
     started = time.monotonic()
     if args.wheels:
         install(args.wheels)
@@ -50,11 +55,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(device, size, Path(folder))
         for part in args.parts:
-            if time.monotonic() - started > 60 * args.minutes:
-                rows.append({"part": part, "name": "left out, no time was left"})
-                print(f"{part}: left out, no time was left", flush=True)
-                continue
-            for row in measured(bench, part):
+            late = time.monotonic() - started > 60 * args.minutes
+            for row in [{"part": part, "name": "left out, no time was left"}] if late else measured(bench, part):
                 row["at"] = round(time.monotonic() - started, 1)
                 rows.append(row)
                 print(line(row), flush=True)
@@ -78,11 +80,22 @@ def measured(bench: object, part: str) -> Iterator[dict]:
 
 def line(row: dict) -> str:
     """A row as text."""
+    return cells(row["part"], *texts(row))
+
+
+def texts(row: dict) -> tuple[str, str, str, str, str]:
+    """Model, name, value, unit and verdict of a row."""
     value = row.get("value", row.get("error", ""))
     shown = f"{value:,.4g}" if isinstance(value, float) else str(value)
     goal, met = row.get("goal"), row.get("met")
     verdict = "" if goal is None else f"{goal} {'met' if met else 'MISSED'}"
-    return cells(row["part"], row.get("model", ""), row["name"], shown, row.get("unit", ""), verdict)
+    return row.get("model", ""), row["name"], shown, row.get("unit", ""), verdict
+
+
+def table(results: dict) -> str:
+    """The rows of a file as a table."""
+    header = [", ".join(results["machine"].values()), "", "| model | | | | goal |", "|---|---|---|---|---|"]
+    return "\n".join([*header, *(f"| {' | '.join(texts(row))} |" for row in results["rows"])])
 
 
 def cells(*texts: str) -> str:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from tokencredit import (
     AdvantageConfig,
@@ -365,7 +365,8 @@ class Bench:
 
     def variants(self) -> Iterator[Row]:
         """A critic of each kind, and an adapter, on short completions: time of an iteration beside that without one."""
-        shape, batch = self.size.main, replace(self.size.batch, new=min(self.size.batch.new, 192))
+        shape = self.size.main
+        batch = replace(self.size.batch, new=min(self.size.batch.new, 192), epochs=4)
         spent: dict[str, dict[str, float]] = {}
         for name, groups in {
             "no critic": {"critic": CriticConfig(kind="none"), "advantage": AdvantageConfig(estimator="uniform")},
@@ -374,7 +375,7 @@ class Bench:
             "LoRA, shared critic": {"model": ModelConfig(dtype="bfloat16", lora=LoraConfig(rank=16))},
         }.items():
             trainer = self.trainer(shape, batch, **groups)
-            rows = self.iterations(trainer, self.size.repeats)
+            rows = self.iterations(trainer, 2)
             spent[name] = {key: statistics.median(row[key] for row in rows) for key in ("seconds", "seconds/update")}
             ratio = spent[name]["seconds"] / spent["no critic"]["seconds"]
             most = {"shared critic": 1.05, "separate critic": 1.5}.get(name)
@@ -410,8 +411,15 @@ class Bench:
             settings = GenerationConfig(**options, cache_implementation=cache)
             spent = self.seconds(partial(lm.generate, prompts, generation_config=settings), 1)
             yield Row(shape.name, f"generate, {cache} cache, {ROWS} × {new} tokens", 1e3 * spent / new, "ms/step")
-        settings = GenerationConfig(**options, eos_token_id=-1)
-        spent = self.seconds(partial(lm.generate_batch, prompts.tolist(), generation_config=settings), 1)
+        length = self.size.batch.prompt + new
+        options = {
+            "generation_config": GenerationConfig(**options, eos_token_id=-1),
+            # By default it takes all memory, for blocks of 256 tokens.
+            "continuous_batching_config": ContinuousBatchingConfig(
+                num_blocks=ROWS * (length // 256 + 1), max_batch_tokens=ROWS * self.size.batch.prompt
+            ),
+        }
+        spent = self.seconds(partial(lm.generate_batch, prompts.tolist(), **options), 1)
         yield Row(shape.name, f"continuous batching, {ROWS} × {new} tokens", 1e3 * spent / new, "ms/step")
 
     def bare_step(self, shape: Shape, lm: Any) -> Row:

@@ -52,7 +52,7 @@ class ModelConfig:
     """Whether updates compute activations twice to hold fewer of them."""
     compile: bool = False
     """Whether passes over whole texts go through `torch.compile`, which takes a minute at first and needs a GPU or a
-    C++ compiler. Sampling stays as it is."""
+    C++ compiler. Sampling is compiled with `rollout.cache: static` alone."""
     trust_remote_code: bool = False
     """Whether code from the model's repository may run."""
 

@@ -110,7 +110,7 @@ class Pretraining:
             sums = torch.stack([rollout.mask.sum().float(), experience.returns.sum(), scored.totals().sum()])
             tokens, returns, reward = processes.sum(sums).tolist()
             row |= {"return_mean": returns / tokens, "reward": reward / settings.batch_size, "tokens": tokens}
-            with self.stages("update"), self.pipeline.precision.reproducible():
+            with self.stages("update"), self.pipeline.precision.updates():
                 row |= self.learner.pretrain_critic(
                     experience,
                     scale=self.args.critic.pretrain_scale,

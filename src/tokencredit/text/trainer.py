@@ -208,7 +208,7 @@ class PPOTrainer:
         self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
         critic = () if self.policy.critic is None else trainable(self.policy.critic)
         frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
-        with self.stages("update") as results, self.pipeline.precision.reproducible():
+        with self.stages("update") as results, self.pipeline.precision.updates():
             metrics = results["metrics"] = self.learner.update(
                 experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch.scored)
             )

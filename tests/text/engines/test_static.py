@@ -1,10 +1,8 @@
 """Decoding with a static cache: the same tokens and numbers as with one that grows, and no wait in a step."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +20,6 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.checks import static_decoding
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.parts import width
-
-SPEC = importlib.util.spec_from_file_location("counting", Path(__file__).parents[3] / "benchmarks" / "counting.py")
-counting = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(counting)
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 GATED = SHAPE | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
@@ -159,25 +153,25 @@ def decoding_step(model, tokenizer, cls, **settings):
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1, "min_new_tokens": 3}])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_a_step_waits_for_nothing(cache, settings, model, tokenizer, monkeypatch):
+def test_a_step_waits_for_nothing(cache, settings, model, tokenizer, counts, monkeypatch):
     decoding = StaticDecoding(model)
     with decoding.weights() as copy:
         if cache == "static":
             _, step = decoding_step(copy, tokenizer, decoding.steps, **settings)
         else:
             _, step = decoding_step(model, tokenizer, CachedSteps, **settings)
-        with counting.Counts() as counts:
+        with counts() as seen:
             step()
-        own = {where for where in counts.syncs if "masking_utils" not in where}
+        own = {where for where in seen.syncs if "masking_utils" not in where}
         assert not own
-        assert cache == "dynamic" or not counts.syncs, "with a growing cache Transformers looks at the mask"
-        assert 30 < sum(counts.kernels.values()) < 250
+        assert cache == "dynamic" or not seen.syncs, "with a growing cache Transformers looks at the mask"
+        assert 30 < sum(seen.kernels.values()) < 250
         draw = Decoding.draw
         monkeypatch.setattr(Decoding, "draw", lambda *args: draw(*args) or args[0].lengths.max().item())
-        before = sum(counts.syncs.values())
-        with counting.Counts() as counts:
+        before = sum(seen.syncs.values())
+        with counts() as seen:
             step()
-        assert sum(counts.syncs.values()) == before + 1, "an .item() in a step is seen"
+        assert sum(seen.syncs.values()) == before + 1, "an .item() in a step is seen"
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -156,6 +156,31 @@ def passed(lm, loss=False):
     return {name: p.grad for name, p in lm.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_a_gpu_rounds_to_tf32_in_bfloat16_and_sums_in_order_in_float32():
+    def flags():
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return (
+            torch.backends.cuda.matmul.allow_tf32,
+            deterministic,
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+
+    before, gpu = flags(), torch.device("cuda")
+    assert before == (False, False, False)
+    for context, inside in (
+        (Precision("bfloat16", gpu).updates, (True, False, False)),
+        (Precision("bfloat16", gpu).no_grad, (True, False, False)),
+        (Precision("float32", gpu).updates, (False, True, True)),
+        (Precision("float32", gpu).no_grad, before),
+        (Precision("bfloat16", CPU).updates, before),
+        (Precision("float32", CPU).updates, before),
+    ):
+        with context():
+            assert flags() == inside
+        assert flags() == before
+
+
 class SumOfLogprobs:
     additive = True
 

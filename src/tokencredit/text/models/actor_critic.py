@@ -88,7 +88,7 @@ class ActorCritic(nn.Module):
             lm: a causal language model.
             critic: on the model's hidden states, or on trunks of its own.
             adapter: the adapter that is trained on `lm`, if there is one.
-            compiled: run whole texts through `torch.compile`; sampling, a token at a time, stays as it is.
+            compiled: run whole texts through `torch.compile`.
         """
         super().__init__()
         self.lm = lm

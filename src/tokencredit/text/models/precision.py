@@ -60,17 +60,19 @@ class Precision:
     @contextmanager
     def no_grad(self) -> Iterator[None]:
         """A context for passes that train nothing."""
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self.autocast(), self._tensor_cores():
             yield
 
     @contextmanager
-    def reproducible(self) -> Iterator[None]:
-        """A context for updates: in float32 on a GPU, sums are taken in an order that does not change.
+    def updates(self) -> Iterator[None]:
+        """A context for updates, backward passes included.
 
-        PyTorch's memory-efficient attention, for one, may add up its gradients in any order.
+        In float32 on a GPU sums are taken in an order that does not change: PyTorch's memory-efficient attention, for
+        one, may add up its gradients in any order.
         """
         if self.half or self.device.type != "cuda":
-            yield
+            with self._tensor_cores():
+                yield
             return
         before = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -82,6 +84,21 @@ class Precision:
                 yield
         finally:
             torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+    @contextmanager
+    def _tensor_cores(self) -> Iterator[None]:
+        """In bfloat16 on a GPU, products that stay in float32 round their operands to TF32, of 11 bits.
+
+        Those are the value heads'. In full float32, at an eighth of the speed, they would take a twentieth of an update
+        (counted for Qwen3-0.6B).
+        """
+        matmul = torch.backends.cuda.matmul
+        before = matmul.allow_tf32
+        try:
+            matmul.allow_tf32 = before or (self.half and self.device.type == "cuda")
+            yield
+        finally:
+            matmul.allow_tf32 = before
 
 
 def products(model: nn.Module) -> Iterator[nn.Module]:
