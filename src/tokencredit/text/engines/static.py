@@ -22,8 +22,8 @@ ATTENTION = "tokencredit_decoding"
 """Name of `decoding_attention` among Transformers' attention functions."""
 STRETCHES = 8
 """Parts in which a cache comes into view: attention reads at most an eighth of it before anything is written there."""
-LEAST_STRETCH = 64
-"""Columns of such a part at least."""
+ALIGNMENT = 64
+"""Columns of a cache and of its parts are multiples of it; attention kernels copy a mask that is not aligned."""
 
 
 class StaticDecoding:
@@ -85,12 +85,14 @@ class StaticSteps:
         """
         self.policy, self.trunk, self.run = policy, trunk_of(model.lm), run
         self.prompt_mask, self.limit, self.end = prompt_mask, limit, prompt_mask.shape[1]
-        columns, device = self.end + limit, prompt_mask.device
-        self.stretch = max(-(-columns // STRETCHES), LEAST_STRETCH)
+        device, columns = prompt_mask.device, aligned(self.end + limit)
+        self.stretch = aligned(columns // STRETCHES)
         self.columns = torch.arange(columns, device=device)
         self.at = torch.tensor([self.end - 1], device=device)
-        self.readable = nn.functional.pad(prompt_mask, (0, limit), value=True)
+        self.readable = nn.functional.pad(prompt_mask, (0, columns - self.end), value=True)
         self.position_ids = prompt_mask.sum(1, keepdim=True) - 1
+        dtype = autocast_dtype(device) or torch.float32
+        self.shown, self.hidden = (torch.tensor(x, dtype=dtype, device=device) for x in (0.0, -torch.inf))
         self.layers: list[StaticLayer] = []
         self.visible, self.warm = 0, False
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -110,14 +112,16 @@ class StaticSteps:
         self.at.add_(1)
         self.position_ids.add_(1)
         mask = (self.columns[: self.visible] <= self.at) & self.readable[:, : self.visible]
-        inputs = trunk_inputs(self.trunk, mask[:, None, None], self.position_ids, self.cache)
+        # As numbers to add, in the dtype of attention: of flags each layer would make them anew.
+        mask = torch.where(mask, self.shown, self.hidden)[:, None, None]
+        inputs = trunk_inputs(self.trunk, mask, self.position_ids, self.cache)
         return self.run(self.trunk, tokens, inputs)[0][:, -1]
 
     def repeat(self, step: Callable[[], None], count: int) -> None:
         """Take a step so many times; on a GPU the first by hand, which warms up, and others as replays of a graph."""
         while count:
             if self.end >= self.visible:
-                self._show(self.end + self.stretch)
+                self._show(aligned(self.end + self.stretch))
             now = min(count, self.visible - self.end)
             for _ in range(now):
                 self._take(step)
@@ -191,6 +195,11 @@ class StaticLayer(DynamicLayer):
         self.keys.index_copy_(2, self.at, key_states.to(self.keys.dtype))
         self.values.index_copy_(2, self.at, value_states.to(self.values.dtype))
         return self.keys, self.values
+
+
+def aligned(columns: int) -> int:
+    """The next multiple of `ALIGNMENT`, at least one."""
+    return max(-(-columns // ALIGNMENT), 1) * ALIGNMENT
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
