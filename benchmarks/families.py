@@ -3,8 +3,9 @@
     python benchmarks/families.py [FAMILY ...] [--write FILE]
 
 Each model is tiny and random. The table holds, for each: the largest difference between the log-probs that a rollout
-recorded and those of the model's own pass over each row alone; the first ratio error of an update, without and with
-gradient checkpointing; or the message of a refusal. Exits with 1 if a family neither trains nor is refused.
+recorded and those of the model's own pass over each row alone, with a growing and a static KV cache; the first ratio
+error of an update, without and with gradient checkpointing; or the message of a refusal. Exits with 1 if a family
+neither trains nor is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -104,6 +105,7 @@ class Row(NamedTuple):
     result: str
     """`trains`, `refused`, `not built` (no tiny model of it could be made), or `wrong`."""
     sampled: str = ""
+    static: str = ""
     first_ratio: str = ""
     checkpointed: str = ""
     note: str = ""
@@ -151,9 +153,18 @@ def measure(family: str, tokenizer: PreTrainedTokenizerBase) -> Row:
         error_with, checkpointed = 0.0, "refused"
     except Exception as error:
         return Row(family, "wrong", note=brief(error))
-    good = moved and max(sampled, first_ratio, error_with) < TOLERANCE
+    try:
+        with time_limit():
+            error_static = train(lm, tokenizer, cache="static")[0]
+            static = f"{error_static:.0e}"
+    except ConfigError:
+        error_static, static = 0.0, "refused"
+    except Exception as error:
+        return Row(family, "wrong", note=brief(error))
+    good = moved and max(sampled, error_static, first_ratio, error_with) < TOLERANCE
     note = "" if moved else "no weight moved"
-    return Row(family, "trains" if good else "wrong", f"{sampled:.0e}", f"{first_ratio:.0e}", checkpointed, note)
+    numbers = f"{sampled:.0e}", static, f"{first_ratio:.0e}", checkpointed
+    return Row(family, "trains" if good else "wrong", *numbers, note)
 
 
 def build(family: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -191,13 +202,16 @@ def tiny(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def train(
-    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, checkpointing: bool = False
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpointing: bool = False,
+    cache: Literal["dynamic", "static"] = "dynamic",
 ) -> tuple[float, float, bool]:
     """One iteration: the error of sampled log-probs in nats, the first ratio error, and True if weights moved."""
     with tempfile.TemporaryDirectory() as folder:
         args = PPOConfig(
             model=ModelConfig(dtype="float32", gradient_checkpointing=checkpointing),
-            rollout=RolloutConfig(batch_size=12, per_prompt=2, max_new_tokens=8, temperature=TEMPERATURE),
+            rollout=RolloutConfig(batch_size=12, per_prompt=2, max_new_tokens=8, temperature=TEMPERATURE, cache=cache),
             ppo=UpdateConfig(epochs=1, minibatches=2),
             run=RunConfig(dir=folder, iterations=1, trackers=[]),
         )
@@ -235,16 +249,18 @@ def table(rows: list[Row], counts: Counter[str]) -> str:
     versions = (
         f"Python {platform.python_version()}, PyTorch {torch.__version__}, Transformers {transformers.__version__}"
     )
+    static = sum(row.static not in ("", "refused") for row in rows)
     lines = [
         "# Families of causal language models",
         "",
         f"`make families`: {', '.join(f'{count} {result}' for result, count in counts.most_common())}; {versions},",
         "float32 on a CPU. Models are tiny and random. Log-probs: largest difference, in nats, between a rollout's and",
-        "those of the model's own pass over each row alone. First ratio error: of an update, without and with",
-        "`model.gradient_checkpointing`. `not built` is a family of which this program makes no tiny model.",
+        "those of the model's own pass over each row alone; static cache: the same with `rollout.cache: static`, which",
+        f"{static} families take. First ratio error: of an update, without and with `model.gradient_checkpointing`.",
+        "`not built` is a family of which this program makes no tiny model.",
         "",
-        "| family | result | log-probs | first ratio error | with checkpointing | |",
-        "|---|---|---|---|---|---|",
+        "| family | result | log-probs | static cache | first ratio error | with checkpointing | |",
+        "|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
