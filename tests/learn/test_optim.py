@@ -258,3 +258,10 @@ def test_clip_refuses():
         clip_gradients(with_gradients([1.0]), 0.0)
     with pytest.raises(ValueError, match=r"norm_type is 1\.0; it may be 2 or inf"):
         clip_gradients(with_gradients([1.0]), 1.0, 1.0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_without_a_gradient_the_norm_is_a_zero_on_the_parameters_device(max_norm):
+    parameters = [torch.nn.Parameter(torch.zeros(3, device="meta"))]
+    assert clip_gradients(parameters, max_norm).device.type == "meta"
+    assert float(clip_gradients([torch.nn.Parameter(torch.zeros(3))], max_norm)) == 0

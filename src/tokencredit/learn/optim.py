@@ -184,17 +184,21 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, norm_ty
         norm_type: 2 for the L2 norm, `math.inf` for the largest absolute element.
 
     Returns:
-        A scalar; NaN or infinite if a gradient is.
+        A scalar on the parameters' device; NaN or infinite if a gradient is.
 
     Raises:
         ValueError: `max_norm` is not above 0, or `norm_type` is neither.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type is {norm_type}; it may be 2 or inf")
+    parameters = list(parameters)
     if max_norm is None:
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-    require_positive("max_norm", max_norm)
-    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    else:
+        require_positive("max_norm", max_norm)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    # Without any gradient PyTorch's norm is a 0 on the CPU, wherever the parameters are.
+    return norm.to(parameters[0].device) if parameters else norm
 
 
 def _only(groups: Iterable[ParamGroup], keep: Callable[[Tensor], bool]) -> list[ParamGroup]:

@@ -17,10 +17,14 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import CachedSteps, Decoding, sample
 from tokencredit.text.engines.static import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.checks import static_decoding
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.parts import width
+from tokencredit.text.models.peft_models import take_over
+from tokencredit.text.models.precision import Precision, products
 
+FLOAT = Precision("float32", torch.device("cpu"))
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 GATED = SHAPE | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
 SHAPES = {"gpt2": SHAPE, "qwen3": GATED | {"tie_word_embeddings": True}, "gpt_neox": SHAPE | {"intermediate_size": 48}}
@@ -114,8 +118,9 @@ def test_weights_that_are_rounded_once_give_what_autocast_gives(model, tokenizer
         states = []
         for rounded in (True, False):
             with decoding.weights() as copy:
-                projection = copy.lm.get_output_embeddings().weight
-                assert projection.dtype == torch.bfloat16
+                dtypes = {name: p.dtype for name, p in copy.lm.named_parameters()}
+                assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+                assert copy.lm.get_output_embeddings().weight.dtype == torch.float32, "on a GPU in bfloat16"
                 assert copy.lm.get_input_embeddings().weight.dtype == torch.float32
             if rounded:
                 with decoding.weights() as copy:
@@ -230,7 +235,7 @@ MISFITS = {
 def test_a_model_that_cannot_be_decoded_so_is_refused(kind, tokenizer, tmp_path):
     shape, reason = MISFITS[kind]
     policy = build(kind, tokenizer, **shape)
-    assert reason in static_decoding(policy, compiled=False)
+    assert reason in static_decoding(policy, FLOAT, compiled=False)
     with pytest.raises(ConfigError, match=f"rollout.cache is static.*{reason}.*set it to dynamic"):
         train(tokenizer, tmp_path, "static", policy.lm)
 
@@ -238,14 +243,14 @@ def test_a_model_that_cannot_be_decoded_so_is_refused(kind, tokenizer, tmp_path)
 def test_attention_of_another_kind_is_told_apart(tokenizer):
     policy = build("qwen3", tokenizer)
     policy.lm.set_attn_implementation("eager")
-    assert "'eager', not by 'sdpa'" in static_decoding(policy, compiled=False)
+    assert "'eager', not by 'sdpa'" in static_decoding(policy, FLOAT, compiled=False)
 
 
 def test_a_model_whose_attention_does_something_else_is_found_out(tokenizer):
     policy = build("qwen3", tokenizer)
     inner = policy.lm.model.layers[0].self_attn
     inner.forward = partial(shifted, inner.forward)
-    assert "then gives other log-probabilities" in static_decoding(policy, compiled=False)
+    assert "then gives other log-probabilities" in static_decoding(policy, FLOAT, compiled=False)
 
 
 def shifted(forward, *args, **kwargs):
@@ -253,3 +258,33 @@ def shifted(forward, *args, **kwargs):
     output, weights = forward(*args, **kwargs)
     mask = kwargs["attention_mask"]
     return output + (0 if mask is None else mask.shape[-1]), weights
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_check_passes_in_bfloat16_too(kind, tokenizer):
+    assert isinstance(
+        static_decoding(build(kind, tokenizer), replace(FLOAT, dtype="bfloat16"), compiled=False), StaticDecoding
+    )
+
+
+def test_what_is_wrong_in_bfloat16_alone_is_found_out(tokenizer, monkeypatch):
+    def numb(self, dtype):
+        """Rounding to one bit."""
+        for module in products(self.model.lm):
+            module._parameters["weight"] = torch.nn.Parameter(module.weight.sign().to(dtype), requires_grad=False)
+
+    monkeypatch.setattr(StaticDecoding, "_round", numb)
+    policy = build("qwen3", tokenizer)
+    assert isinstance(static_decoding(policy, FLOAT, compiled=False), StaticDecoding)
+    reason = static_decoding(policy, replace(FLOAT, dtype="bfloat16"), compiled=False)
+    assert "gives other log-probabilities in bfloat16" in reason
+
+
+@pytest.mark.parametrize(("dora", "fits"), [(False, True), (True, False)])
+def test_of_adapters_plain_lora_is_decoded_so(dora, fits, tokenizer):
+    peft = pytest.importorskip("peft")
+    lm = peft.get_peft_model(build("qwen3", tokenizer).lm, peft.LoraConfig(r=4, use_dora=dora, init_lora_weights=False))
+    lm = take_over(lm)
+    policy = ActorCritic(lm, adapter=Adapter(lm))
+    found = static_decoding(policy, FLOAT, compiled=False)
+    assert isinstance(found, StaticDecoding) if fits else "is not plain LoRA" in found

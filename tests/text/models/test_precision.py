@@ -156,29 +156,21 @@ def passed(lm, loss=False):
     return {name: p.grad for name, p in lm.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_a_gpu_rounds_to_tf32_in_bfloat16_and_sums_in_order_in_float32():
-    def flags():
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return (
-            torch.backends.cuda.matmul.allow_tf32,
-            deterministic,
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+def test_on_a_gpu_in_float32_updates_take_the_attention_that_adds_in_order():
+    def kernels():
+        backends = torch.backends.cuda
+        return backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()
 
-    before, gpu = flags(), torch.device("cuda")
-    assert before == (False, False, False)
-    for context, inside in (
-        (Precision("bfloat16", gpu).updates, (True, False, False)),
-        (Precision("bfloat16", gpu).no_grad, (True, False, False)),
-        (Precision("float32", gpu).updates, (False, True, True)),
-        (Precision("float32", gpu).no_grad, before),
-        (Precision("bfloat16", CPU).updates, before),
-        (Precision("float32", CPU).updates, before),
+    before, gpu = kernels(), torch.device("cuda")
+    assert before == (True, True, True)
+    for dtype, device, inside in (
+        ("float32", gpu, (False, False, True)),
+        ("bfloat16", gpu, before),
+        ("float32", CPU, before),
     ):
-        with context():
-            assert flags() == inside
-        assert flags() == before
+        with Precision(dtype, device).updates():
+            assert kernels() == inside
+        assert kernels() == before
 
 
 class SumOfLogprobs:
@@ -210,23 +202,30 @@ def lora_run(folder, name, **arguments):
     return PPOTrainer(args=args, reward_funcs=lambda prompts, completions: [0.0] * len(prompts), **arguments)
 
 
-def test_the_model_under_an_adapter_is_rounded_and_its_gradients_stay(model_folders, tmp_path):
+def test_under_an_adapter_rounded_weights_change_no_gradient(model_folders, tmp_path):
     lm = lora_run(tmp_path, model_folders["llama"]).policy.lm
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}, "weights are rounded on a GPU"
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    whole = deepcopy(lm)
+    round_frozen(lm)
     layer = lm.model.layers[0].mlp.up_proj
     assert layer.base_layer.weight.dtype == torch.bfloat16
     assert layer.lora_A["default"].weight.dtype == torch.float32
-    whole = deepcopy(lm)
-    for module in whole.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.float()
-    for model in (lm, whole):
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
     gradients = passed(lm, loss=True)
     assert gradients.keys() == {name for name, _ in lm.named_parameters() if "lora" in name}
     for name, gradient in passed(whole, loss=True).items():
         assert torch.equal(gradients[name], gradient)
+
+
+def test_a_projection_that_peft_wraps_is_not_rounded(model_folders):
+    peft = pytest.importorskip("peft")
+    lm = load_language_model(ModelConfig(name=str(model_folders["llama"])))[0]
+    adapted = peft.get_peft_model(lm, peft.LoraConfig(r=4, modules_to_save=["lm_head"])).requires_grad_(False)
+    round_frozen(adapted.base_model.model)
+    head = adapted.base_model.model.get_output_embeddings()
+    assert {p.dtype for p in head.parameters()} == {torch.float32}
 
 
 def test_a_model_that_was_loaded_in_python_keeps_its_weights(model_folders, tmp_path):

@@ -247,7 +247,7 @@ def sample(
         per_prompt: consecutive rows with the same prompt, which is then read once; it divides `batch`.
         started: first tokens of each completion, the same in rows of one prompt; their log-probs and values are 0 in
             the rollout. Padded on the left to the longest, they take up to `limit` columns more of the context than
-            prompts and completions do. None for none.
+            prompts and completions do: completions that have ended are read on until the others have. None for none.
         steps: how hidden states are computed, from the model, the prompts' mask and the most tokens after them.
         every: steps between two looks at which completions have ended; by default 1 on a CPU and `LOOK_EVERY` on other
             devices, for which to look is to wait.

@@ -39,7 +39,7 @@ class StaticDecoding:
         lm = deepcopy(policy.lm, shared)
         lm.set_attn_implementation(ATTENTION)
         self.policy, self.model = policy, ActorCritic(lm, policy.critic)
-        self.run = torch.compile(trunk_hidden, dynamic=True) if compiled else trunk_hidden
+        self.run = torch.compile(one_token, dynamic=True) if compiled else one_token
 
     @contextmanager
     def weights(self) -> Iterator[ActorCritic]:
@@ -49,14 +49,25 @@ class StaticDecoding:
         for own, copy in pairs:
             copy._buffers.update(own._buffers)
             copy._parameters.update(own._parameters)
-        if dtype is not None:
-            for module in products(self.model.lm):
-                module._parameters.update(rounded(module, dtype))
         try:
+            if dtype is not None:
+                self._round(dtype)
             yield self.model
         finally:
             for own, copy in pairs:
                 copy._parameters.update(own._parameters)
+
+    def _round(self, dtype: torch.dtype) -> None:
+        """Round what autocast would round at each step.
+
+        Of the projection to the vocabulary that is the weight, on a GPU; see `core.projection.multiply`.
+        """
+        head = self.model.lm.get_output_embeddings()
+        for module in products(self.model.lm):
+            if module is not head:
+                module._parameters.update(rounded(module, dtype))
+            elif head.weight.is_cuda:
+                head._parameters["weight"] = rounded(head, dtype)["weight"]
 
     def steps(self, model: ActorCritic, prompt_mask: Tensor, limit: int) -> StaticSteps:
         """`Steps` after prompts with this mask, `[batch, prompt]`, and at most `limit` tokens after them."""
@@ -70,7 +81,7 @@ class StaticSteps:
         self,
         policy: ActorCritic,
         model: ActorCritic,
-        run: Callable[..., tuple[Tensor, ...]],
+        run: Callable[[nn.Module, Tensor, dict[str, Any]], Tensor],
         prompt_mask: Tensor,
         limit: int,
     ):
@@ -79,7 +90,7 @@ class StaticSteps:
         Args:
             policy: reads the prompts.
             model: reads one token at a time, with `decoding_attention`.
-            run: computes its states, as `trunk_hidden` does.
+            run: computes its states, as `one_token` does.
             prompt_mask: `[batch, prompt]`.
             limit: tokens after them at most.
         """
@@ -101,7 +112,8 @@ class StaticSteps:
         """Read the prompts, each once for `per_prompt` consecutive rows; returns the states after them."""
         each = self.prompt_mask[::per_prompt]
         prefill = CachedSteps(self.policy, each, 0)
-        hidden = prefill.prompts(prompt_ids[::per_prompt], per_prompt=1)
+        with self._autocast():
+            hidden = prefill.prompts(prompt_ids[::per_prompt], per_prompt=1)
         columns, dtype = len(self.columns), autocast_dtype(hidden.device)
         self.layers = [StaticLayer(layer, columns, per_prompt, self.at, dtype) for layer in prefill.cache.layers]
         self.cache = Cache(layers=list(self.layers))
@@ -115,10 +127,10 @@ class StaticSteps:
         # As numbers to add, in the dtype of attention: of flags each layer would make them anew.
         mask = torch.where(mask, self.shown, self.hidden)[:, None, None]
         inputs = trunk_inputs(self.trunk, mask, self.position_ids, self.cache)
-        return self.run(self.trunk, tokens, inputs)[0][:, -1]
+        return self.run(self.trunk, tokens, inputs)
 
     def repeat(self, step: Callable[[], None], count: int) -> None:
-        """Take a step so many times; on a GPU the first by hand, which warms up, and others as replays of a graph."""
+        """Take a step so many times; on a GPU as replays of a graph."""
         while count:
             if self.end >= self.visible:
                 self._show(aligned(self.end + self.stretch))
@@ -136,6 +148,7 @@ class StaticSteps:
         self.readable, self.position_ids = self.readable[slots], self.position_ids[slots]
         for layer in self.layers:
             layer.memory = tuple(memory[slots] for memory in layer.memory)
+            layer.show(self.visible)  # lets go of the old memory
         self._show(self.visible)
         return slots
 
@@ -147,18 +160,31 @@ class StaticSteps:
         self.graph, self.warm = None, False
 
     def _take(self, step: Callable[[], None]) -> None:
-        """Take a step. A graph keeps addresses, so autocast must hold no copies of weights that it frees later."""
-        device = self.at.device
+        """Take a step: by hand the first time, then as a replay of a graph."""
         if self.graph is None:
-            with torch.autocast(device.type, autocast_dtype(device), autocast_dtype(device) is not None, False):
-                if not self.warm or device.type != "cuda":
+            with self._autocast():
+                if not self.warm or self.at.device.type != "cuda":
                     step()
                     self.warm = True
                     return
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                graph = torch.cuda.CUDAGraph()
+                capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+                # A capture that fails leaves its own stream behind, as the current one.
+                with torch.cuda.stream(torch.cuda.current_stream()), capture:
                     step()
+                self.graph = graph
         self.graph.replay()
+
+    def _autocast(self) -> torch.autocast:
+        """Autocast as it is, without its copies of weights: it frees them later, and a graph keeps their addresses."""
+        device = self.at.device
+        dtype = autocast_dtype(device)
+        return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+def one_token(trunk: nn.Module, tokens: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Hidden states `[slots, width]` after a token of each slot; `torch.compile` counts its recompilations apart."""
+    return trunk_hidden(trunk, tokens, inputs)[0][:, -1]
 
 
 class StaticLayer(DynamicLayer):

@@ -57,6 +57,12 @@ class Adapter:
         with self.reference():
             self.off_is_start = start is not None and computes(lm, start)
 
+    @property
+    def adds(self) -> bool:
+        """True if its layers add to what the layers beneath compute, and read their weights for nothing else: LoRA."""
+        config = self.model.peft_config[self.name]
+        return config.peft_type.value == "LORA" and not getattr(config, "use_dora", False)
+
     def hold_reference(self) -> bool:
         """Make `reference` switch to the model that the run starts from; False if only a copy of it can be that.
 

@@ -106,7 +106,7 @@ def build_models(
     """The policy with its critic, and the reference model, on the device of the passes.
 
     A new critic draws its weights from PyTorch's global generator. In bfloat16 the weights of frozen products are
-    rounded: the reference model's, and those under an adapter if the model was `named` and so belongs to the run.
+    rounded: the reference model's, and on a GPU those under LoRA if the model was `named` and so belongs to the run.
 
     Raises:
         ConfigError: a critic or an adapter that cannot be used, or no parameter of the policy is trained.
@@ -123,17 +123,18 @@ def build_models(
         reference = policy if switches else ActorCritic(deepcopy(policy.lm), compiled=args.model.compile)
     if reference is not None and reference is not policy:
         reference.requires_grad_(False).to(precision.device)
-    decoding, more = choose_decoding(args, policy, precision.device)
+    decoding, more = choose_decoding(args, policy, precision)
     if precision.half:
         if reference is not None and reference is not policy:
             round_frozen(reference.lm)
-        if named and policy.adapter is not None and not policy.adapter.whole:
+        adapter, on_gpu = policy.adapter, precision.device.type == "cuda"
+        if named and on_gpu and adapter is not None and adapter.adds and not adapter.whole:
             round_frozen(policy.lm)
     return Models(policy, reference, tokenizer, precision, decoding, [*precision.notes, *notes, *more])
 
 
 def choose_decoding(
-    args: PPOConfig, policy: ActorCritic, device: torch.device
+    args: PPOConfig, policy: ActorCritic, precision: Precision
 ) -> tuple[StaticDecoding | None, list[str]]:
     """Decoding with a static cache if `rollout.cache` asks for it, and notes; `auto` takes it on a GPU.
 
@@ -141,9 +142,9 @@ def choose_decoding(
         ConfigError: `static` was asked for, and the model cannot be sampled so.
     """
     cache = args.rollout.cache
-    if cache == "dynamic" or (cache == "auto" and device.type != "cuda"):
+    if cache == "dynamic" or (cache == "auto" and precision.device.type != "cuda"):
         return None, []
-    decoding = static_decoding(policy, compiled=args.model.compile)
+    decoding = static_decoding(policy, precision, compiled=args.model.compile)
     if not isinstance(decoding, str):
         return decoding, []
     if cache == "static":
@@ -196,7 +197,7 @@ def load_run_models(
                 notes = [f"no KL to the model that the run started from: {error}"]
         policy, more = build_policy(lm, tokenizer, own, values)
     policy.requires_grad_(False).to(precision.device)
-    decoding, last = choose_decoding(replace(args, model=own), policy, precision.device)
+    decoding, last = choose_decoding(replace(args, model=own), policy, precision)
     return Models(policy, base, tokenizer, precision, decoding, [*notes, *more, *last])
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +16,19 @@ from transformers.cache_utils import DynamicLayer
 from tokencredit.errors import ConfigError
 from tokencredit.learn.modes import checkpointing_modules, training
 from tokencredit.learn.rng import preserved
-from tokencredit.text.engines.sampling import CachedSteps, Steps
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.sampling import CachedSteps, sample
 from tokencredit.text.engines.static import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
 from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.parts import trunk_of
+from tokencredit.text.models.precision import Precision
 
 TOLERANCE = 1e-3
 """Largest difference that rounding may explain in float32, in nats; of states, as a share of the largest."""
+HALF_TOLERANCE = 0.25
+"""Largest mean difference that rounding may explain in bfloat16, in nats."""
 SAME_PROMPT = (slice(0, 2), slice(2, 4))
 """Rows of the example with the same prompt."""
 
@@ -124,46 +131,46 @@ def check_checkpointing(name: str, policy: ActorCritic) -> None:
         _compare(title, now, expected, "with model.gradient_checkpointing")
 
 
-def static_decoding(policy: ActorCritic, *, compiled: bool) -> StaticDecoding | str:
+def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool) -> StaticDecoding | str:
     """A policy's decoding with a static cache, or why it cannot be had.
 
-    Its states are compared with those of a growing cache, on a GPU with those of a replayed graph.
+    A few tokens are sampled so, on a GPU by a replayed graph, in float32 and in the dtype of the run. Their log-probs
+    must be those of a pass over the whole text.
     """
-    lm = policy.lm
+    lm, kind = policy.lm, type(policy.lm).__name__
     layers = DynamicCache(config=lm.config).layers
     if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
-        return f"not every layer of {type(lm).__name__} keeps the keys and values of all tokens"
+        return f"not every layer of {kind} keeps the keys and values of all tokens"
     if lm.config._attn_implementation != "sdpa":
-        return f"{type(lm).__name__} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
-    inputs = _example(lm.config.get_text_config().vocab_size, lm.device)
+        return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
+    if policy.adapter is not None and not policy.adapter.adds:
+        return f"the adapter of {kind} is not plain LoRA, and may need the weights beneath it unrounded"
     try:
-        with preserved(), torch.no_grad():
+        with preserved():
             decoding = StaticDecoding(policy, compiled=compiled)
-            with decoding.weights() as model:
-                steps = decoding.steps(model, inputs["prompt_mask"], inputs["mask"].shape[1])
-                static = _last_logprobs(model, steps, inputs)
-            cached = _last_logprobs(policy, CachedSteps(policy, inputs["prompt_mask"], inputs["mask"].shape[1]), inputs)
+            for each in (replace(precision, dtype="float32"), precision):
+                with each.no_grad():
+                    static, expected = _sampled(policy, decoding)
+                error = (static - expected).abs()
+                if not (_close(static, expected, _rounding(expected)) or (each.half and error.mean() < HALF_TOLERANCE)):
+                    return f"{kind} then gives other log-probabilities in {each.dtype}, by up to {error.max():.2g} nats"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # anybody's code: the library's, or the model's own with trust_remote_code
-        return f"a step of {type(lm).__name__} ends in {type(error).__name__}: {' '.join(str(error).split())}"
-    if not _close(static, cached, _rounding(cached)):
-        size = float((static - cached).abs().max())
-        return f"{type(lm).__name__} then gives other log-probabilities, by up to {size:.2g} nats"
+        return f"a step of {kind} ends in {type(error).__name__}: {' '.join(str(error).split())}"
     return decoding
 
 
-def _last_logprobs(model: ActorCritic, steps: Steps, inputs: Inputs) -> Tensor:
-    """Log-probabilities `[batch, vocabulary]` after the example's tokens, read one after another."""
-    tokens = inputs["response_ids"].T.clone()
-    states = torch.empty_like(steps.prompts(inputs["prompt_ids"], per_prompt=2))
-
-    def step() -> None:
-        states.copy_(steps.next(tokens[0].unsqueeze(-1)))
-        tokens.copy_(tokens.roll(-1, dims=0))
-
-    steps.repeat(step, len(tokens))
-    return _logprobs(model, states)
+def _sampled(policy: ActorCritic, decoding: StaticDecoding) -> tuple[Tensor, Tensor]:
+    """Log-probabilities `[4, 6]` of tokens that follow the example's prompts: as sampled, and by a full pass."""
+    inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
+    prompts = PromptBatch([], [], inputs["prompt_ids"], inputs["prompt_mask"], {})
+    uniforms = torch.linspace(0.02, 0.98, 24, device=policy.lm.device).view(4, 6)
+    settings = SamplingConfig(max_new_tokens=6, stop_at_eos=False)
+    tokenizer: Any = None  # nothing is read before a stop string is looked for
+    with decoding.weights() as model:
+        rollout = sample(model, prompts, uniforms, settings, tokenizer, [0], 2, steps=decoding.steps, every=6)
+    return rollout.logprobs, policy.logprobs(rollout.inputs(), 1.0)[0]
 
 
 def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -60,45 +60,16 @@ class Precision:
     @contextmanager
     def no_grad(self) -> Iterator[None]:
         """A context for passes that train nothing."""
-        with torch.no_grad(), self.autocast(), self._tensor_cores():
+        with torch.no_grad(), self.autocast():
             yield
 
-    @contextmanager
-    def updates(self) -> Iterator[None]:
-        """A context for updates, backward passes included.
+    def updates(self) -> AbstractContextManager[None]:
+        """A context for updates, backward passes included; on a GPU in float32 the same gradient each time.
 
-        In float32 on a GPU sums are taken in an order that does not change: PyTorch's memory-efficient attention, for
-        one, may add up its gradients in any order.
+        PyTorch's fused attention kernels add up float32 gradients in any order, its plain attention does not.
         """
-        if self.half or self.device.type != "cuda":
-            with self._tensor_cores():
-                yield
-            return
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        try:
-            with warnings.catch_warnings():
-                # A cumulated sum and a scatter have no other way, and an order of their own within our rows.
-                warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
-                torch.use_deterministic_algorithms(True, warn_only=True)
-                yield
-        finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn_only)
-
-    @contextmanager
-    def _tensor_cores(self) -> Iterator[None]:
-        """In bfloat16 on a GPU, products that stay in float32 round their operands to TF32, of 11 bits.
-
-        Those are the value heads'. In full float32, at an eighth of the speed, they would take a twentieth of an update
-        (counted for Qwen3-0.6B).
-        """
-        matmul = torch.backends.cuda.matmul
-        before = matmul.allow_tf32
-        try:
-            matmul.allow_tf32 = before or (self.half and self.device.type == "cuda")
-            yield
-        finally:
-            matmul.allow_tf32 = before
+        exact = self.device.type == "cuda" and not self.half
+        return sdpa_kernel(SDPBackend.MATH) if exact else nullcontext()
 
 
 def products(model: nn.Module) -> Iterator[nn.Module]:
@@ -116,11 +87,11 @@ def round_frozen(lm: PreTrainedModel) -> None:
     """Keep the weights of products that are not trained in bfloat16, but for the projection to the vocabulary.
 
     Under autocast, which rounds them anyway, no result changes, and they take half the memory. Logits are of the
-    weights as they are.
+    weights as they are. Without autocast the model can no longer be called.
     """
-    head = lm.get_output_embeddings()
+    head = set(lm.get_output_embeddings().modules())  # several, where PEFT saves a copy of it
     for module in products(lm):
-        if module is not head and not any(p.requires_grad for p in module.parameters(recurse=False)):
+        if module not in head and not any(p.requires_grad for p in module.parameters(recurse=False)):
             module._parameters.update(rounded(module, torch.bfloat16))
 
 
