@@ -126,16 +126,21 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders)
 
 
 def test_the_fast_attention_of_short_texts_is_as_near_to_float32_as_the_fused_kernel(loaded, monkeypatch):
-    model, gradients = noisy(with_critic(loaded[0])), []
-    for half, short in ((False, 0), (True, 0), (True, actor_critic.SHORT)):
-        monkeypatch.setattr(actor_critic, "SHORT", short)
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            now = model(padded_batch(), temperature=1.0, policy_loss=Unlikelihood())
-        (now.policy_loss + now.values.sum()).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    exact, fused, plain = gradients
-    assert 0 < (plain - exact).norm() < 1.5 * (fused - exact).norm()
+    errors = torch.zeros(2)
+    for seed in range(8):  # one draw of a head alone may favour either kernel by half
+        torch.manual_seed(seed)
+        model, gradients = noisy(with_critic(loaded[0])), []
+        for half, short in ((False, 0), (True, 0), (True, actor_critic.SHORT)):
+            monkeypatch.setattr(actor_critic, "SHORT", short)
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                now = model(padded_batch(), temperature=1.0, policy_loss=Unlikelihood())
+            (now.policy_loss + now.values.sum()).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        exact, *halves = gradients
+        errors += torch.stack([(half - exact).norm() for half in halves])
+    fused, plain = errors
+    assert 0 < plain < 1.5 * fused
 
 
 def test_it_is_for_short_texts_in_bfloat16_with_gradients_and_without(loaded):
