@@ -323,7 +323,10 @@ class Bench:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             run()
         events = profiler.key_averages()
-        return tuple(sum(event.count for event in events if event.key in names) for names in (LAUNCHES, WAITS))
+        launches, waits = (sum(event.count for event in events if event.key in names) for names in (LAUNCHES, WAITS))
+        if not launches:
+            raise RuntimeError("the profiler saw no launch, so it cannot count")
+        return launches, waits
 
     def decoding(self) -> Iterator[Row]:
         """Sampling alone, of full length, against the bandwidth bound; and with a growing cache, shorter."""
@@ -462,4 +465,4 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 def last_digits(prompts: list[str], completions: list[str]) -> list[float]:
     """A reward that differs between completions and costs nothing."""
-    return [int(text[-1]) / 10 for text in completions]
+    return [int(text[-1:] or 0) / 10 for text in completions]
