@@ -2,9 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test fast lint types format benchmark bench costs families chaos doctor study truth beside-trl findings world
+.PHONY: help install train test fast lint types format benchmark bench gpu costs families chaos doctor study truth beside-trl findings world
 
-install: .venv/installed
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: .venv/installed  ## Install everything into .venv: 2.4 GB, about three minutes
 
 # torch comes first and by its pin, so that nothing that needs it can choose another build.
 .venv/installed: pyproject.toml constraints.txt
@@ -13,66 +16,57 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-train: install
+train: install  ## Train the built-in language model: the main job, on two cores
 	$(BIN)/tokencredit train
 
-test: install lint types
+test: install lint types  ## Lint, types and all tests
 	$(BIN)/python -m pytest -n 2
 
-# Lint, types and the quick tests, in about 80 seconds on two cores once mypy's cache is warm.
-fast: install lint types
+fast: install lint types  ## Lint, types and the quick tests: about 80 seconds with a warm mypy cache
 	TOKENCREDIT_EXAMPLES=30 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
-lint: install
+lint: install  ## Ruff: lint and format, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install
+types: install  ## mypy in strict mode
 	$(BIN)/mypy
 
-format: install
+format: install  ## Repair what Ruff can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The table of the README: five seeds of the main job.
-benchmark: install
+benchmark: install  ## Print the README's table: five seeds of the main job
 	$(BIN)/python benchmarks/main_job.py
 
-# The tables of benchmarks/RESULTS.md; TRL gets an environment of its own.
-bench: install .trl-venv/installed
+bench: install .trl-venv/installed  ## Print the tables of benchmarks/RESULTS.md beside TRL, which gets an environment of its own
 	$(BIN)/python benchmarks/text_step.py --trl .trl-venv/bin/python
 
-# The tables of docs/gpu.md and of "On a GPU" in benchmarks/RESULTS.md, by formula: seconds on a CPU.
-costs: install
+gpu: install  ## Measure correctness, speed and memory on a GPU in 8 minutes; tiny models without one
+	$(BIN)/python benchmarks/gpu.py
+
+costs: install  ## Write the tables by formula of docs/gpu.md and benchmarks/RESULTS.md, in seconds
 	$(BIN)/python benchmarks/costs.py --write
 
-# Every family of language models that the installed Transformers knows, tiny, through a run: benchmarks/families.md.
-families: install
+families: install  ## Train each family of causal models in Transformers, tiny: benchmarks/families.md
 	$(BIN)/python benchmarks/families.py --write benchmarks/families.md
 
-# The runs behind docs/findings.md, for hours, and their metrics into benchmarks/findings-data. `make study SEEDS=1` takes the first
-# seed of each alone; the same command goes on where it was.
-study: install
+study: install  ## Run what docs/findings.md rests on, for hours; SEEDS=1 takes the first seed of each
 	$(BIN)/python benchmarks/study.py $(if $(SEEDS),--seeds $(SEEDS))
 
-# Is the credit true? The main job with several critics, audited while it trains: three minutes a run on one core.
-truth: install
+truth: install  ## Audit the main job with several critics: three minutes per run on one core
 	$(BIN)/python benchmarks/truth.py
 
-# The main job by TRL, whose KL stands beside ours in docs/findings.md: about two minutes per run on one core.
-beside-trl: .trl-venv/installed
+beside-trl: .trl-venv/installed  ## Train the main job with TRL: two minutes per run on one core
 	.trl-venv/bin/python benchmarks/beside_trl.py
 
-# The figures and tables of docs/findings.md, from the committed metrics in benchmarks/findings-data.
-findings: install
+findings: install  ## Draw the figures and tables of docs/findings.md from committed metrics
 	$(BIN)/python benchmarks/findings.py
 
-# Kills and damages real runs, resumes them, and compares with runs left in peace; as root, for the small disks.
-chaos: install
+chaos: install  ## Kill, damage and resume real runs; as root, for the small disks
 	$(BIN)/python tests/chaos.py
 
-# Runs whose critic or λ is made ill on purpose, and healthy ones, audited: what the diagnosis names.
-doctor: install
+doctor: install  ## Audit runs with a planted fault, and healthy ones, and compare the diagnosis
 	$(BIN)/python tests/audit_doctor.py
 
 .trl-venv/installed:
@@ -81,6 +75,5 @@ doctor: install
 	.trl-venv/bin/python -m pip install --quiet trl==1.9.2
 	touch $@
 
-# Makes the built-in models anew.
-world: install
+world: install  ## Train the built-in models anew
 	$(BIN)/python -m tokencredit.demo.build
