@@ -44,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # jsonargparse leaves the comments out unless asked; a configuration without them explains nothing.
-    arguments = ["--print_config=comments" if a == "--print_config" else a for a in with_resumed(arguments)]
+    arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
     parser, commands = build_parser()
     try:
+        arguments = with_resumed(arguments)
         with plainly():
             chosen = parser.parse_args(arguments)
         if chosen.command is None:

@@ -141,7 +141,7 @@ def mapping(value: Any, key: str) -> dict[str, Any]:
         raise ConfigError(f"{key} is {value!r}; it must be a mapping")
     for name in value:
         if not isinstance(name, str):
-            raise ConfigError(f"{key} has {name!r}, which YAML does not take for text; put it into quotes")
+            raise ConfigError(f"{key} has {name!r}, which YAML does not read as text; quote it")
     return value
 
 
