@@ -164,7 +164,7 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
         ("kl:\n  coef: 1\n bad\n", r"in {file}, line 3"),
         ("kl:\n  coef: -1\n", r"kl.coef is -1.0; it must be at least 0"),
         ("- 1\n- 2\n", r"{file}"),
-        ("ppo:\n  minibatches:\n", r"ppo.minibatches is null, and needs a value"),
+        ("ppo:\n  minibatches:\n", r"ppo.minibatches is null; it needs a value"),
         ("model: 3\n", r"model is 3; it must hold keys, such as model.name"),
         ("seed: 1\neval:\n", r"eval is None; it must hold keys"),
         ("kl:\n  coef: 1" + "0" * 400, r"not a configuration: int too large to convert to float (OverflowError)"),

@@ -142,7 +142,7 @@ def test_a_file_is_read_as_config_reads_it(tmp_path):
         ({"kl": 3}, r"^kl is 3; it must hold keys, such as kl.coef$"),
         ({"kl.coef": -1}, r"^kl.coef is -1.0; it must be at least 0$"),
         ({"kl.coef": "much"}, r"^kl\.coef is 'much'; it must be a number$"),
-        ({"ppo.minibatches": None}, r"^ppo.minibatches is null, and needs a value$"),
+        ({"ppo.minibatches": None}, r"^ppo.minibatches is null; it needs a value$"),
         ({"kl.coef": 1, "kl": {"coef": 2}}, r"^kl.coef is given twice$"),
         ({"kl": {"coef": 2}, "kl.coef": 1}, r"^kl.coef is given twice$"),
         ({"kl": 1, "kl.coef": 2}, r"^kl is given twice$"),

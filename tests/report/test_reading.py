@@ -57,7 +57,7 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("config.yaml", b"ppo: {epochs: {}}", r"config.yaml: ppo\.epochs is not a number"),
         ("config.yaml", b"optim: {warmup: .nan}", r"config.yaml: optim\.warmup is not a number"),
         ("config.yaml", b"optim: {max_grad_norm: 1%b}" % (b"0" * 400), r"optim\.max_grad_norm is not a number"),
-        ("summary.json", b'{"stopped_by": [[]]}', "summary.json: stopped_by is no text"),
+        ("summary.json", b'{"stopped_by": [[]]}', "summary.json: stopped_by is not a text"),
     ],
 )
 def test_damage_is_named(copy, name, content, message):

@@ -44,7 +44,7 @@ def test_settings_that_are_left_out_have_the_defaults_of_the_whole_configuration
         ("", "it holds no settings; it must be a mapping of keys to values"),
         ("- 1", "it holds no settings; it must be a mapping of keys to values"),
         ("kl: 3", "kl is 3; it must hold keys, such as kl.coef"),
-        ("kl: null", "kl is null, and needs a value"),
+        ("kl: null", "kl is null; it needs a value"),
         ("kl: {coef: '1'}", "kl.coef is '1'; it must be a number"),
         ("reward: [{functio: length}]", "unknown key reward[0].functio; did you mean reward[0].function?"),
         ("reward: [length]", "reward[0] is 'length'; it must hold keys, such as reward[0].function"),

@@ -108,7 +108,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {"b": {"optim": 3}}}, "variant b: optim is 3; it is a group of settings: name, lr"),
         ({"variants": {"b": {"optim.lr": "fast"}}}, "variant b: optim.lr is 'fast'; it must be a number"),
         ({"variants": {"b": {"optim.lr": -1}}}, "variant b: optim.lr is -1.0; it must be above 0"),
-        ({"variants": {"b": {"steps": None}}}, "variant b: steps is null, and needs a value"),
+        ({"variants": {"b": {"steps": None}}}, "variant b: steps is null; it needs a value"),
         ({"variants": {"b": {"seed": 3}}}, "variant b: seed is set by the sweep; use its key seeds instead"),
         ({"variants": {"b": {"run": {"dir": "x"}}}}, "variant b: run.dir is set by the sweep; use its key dir"),
         ({"variants": {"b": {"optim.lr": 1, "optim": {"lr": 2}}}}, "variant b: optim.lr is given twice"),

@@ -132,7 +132,7 @@ def _check_type(key: str, value: Any, hint: Any, limits: Mapping[str, float]) ->
     if value is None:
         if NoneType in options:
             return
-        raise ConfigError(f"{key} is null, and needs a value")
+        raise ConfigError(f"{key} is null; it needs a value")
     fitting = next((option for option in options if _is(value, option)), None)
     if fitting is None:
         raise ConfigError(wrong_value(key, value, hint))
