@@ -24,7 +24,7 @@ class Summary(Mapping[str, Any]):
     first: float | None
     """Headline metric of the first iteration that has one: mean reward, or average return."""
     last: float | None
-    """Its mean over the last five iterations; None without an iteration."""
+    """Headline metric averaged over the last five iterations; None without an iteration."""
     kl_last: float | None
     """Mean KL to the reference over the last five iterations, in nats per sequence. None without a reference, or with
     filters such as top_p, whose samples do not estimate it."""

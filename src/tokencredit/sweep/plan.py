@@ -52,7 +52,7 @@ class Run:
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def summary(self) -> dict[str, Any]:
-        """Its summary.json; empty before it has ended."""
+        """The contents of summary.json; empty before it has ended."""
         file = self.folder / "summary.json"
         return read_object(file, file.read_text(encoding="utf-8")) if file.is_file() else {}
 
