@@ -498,11 +498,11 @@ def orphan_sweep(place: Path, chance: random.Random, world: str, at_once: bool, 
             os.kill(process, signal.SIGCONT)
         code, out, err = life.end(600)
         assert code == 0, f"exit code {code}\n{out[-2000:]}\n{err[-2000:]}"
-        assert all("a process that an earlier sweep began is still at it" in line for line in said), said
+        assert all("a process of an earlier sweep is still running it" in line for line in said), said
     else:
         while runs_alive(place / "run"):
             time.sleep(0.1)
-        assert "still at it" not in finish_sweep(file, "--jobs", "2")
+        assert "still running it" not in finish_sweep(file, "--jobs", "2")
     for log in (place / "run").glob("*/seed-1.log"):
         text, last = log.read_text(), f"iteration {LENGTHS[world]['iterations']}/{LENGTHS[world]['iterations']}"
         assert text.count(last) == 1, f"{log}: done {text.count(last)} times"

@@ -43,7 +43,7 @@ def test_signals_save_first_and_then_stop_at_once(code, signals, tmp_path):
     found, said = stopped(tmp_path / "run", command, *signals)
     assert found == code
     assert "stopping after this iteration; again to stop at once" in said
-    assert f"go on with: tokencredit train --resume {tmp_path / 'run'}" in said
+    assert f"resume with: tokencredit train --resume {tmp_path / 'run'}" in said
     done = len(metrics(tmp_path / "run"))
     assert 2 <= done < 60
     once = len(signals) == 1

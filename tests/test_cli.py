@@ -132,15 +132,23 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["train", "--kl.coe", "1"], "unknown key kl.coe; did you mean kl.coef?"),
         (["train", "--zzz", "1"], "unknown key zzz; see --print_config for all keys"),
         (["train", "--ppo.clip", "2"], "ppo.clip is 2.0; it must be above 0 and below 1"),
-        (["train", "--ppo.clip", "wide"], "Parser key \"ppo.clip\": Expected a <class 'float'>. Got value: wide"),
-        (["train", "--kl.estimator", "k9"], 'Parser key "kl.estimator"'),
-        (["train", "--run.trackers", "[paper]"], 'Parser key "run.trackers"'),
-        (["train", "--config", "nowhere.yaml"], "File does not exist"),
+        (["train", "--ppo.clip", "wide"], "ppo.clip is 'wide'; it must be a number"),
+        (["train", "--seed", "x"], "seed is 'x'; it must be a whole number"),
+        (["train", "--critic.kind", "shard"], "it must be one of shared, separate, none; did you mean shared?"),
+        (["train", "--advantage.estimator", "gea"], "did you mean gae?"),
+        (["train", "--model.lora", "8"], "model.lora is 8; it must hold keys, such as model.lora.rank"),
+        (["train", "--resume", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["train", "--kl.estimator", "k9"], "kl.estimator is 'k9'; it must be one of k1, k2, k3, full"),
+        (
+            ["train", "--run.trackers", "[paper]"],
+            "run.trackers is ['paper']; it must be a list of any of tensorboard, wandb",
+        ),
+        (["train", "--config", "nowhere.yaml"], "/nowhere.yaml' does not exist"),
         (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder"),
         (["generate", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["report", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["doctor", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
-        (["generate", "nowhere", "-n", "0"], 'Parser key "samples"'),
+        (["generate", "nowhere", "-n", "0"], "--samples is 0; it must be a whole number, at least 1"),
         (["trane"], "invalid choice: 'trane'"),
     ],
 )
@@ -152,15 +160,19 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
     ("text", "message"),
     [
         ("kl:\n  coeff: 1\n", r"{file}: unknown key kl.coeff; did you mean kl.coef?"),
-        ("kl:\n  coef: much\n", r'{file}: Parser key "kl.coef": Expected a'),
+        ("kl:\n  coef: much\n", r"{file}: kl.coef is 'much'; it must be a number"),
         ("kl:\n  coef: 1\n bad\n", r"in {file}, line 3"),
         ("kl:\n  coef: -1\n", r"kl.coef is -1.0; it must be at least 0"),
         ("- 1\n- 2\n", r"{file}"),
-        ("ppo:\n  minibatches:\n", r"ppo.minibatches is null, and needs a value"),
-        ("model: 3\n", r"model is 3; it must hold keys, such as name"),
+        ("ppo:\n  minibatches:\n", r"ppo.minibatches is null; it needs a value"),
+        ("model: 3\n", r"model is 3; it must hold keys, such as model.name"),
         ("seed: 1\neval:\n", r"eval is None; it must hold keys"),
         ("kl:\n  coef: 1" + "0" * 400, r"not a configuration: int too large to convert to float (OverflowError)"),
-        ("reward:\n- label: A\n  clasifier: b\n", r"clasifier"),
+        (
+            "reward:\n- label: A\n  clasifier: b\n",
+            r"{file}: unknown key reward[].clasifier; did you mean reward[].classifier?",
+        ),
+        ("reward:\n- label: 3\n", r"{file}: reward[].label is 3; it must be a text"),
     ],
 )
 def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, capsys):
@@ -179,7 +191,7 @@ def test_print_config_explains_every_key_and_can_be_read_back(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["train", "--kl.coef", "0.5", "--print_config"])
     text = capsys.readouterr().out
-    assert "# β, the price of a nat." in text
+    assert "# KL coefficient β: penalty per nat." in text
     settings = yaml.safe_load(text)
     assert settings["kl"]["coef"] == 0.5
     assert settings["reward"][0]["label"] == "NEGATIVE"

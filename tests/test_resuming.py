@@ -207,14 +207,14 @@ def test_without_checkpoints_nothing_is_thrown_away(tmp_path):
     args = replace(args, run=replace(args.run, save_every=0))
     cut(PPOTrainer, args, 3)
     before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"has no checkpoint to go on from; it ran without run\.save_every"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint: run\.save_every is 0"):
         resumed(PPOTrainer, args)
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_that_is_over_can_only_go_on_further(tmp_path):
     PPOTrainer(args=text(tmp_path / "run", 4)).train()
-    with pytest.raises(ConfigError, match=r"has done all its 4 iterations; raise run\.iterations to go on"):
+    with pytest.raises(ConfigError, match=r"has done all its 4 iterations; raise --run\.iterations to continue"):
         resumed(PPOTrainer, text(tmp_path / "run", 4))
     assert (tmp_path / "run" / "summary.json").is_file()
     resumed(PPOTrainer, text(tmp_path / "run", 5))
@@ -253,7 +253,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, tmp_p
     content = damaged.read_bytes()
     damaged.write_bytes(content[: len(content) // 2])
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert any(f"000004 cannot be used, so the one before it is: {file}" in e for e in events(tmp_path / "cut"))
+    assert any(f"000004 cannot be used, trying the one before it: {file}" in e for e in events(tmp_path / "cut"))
     assert "resumed after iteration 2" in events(tmp_path / "cut")
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
@@ -265,7 +265,7 @@ def test_a_flipped_bit_is_noticed(tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert any("tensors.safetensors is not as it was written" in event for event in events(tmp_path / "cut"))
+    assert any("tensors.safetensors has changed since it was written" in event for event in events(tmp_path / "cut"))
 
 
 def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
@@ -273,7 +273,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
     for manifest in (tmp_path / "cut" / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
     before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"000004 cannot be used.*000002 cannot be used.*begin anew"):
+    with pytest.raises(ConfigError, match=r"000004 cannot be used.*000002 cannot be used.*begin a new run"):
         resumed(PPOTrainer, text(tmp_path / "cut"))
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
@@ -368,7 +368,7 @@ def test_a_reward_that_fails_costs_no_iteration(tmp_path):
         return iteration(number)
 
     trainer.iteration = falling
-    with pytest.raises(RunStopped, match=r"stopped in iteration 4: .*down.*; go on with: tokencredit train --resume"):
+    with pytest.raises(RunStopped, match=r"stopped in iteration 4: .*down.*; resume with: tokencredit train --resume"):
         trainer.train()
     down[0] = False
     assert (tmp_path / "cut" / "checkpoints" / "000003").is_dir()
@@ -388,7 +388,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
 
     trainer.record.begin = then_break
     trainer.train()
-    assert "the tracker tensorboard is left out from here: OSError: disk gone" in events(tmp_path / "run")
+    assert "the tracker tensorboard is disabled from here on: OSError: disk gone" in events(tmp_path / "run")
     assert len(chaos.metrics(tmp_path / "run")) == 3
 
 
@@ -418,7 +418,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
         (tmp_path / "secret").write_text("{}")
         told["files"][name] = {"bytes": 2, "sha256": "0"}
         manifest.write_text(json.dumps(told))
-        with pytest.raises(ConfigError, match=r"is missing, or no plain file of the folder"):
+        with pytest.raises(ConfigError, match=r"is missing, or not a regular file of the folder"):
             resumed(PPOTrainer, text(tmp_path / "run", 5))
 
 

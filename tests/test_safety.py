@@ -88,12 +88,12 @@ def test_environments_keyword_arguments_make_no_objects(marker, tmp_path, capsys
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (LAUGHS, "more than 100000 values, aliases written out"),
-        ("seed: " + json.dumps(LAUGHS), "more than 100000 values, aliases written out"),
-        ("[" * 100_000, "more than 50 lists in one another"),
-        ("- " * 100_000, "more than 50 lists in one another"),
-        ("seed: '" + "[" * 5000 + "'", "more than 50 lists in one another"),
-        ("a: &a [*a]", "the alias *a stands inside itself"),
+        (LAUGHS, "more than 100000 values, aliases expanded"),
+        ("seed: " + json.dumps(LAUGHS), "more than 100000 values, aliases expanded"),
+        ("[" * 100_000, "more than 50 nested lists"),
+        ("- " * 100_000, "more than 50 nested lists"),
+        ("seed: '" + "[" * 5000 + "'", "more than 50 nested lists"),
+        ("a: &a [*a]", "the alias *a contains itself"),
         ("seed: " + "1" * 5000, "integer string conversion"),
     ],
 )
@@ -148,7 +148,7 @@ def test_no_code_refuses_by_the_key(command, text, key, marker, tmp_path, capsys
     (tmp_path / "config.yaml").write_text(text)
     where = ["--config", str(tmp_path / "config.yaml")] if command in ("train", "control") else [str(tmp_path)]
     error = refused(capsys, command, "--no-code", *where)
-    assert "--no-code refuses what the configuration asks for: " in error
+    assert "--no-code, but the configuration executes user code: " in error
     assert key in error
     assert not marker.exists()
 
@@ -159,7 +159,7 @@ def test_no_code_refuses_a_sweep_by_its_variant(tmp_path, capsys, marker):
         f"{{world: text, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}, sly: {{{REWARD.strip()}}}}}}}"
     )
     error = refused(capsys, "sweep", "--no-code", str(file))
-    assert "variant sly: --no-code refuses what the configuration asks for: reward[0].function runs" in error
+    assert "variant sly: --no-code, but the configuration executes user code: reward[0].function runs" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -30,30 +30,31 @@ from tokencredit.settings.parsing import (
     to_config,
     with_resumed,
 )
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.run_file import read_config, run_config_file
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import CONTROL, world_of
 from tokencredit.settings.yaml import read_yaml
 
 FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
-"""Exit codes: a run that had to stop; something to correct first; Ctrl-C, as shells count it."""
+"""Exit codes: a run that failed; invalid arguments; Ctrl-C, as in shells."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # jsonargparse leaves the comments out unless asked; a configuration without them explains nothing.
-    arguments = ["--print_config=comments" if a == "--print_config" else a for a in with_resumed(arguments)]
+    # By default jsonargparse prints the configuration without the help texts.
+    arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
     parser, commands = build_parser()
     try:
+        arguments = with_resumed(arguments)
         with plainly():
             chosen = parser.parse_args(arguments)
         if chosen.command is None:
             parser.print_help()
             return BAD_ARGUMENTS
         options = chosen[chosen.command]
-        # The flags themselves, since a configuration file could say otherwise.
+        # From the arguments themselves: a configuration file could set these too.
         options.no_code, options.resume = "--no-code" in arguments, resumed_run(arguments)
         COMMANDS[chosen.command][1](options)
     except KeyboardInterrupt:
@@ -70,21 +71,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(options: Namespace) -> None:
-    """`tokencredit train`."""
+    """Run `tokencredit train`."""
     resume = options.resume is not None
     config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
     refuse_idle(config, rows=())
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher starts, only this one writes
+    first = os.environ.get("RANK", "0") == "0"  # only the main process writes
     if first and not resume:
-        RunFolder(config.run.dir).refuse_if_used()  # before the seconds that the imports below take
-    # Before the first large tensor: PyTorch then asks Linux for large pages, in which new memory costs a quarter.
+        RunFolder(config.run.dir).refuse_if_used()  # before the slow imports below
+    # Before the first large tensor: with huge pages, new memory costs a quarter of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.processes import Processes
     from tokencredit.text.trainer import PPOTrainer
 
-    disable_progress_bar()  # one bar on the screen: ours
+    disable_progress_bar()  # the screen has its own progress bar
     processes = Processes()
     try:
         PPOTrainer(args=config).train(resume_from_checkpoint=resume)
@@ -93,12 +94,12 @@ def train(options: Namespace) -> None:
 
 
 def begun(options: Namespace) -> Path | None:
-    """The configuration of the run that `--resume` goes on with, if any."""
+    """The config.yaml of the run that `--resume` continues, if any."""
     return None if options.resume is None else Path(options.resume) / "config.yaml"
 
 
 def control(options: Namespace) -> None:
-    """`tokencredit control`."""
+    """Run `tokencredit control`."""
     resume = options.resume is not None
     config = to_config(options, ControlConfig, options.no_code, begun=begun(options))
     if not resume:
@@ -110,20 +111,20 @@ def control(options: Namespace) -> None:
 
 
 def play_parser() -> ArgumentParser:
-    """The arguments of `tokencredit play`."""
-    parser = new_command("Play with the agent that a run trained.")
-    parser.add_argument("run", help="The folder of a run.")
-    parser.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="How many episodes.")
+    """The parser of `tokencredit play`."""
+    parser = new_command("Play episodes with a trained agent.")
+    parser.add_argument("run", help="Folder of a run.")
+    parser.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="Number of episodes.")
     parser.add_argument(
-        "--sample", action="store_true", help="Draw actions as in training; else the likeliest is taken."
+        "--sample", action="store_true", help="Sample actions as in training, instead of the most likely ones."
     )
-    parser.add_argument("--videos", type=NonNegativeInt, default=0, help="Further episodes that are filmed.")
-    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
+    parser.add_argument("--videos", type=NonNegativeInt, default=0, help="Extra episodes, recorded on video.")
+    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="Seed of all randomness.")
     return parser
 
 
 def play(options: Namespace) -> None:
-    """`tokencredit play`."""
+    """Run `tokencredit play`."""
     config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
     require_gymnasium()
     from tokencredit.control.evaluation import play_run
@@ -137,29 +138,31 @@ def require_gymnasium() -> None:
     try:
         import gymnasium  # noqa: F401
     except ImportError as error:
-        raise ConfigError("agents need Gymnasium: pip install tokencredit[control]") from error
+        raise ConfigError("agents need Gymnasium, which is not installed: pip install tokencredit[control]") from error
 
 
 def generate_parser() -> ArgumentParser:
-    """The arguments of `tokencredit generate`."""
-    parser = new_command("Write from the policy that a run trained.")
-    parser.add_argument("run", help="The folder of a run.")
-    parser.add_argument("--prompt", help="What to continue; by default the run's own prompts in turn.")
+    """The parser of `tokencredit generate`."""
+    parser = new_command("Sample completions from a trained policy.")
+    parser.add_argument("run", help="Folder of a run.")
+    parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn.")
     parser.add_argument(
-        "--chat", action="store_true", help="The prompt is a user's message, read through the chat template."
+        "--chat", action="store_true", help="Format the prompt as a user message with the chat template."
     )
-    parser.add_argument("-n", "--samples", type=PositiveInt, default=5, help="How many completions.")
-    parser.add_argument("--base", action="store_true", help="Write from the model that the run started from.")
-    parser.add_argument("--max_new_tokens", type=PositiveInt | None, help="By default the run's.")
-    parser.add_argument("--temperature", type=PositiveFloat | None, help="By default the run's.")
-    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="The one seed behind all randomness.")
+    parser.add_argument("-n", "--samples", type=PositiveInt, default=5, help="Number of completions.")
+    parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
+    parser.add_argument(
+        "--max_new_tokens", type=PositiveInt | None, help="Longest completion, in tokens; by default the run's."
+    )
+    parser.add_argument("--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's.")
+    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="Seed of all randomness.")
     return parser
 
 
 def generate(options: Namespace) -> None:
-    """`tokencredit generate`."""
+    """Run `tokencredit generate`."""
     if options.chat and not options.prompt:
-        raise ConfigError("--chat needs --prompt, the message")
+        raise ConfigError("--chat needs --prompt, the user message")
     config = read_config(Path(options.run) / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
@@ -174,16 +177,18 @@ def generate(options: Namespace) -> None:
 
 
 def evaluate_parser() -> ArgumentParser:
-    """The arguments of `tokencredit evaluate`."""
-    parser = new_command("Measure the policy that a run trained.")
-    parser.add_argument("run", help="The folder of a run.")
-    parser.add_argument("--base", action="store_true", help="Measure the model that the run started from.")
-    parser.add_argument("--best", action="store_true", help="Measure the best policy by evaluation, not the last.")
+    """The parser of `tokencredit evaluate`."""
+    parser = new_command("Evaluate a trained policy.")
+    parser.add_argument("run", help="Folder of a run.")
+    parser.add_argument("--base", action="store_true", help="Evaluate the model that the run started from.")
+    parser.add_argument(
+        "--best", action="store_true", help="Evaluate the policy with the best evaluation, instead of the last."
+    )
     return parser
 
 
 def evaluate(options: Namespace) -> None:
-    """`tokencredit evaluate`."""
+    """Run `tokencredit evaluate`."""
     config = read_config(Path(options.run) / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
@@ -194,46 +199,46 @@ def evaluate(options: Namespace) -> None:
 
 
 def audit_parser() -> ArgumentParser:
-    """The arguments of `tokencredit audit`."""
-    parser = new_command("Measure a run's credit against the truth, and show it in the run's page.")
-    parser.add_argument("run", help="The folder of a run; it may still be going on.")
-    parser.add_argument("--checkpoint", type=PositiveInt | None, help="Its iteration; by default the newest one.")
-    parser.add_argument("--completions", type=PositiveInt, default=16, help="Fresh completions, or episodes, to audit.")
+    """The parser of `tokencredit audit`."""
+    parser = new_command("Measure a run's credit against true values, and add the result to its page.")
+    parser.add_argument("run", help="Folder of a run, finished or still training.")
+    parser.add_argument(
+        "--checkpoint", type=PositiveInt | None, help="Iteration of the checkpoint; by default the newest."
+    )
+    parser.add_argument("--completions", type=PositiveInt, default=16, help="Completions or episodes to audit.")
     parser.add_argument("--continuations", type=PositiveInt, default=32, help="Continuations per state.")
     parser.add_argument(
         "--states",
-        help="States of each, spread over it: all, or a number; by default all of a completion, and 4 of an episode.",
+        help="States per completion or episode, evenly spread: all, or a number; by default all, and 4 per episode.",
     )
-    parser.add_argument("--seconds", type=PositiveFloat | None, help="Longest time; by default none.")
+    parser.add_argument("--seconds", type=PositiveFloat | None, help="Time limit in seconds; by default none.")
     return parser
 
 
 def audit(options: Namespace) -> None:
-    """`tokencredit audit`."""
-    asked = options.states
-    if asked not in (None, "all") and not (asked.isdecimal() and int(asked)):
-        raise ConfigError(f"--states is {asked}; it must be all, or a whole number of at least 1")
-    states = {} if asked is None else {"states": None if asked == "all" else int(asked)}
+    """Run `tokencredit audit`."""
+    count = options.states
+    if count not in (None, "all") and not (count.isdecimal() and int(count)):
+        raise ConfigError(f"--states is {count}; it must be all, or a whole number, at least 1")
+    states = {} if count is None else {"states": None if count == "all" else int(count)}
     for name in ("completions", "continuations"):
         if (size := getattr(options, name)) < 2:
             raise ConfigError(f"--{name} is {size}; it must be at least 2")
     run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "seconds": options.seconds}
-    found = audits_of(run, options, shared | states)
+    result = audits_of(run, options, shared | states)
 
     from tokencredit.report.page import write_report
     from tokencredit.runs.console import Screen
     from tokencredit.runs.folder import write_audit
 
-    write_audit(RunFolder(options.run), found)
-    Screen(0).audit(found)
+    write_audit(RunFolder(options.run), result)
+    Screen(0).audit(result)
     print(write_report(run))
 
 
 def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str, Any]:
-    """An audit of a run of either kind; `shared` are settings that both have."""
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{options.run!r} is not a run's folder: it has no config.yaml")
-    settings = read_yaml(run / "config.yaml")
+    """An audit of a run of either kind; `shared` are the settings that both have."""
+    settings = read_yaml(run_config_file(run))
     if isinstance(settings, dict) and world_of(settings) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         require_gymnasium()
@@ -251,15 +256,15 @@ def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str
 
 
 def report_parser() -> ArgumentParser:
-    """The arguments of `tokencredit report`."""
-    parser = new_command("Write a run's page, which opens in any browser.", runs_code=False)
-    parser.add_argument("run", help="The folder of a run; it may still be going on.")
-    parser.add_argument("--open", action="store_true", help="Open the page.")
+    """The parser of `tokencredit report`."""
+    parser = new_command("Write a run's report, an HTML page that needs no network.", runs_code=False)
+    parser.add_argument("run", help="Folder of a run, finished or still training.")
+    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
     return parser
 
 
 def report(options: Namespace) -> None:
-    """`tokencredit report`."""
+    """Run `tokencredit report`."""
     from tokencredit.report.page import write_report
 
     page = write_report(Path(options.run))
@@ -269,18 +274,18 @@ def report(options: Namespace) -> None:
 
 
 def compare_parser() -> ArgumentParser:
-    """The arguments of `tokencredit compare`."""
-    parser = new_command("Write a page and pictures that show runs beside each other.", runs_code=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs; they may still be going on.")
-    parser.add_argument("--metric", help="What to compare; by default the reward of texts, or an agent's return.")
-    parser.add_argument("--group-by", metavar="KEY", help="Runs with the same value of this key are one curve.")
-    parser.add_argument("--smooth", type=PositiveInt, default=1, help="Numbers in the running mean of each run.")
-    parser.add_argument("--out", default="comparison", help="The folder to write into.")
+    """The parser of `tokencredit compare`."""
+    parser = new_command("Compare runs on a page and in figures.", runs_code=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs, finished or still training.")
+    parser.add_argument("--metric", help="Metric to compare; by default the reward, or an agent's return.")
+    parser.add_argument("--group-by", metavar="KEY", help="Key whose value groups runs into one curve.")
+    parser.add_argument("--smooth", type=PositiveInt, default=1, help="Window of each run's running mean.")
+    parser.add_argument("--out", default="comparison", help="Output folder.")
     return parser
 
 
 def compare(options: Namespace) -> None:
-    """`tokencredit compare`."""
+    """Run `tokencredit compare`."""
     from tokencredit.report.comparison_page import write_comparison
 
     settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
@@ -288,18 +293,24 @@ def compare(options: Namespace) -> None:
 
 
 def sweep_parser() -> ArgumentParser:
-    """The arguments of `tokencredit sweep`."""
-    parser = new_command("Do all runs that a file asks for, and compare them.")
-    parser.add_argument("file", help="A YAML file: docs/sweeps.md says what it holds.")
-    parser.add_argument("--seeds", type=PositiveInt | None, help="Only so many of the file's seeds, the first ones.")
-    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at a time.")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="Only say what would be run.")
-    parser.add_argument("--export", metavar="FOLDER", help="Run nothing; write a configuration file for each run.")
+    """The parser of `tokencredit sweep`."""
+    parser = new_command("Train all runs of a sweep file, and compare them.")
+    parser.add_argument("file", help="YAML sweep file; docs/sweeps.md describes it.")
+    parser.add_argument(
+        "--seeds", type=PositiveInt | None, help="Number of the file's seeds to use, the first ones; by default all."
+    )
+    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Number of runs in parallel.")
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="Show the runs and their state; train nothing."
+    )
+    parser.add_argument(
+        "--export", metavar="FOLDER", help="Write one configuration file per run into this folder; train nothing."
+    )
     return parser
 
 
 def sweep(options: Namespace) -> None:
-    """`tokencredit sweep`."""
+    """Run `tokencredit sweep`."""
     if options.export and options.dry_run:
         raise ConfigError("--export and --dry_run are both given; leave one of them out")
     from tokencredit.sweep import runner
@@ -315,14 +326,14 @@ def sweep(options: Namespace) -> None:
 
 
 def doctor_parser() -> ArgumentParser:
-    """The arguments of `tokencredit doctor`."""
-    parser = new_command("Say what is wrong with a run.", runs_code=False)
-    parser.add_argument("run", help="The folder of a run; it may still be going on.")
+    """The parser of `tokencredit doctor`."""
+    parser = new_command("Diagnose a run: what is wrong, and what to change.", runs_code=False)
+    parser.add_argument("run", help="Folder of a run, finished or still training.")
     return parser
 
 
 def doctor(options: Namespace) -> None:
-    """`tokencredit doctor`."""
+    """Run `tokencredit doctor`."""
     from tokencredit.report.reading import read_run
     from tokencredit.runs.console import Screen
     from tokencredit.runs.diagnosis import diagnose
@@ -331,7 +342,7 @@ def doctor(options: Namespace) -> None:
     screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
     screen.findings(findings)
     if not findings:
-        screen.say("nothing that the checks know of is wrong with this run")
+        screen.say("the checks find nothing wrong with this run")
 
 
 COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], Callable[[Namespace], None]]] = {
@@ -346,12 +357,12 @@ COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], Callable[[Namespace], No
     "sweep": (sweep_parser, sweep),
     "doctor": (doctor_parser, doctor),
 }
-"""Of each subcommand, what reads its arguments and what does it."""
+"""Subcommands: parser and function."""
 
 
 @cache
 def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The command's parser, and that of each subcommand by name."""
+    """The parser of the command, and those of the subcommands by name."""
     parser = new_parser("PPO for language models and agents.")
     chosen = parser.add_subcommands(dest="command", required=False)
     commands = {name: arguments() for name, (arguments, _) in COMMANDS.items()}
@@ -361,21 +372,21 @@ def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 
 
 def describe(error: OSError) -> str:
-    """What the operating system refused, and where."""
+    """The operating system's error, with the file."""
     where = f" ({error.filename})" if error.filename else ""
-    advice = "; free some space; what had been written is intact" if error.errno == errno.ENOSPC else ""
+    advice = "; free some space; files written before are intact" if error.errno == errno.ENOSPC else ""
     return f"{error.strerror or error}{where}{advice}"
 
 
 def fail(error: Exception, message: str, code: int, arguments: Sequence[str]) -> int:
-    """Complain of an error, with its traceback if `--debug` was given."""
+    """Report an error, with its traceback if `--debug` was given."""
     if "--debug" in arguments:
         raise error
     return complain(message, code)
 
 
 def complain(message: str, code: int) -> int:
-    """Say what is wrong, in words that may hold the texts of others, and return the exit code."""
+    """Print an error message, which may hold untrusted text, and return the exit code."""
     lines = [visible(line) for line in message.split("\n")]
     print("tokencredit:", "\n".join(lines), file=sys.stderr)
     return code

@@ -1,12 +1,12 @@
-"""What is not our bug: the message is all that a person needs, so no traceback is shown with it."""
+"""Errors a user can fix: the message says all, so no traceback is shown."""
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used: the message names the key or file, what it was and what it may be."""
+    """An invalid setting; the message names the key or file, its value and what it may be."""
 
 
 class NotInstalled(ConfigError):
-    """A package that is missing: the message says what needs it and how to install it."""
+    """A missing package; the message says what needs it and how to install it."""
 
     def __init__(self, user: str, package: str):
         name = package.partition("[")[0]
@@ -14,18 +14,18 @@ class NotInstalled(ConfigError):
 
 
 class RunStopped(RuntimeError):
-    """A run that could not go on: the message says where and why, and `stopped_by` in a few words for the summary."""
+    """A run that could not continue; the message says where and why, `stopped_by` briefly for the summary."""
 
     stopped_by = "an error"
 
 
 class OutOfMemory(RunStopped):
-    """A run that needed more memory than there was."""
+    """A run that ran out of memory."""
 
     stopped_by = "a lack of memory"
 
 
 class TooManyBadSteps(RunStopped):
-    """A run with `run.max_bad_steps` losses, gradients or rewards in a row that were not finite."""
+    """A run with `run.max_bad_steps` consecutive non-finite losses, gradients or rewards."""
 
     stopped_by = "numbers that are not finite"

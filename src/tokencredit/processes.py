@@ -1,4 +1,4 @@
-"""The processes that train together: this one's device and rank, sums over all, and recognising a lack of memory."""
+"""Distributed training: this process's device and rank, collective operations, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Processes:
-    """The job that this process is a part of, as any launcher of PyTorch starts it; alone, it is a job of one.
+    """This process and the others of its job, as started by any PyTorch launcher; alone, a job of one.
 
-    Built on Accelerate's `PartialState`, which knows ranks and devices and nothing of number formats: those of other
-    runs in the same Python process are neither read nor changed.
+    Built on Accelerate's `PartialState`, which holds ranks and devices but no dtypes, so other runs in the same Python
+    process are unaffected.
 
     Attributes:
         device: of this process.
@@ -40,7 +40,7 @@ class Processes:
         return tensor if self.count == 1 else cast(Tensor, reduce(tensor, "sum"))
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all processes, joined along their first axis; lengths may differ, and padding is −1."""
+        """Tensors of all processes, concatenated along the first axis; shorter ones are padded with −1."""
         return tensor if self.count == 1 else cast(Tensor, gather(pad_across_processes(tensor, pad_index=-1)))
 
     def max(self, tensor: Tensor) -> Tensor:
@@ -52,21 +52,21 @@ class Processes:
         return true if self.count == 1 else not bool(self.max(torch.tensor(not true, device=self.device)))
 
     def first(self, true: bool) -> bool:
-        """What the first process says, in every process."""
+        """The main process's value, in every process."""
         return not self.all(not true or self.rank != 0)
 
     def alone(self) -> Processes:
-        """This process as a job of one, for work of which each process has an amount of its own."""
+        """This process as a job of one, for work whose amount differs between processes."""
         single = copy(self)
         single.count, single.rank, single.main = 1, 0, True
         return single
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait for all processes."""
         self._state.wait_for_everyone()
 
     def settle(self) -> None:
-        """Wait until this process's device has done all its work, so that a clock shows its time."""
+        """Wait until the device has finished, so that a clock measures its time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -75,30 +75,30 @@ class Processes:
         self._state.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as its passes with gradients need it: gradients are averaged over processes."""
+        """The model for forward passes with gradients: gradients are averaged over processes."""
         if self.count == 1:
             return model
         on_gpu = self.device.type != "cpu"
         return DistributedDataParallel(model, device_ids=[self.device.index] if on_gpu else None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes in here leave a wrapped model's gradients unshared."""
+        """A context in which backward passes of a wrapped model do not synchronize gradients."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Sum gradients over all processes, after passes through a model that is not wrapped."""
+        """Sum gradients over all processes, after backward passes through an unwrapped model."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = self.sum(parameter.grad)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss that is a part of a sum over processes; wrapped models average, so scale up."""
+        """Add the gradient of a loss that is this process's part of a sum; wrapped models average, so scale up."""
         (loss if self.count == 1 else loss * self.count).backward()
 
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Let PyTorch use so many threads in here; None leaves their number alone."""
+    """Limit PyTorch to this many threads within the context; None leaves their number."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -109,7 +109,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True for what PyTorch or Python raises when memory runs out; on a CPU PyTorch has no type of its own for it."""
+    """True for an out-of-memory error; on a CPU PyTorch has no exception type for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks a run to stop where it can go on later, the second stops it at once."""
+"""Ctrl-C and SIGTERM: the first stops a run where it can be resumed, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-    """Listens while a `with` block runs, if this is the main thread; Python delivers signals to no other."""
+    """Signal handlers within a `with` block, in the main thread only: Python delivers signals to no other."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -23,9 +23,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            # What the caller has been told to ignore, as `nohup` tells it, it goes on ignoring.
-            heard = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._handle) for number in heard}
+            # Signals that the caller ignores, as under `nohup`, stay ignored.
+            heeded = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 
     def __exit__(
@@ -35,10 +35,10 @@ class Signals:
             signal.signal(number, handler)
 
     def request(self, processes: Processes) -> str | None:
-        """The name of the signal that asked to stop, in any process; None to go on."""
+        """Name of the signal received by any process; None if there is none."""
         received = int(self.received or 0)
         if processes.count > 1:
-            import torch  # a sweep, which has signals too, does without
+            import torch  # not at the top: sweeps use signals without torch
 
             received = int(processes.max(torch.tensor(received, device=processes.device)))
         return signal.Signals(received).name if received else None
@@ -47,5 +47,5 @@ class Signals:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
-        # Not print: the signal may have come in the middle of one.
+        # Not print, which the signal may have interrupted.
         os.write(2, f"\n{self.received.name}: stopping after this iteration; again to stop at once\n".encode())

@@ -203,7 +203,7 @@ def test_more_copies_are_stepped_in_processes(tmp_path):
         ({"ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3; it must divide the batch, .* = 64"),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
         ({"run": RunConfig(push_to_hub="org/agent")}, r"run\.push_to_hub is 'org/agent', .* a language model"),
-        ({"advantage": AdvantageConfig(estimator="group_relative")}, r"which is for texts"),
+        ({"advantage": AdvantageConfig(estimator="group_relative")}, r"which is for language models"),
         (
             {"agent": AgentConfig("transformer", [64, 32])},
             r"agent\.hidden is \[64, 32\]; .* a multiple of agent\.heads, 4",

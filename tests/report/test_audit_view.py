@@ -49,7 +49,7 @@ def test_the_trust_score_by_hand(run):
     assert correlated(run, 0.03).startswith("Less than 1 % of the credit")
     assert correlated(run, -0.4, -0.6, -0.1).startswith("Nothing of the credit on this page is real: ")
     assert "correlate 0.00 with" in correlated(run, -0.001)
-    assert correlated(run, None).startswith("The share of real credit on this page is not known")
+    assert correlated(run, None).startswith("The share of real credit on this page is unknown")
     final = replace(run, audit=run.audit | {"iteration": None})
     assert "completions of the final policy, 32 continuations" in audit_view.trust(final)
 
@@ -64,7 +64,7 @@ def test_the_sentence_on_the_page_is_that_of_the_numbers(run, audited_folder):
 
 def test_without_an_audit_the_page_says_how_to_measure(run_folder):
     text = (run_folder / "report.html").read_text()
-    assert "has not been measured against the truth" in text
+    assert "has not been measured against true values" in text
     assert "tokencredit audit &#39;" in text  # the folder's name has a space
     assert 'id="audit"' not in text
     assert data_of(text)["audit"] is None
@@ -190,7 +190,7 @@ def test_the_browser_shows_charts_with_titles_and_the_what_if_table_with_the_tru
     blocks = [block.text for block in browser.find_elements(By.CSS_SELECTOR, "#alternatives .about")]
     assert blocks[0].startswith("true advantage")
     assert len(blocks) == 7
-    assert all("correlation with the truth" in block for block in blocks[1:])
+    assert all("correlation with true advantages" in block for block in blocks[1:])
     Select(browser.find_element(By.ID, "if-iteration")).select_by_value("1")
     assert len(browser.find_elements(By.CSS_SELECTOR, "#alternatives .about")) == 6
     Select(browser.find_element(By.ID, "quantity")).select_by_value("true advantage")

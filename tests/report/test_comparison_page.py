@@ -196,7 +196,7 @@ def test_many_curves_differ_in_their_strokes(repeat, tmp_path):
     text = write_comparison(many, smooth=2, out=tmp_path).read_text()
     groups = json.loads(text.split('id="data">')[1].split("</script>")[0])["groups"]
     assert len({(group["colour"], group["dash"]) for group in groups}) == 8
-    assert "running mean over its last 2 numbers" in text
+    assert "running mean over 2 numbers" in text
 
 
 def test_the_command(repeat, tmp_path, capsys):

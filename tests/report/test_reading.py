@@ -47,7 +47,7 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: .*os.system' is a tag"),
         ("config.yaml", b"nothing", "config.yaml holds no configuration"),
         ("config.yaml", b"seed: 1\nseed: 2\n", "config.yaml: seed is given twice line 2"),
-        ("config.yaml", b"model: {class_path: os.system}", "config.yaml: class_path is no setting"),
+        ("config.yaml", b"model: {class_path: os.system}", "config.yaml: class_path is not a setting"),
         ("config.yaml", b"env:", "config.yaml: env is not a group of keys"),
         ("config.yaml", b"model: [1]", "config.yaml: model is not a group of keys"),
         ("config.yaml", b"reward: [length]", "config.yaml: reward is not a list of terms"),
@@ -57,7 +57,7 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("config.yaml", b"ppo: {epochs: {}}", r"config.yaml: ppo\.epochs is not a number"),
         ("config.yaml", b"optim: {warmup: .nan}", r"config.yaml: optim\.warmup is not a number"),
         ("config.yaml", b"optim: {max_grad_norm: 1%b}" % (b"0" * 400), r"optim\.max_grad_norm is not a number"),
-        ("summary.json", b'{"stopped_by": [[]]}', "summary.json: stopped_by is no text"),
+        ("summary.json", b'{"stopped_by": [[]]}', "summary.json: stopped_by is not a text"),
     ],
 )
 def test_damage_is_named(copy, name, content, message):

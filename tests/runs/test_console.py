@@ -41,14 +41,14 @@ AUDIT = {"audit/noise": 0.1, "audit/correlation": 0.3, "audit/trust": 0.09, "aud
 
 def test_an_audit_has_a_line():
     line = "audit: 9 % of the credit is real (correlation 0.30)"
-    critic = ", the critic explains 0.63 of the true variance\n"
+    critic = ", the critic explains 0.63 of the true values' variance\n"
     for terminal in (False, True):
         assert line + critic.strip() in shown(lambda screen: screen.iteration(METRICS | AUDIT), terminal)
     without = {name: x for name, x in AUDIT.items() if name != "audit/explained_variance"}
     assert shown(lambda screen: screen.iteration(METRICS | without)).endswith(f"\n{line}\n")
     unknown = shown(lambda screen: screen.iteration(METRICS | {"audit/noise": 1.2, "audit/explained_variance": -3.6}))
     assert unknown.endswith(
-        "\naudit: the share of real credit is not known, the critic explains -3.60 of the true variance\n"
+        "\naudit: the share of real credit is unknown, the critic explains -3.60 of the true values' variance\n"
     )
     assert "audit" not in shown(lambda screen: screen.iteration(METRICS))
 

@@ -103,7 +103,7 @@ def test_checkpoints_of_an_older_version_are_refused_with_one_message(damaged, t
         resumed(args)
     told = str(caught.value)
     assert f"the checkpoints of '{tmp_path / 'run'}' were written by an older version of Tokencredit" in told
-    assert "begin a new run with another --run.dir, or go on with the version that wrote them" in told
+    assert "begin a new run with another --run.dir, or resume it with the version that wrote them" in told
     assert ("000003 cannot be used" in told) == damaged
     assert "000002" not in told
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_no_known_format_is_damaged(number, tmp_path):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": number}))
     assert resumed(args)[0] == 1
     assert any(
-        f"000002 cannot be used, so the one before it is: manifest.json is of format {number!r}" in event
+        f"000002 cannot be used, trying the one before it: manifest.json is of format {number!r}" in event
         for event in events(tmp_path / "run")
     )
 
@@ -222,7 +222,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
     made.folder.refuse_if_used = lambda: None
     made.begin(args, 0, 0)
     assert made.trackers.active == []
-    assert events(tmp_path / "run")[0].startswith("the tracker tensorboard is left out: ")
+    assert events(tmp_path / "run")[0].startswith("the tracker tensorboard is disabled: ")
     iterate(made, [1])
 
 

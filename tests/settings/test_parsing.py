@@ -61,7 +61,7 @@ def test_a_file_with_old_keys_is_answered_with_all_new_ones(old, capsys):
 def test_a_run_of_an_older_version_is_not_resumed(old, capsys):
     error = refused(capsys, "train", "--resume", str(old))
     assert f"'{old}' was written by an older version of Tokencredit" in error
-    assert "begin a new run, or go on with the version that wrote it" in error
+    assert "begin a new run, or resume it with the version that wrote it" in error
 
 
 def test_unknown_keys_of_a_runs_configuration_have_a_suggestion(tmp_path):

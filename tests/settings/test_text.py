@@ -69,7 +69,7 @@ def test_the_defaults_are_valid():
             r"advantage\.estimator is 'best'; it must be one of gae, td",
         ),
         ({"kl": KLConfig(place="loss")}, r"kl\.estimator is k1, whose gradient in the loss is 0 on average"),
-        ({"kl": KLConfig(coef=0.0, target=5.0)}, r"kl\.coef is 0, which no factor can adapt"),
+        ({"kl": KLConfig(coef=0.0, target=5.0)}, r"kl\.coef is 0, which cannot be adapted"),
         ({"kl": KLConfig(coef=1e-6, target=5.0)}, r"^kl\.coef is 1e-06; with kl\.target it must be at least 1e-05 and"),
         ({"kl": KLConfig(coef=20, target=5.0)}, r"^kl\.coef is 20; with kl\.target it must be .* at most 10\.0$"),
         ({"eval": EvalConfig(min_new_tokens=30)}, r"^eval\.min_new_tokens is 30; .* eval\.max_new_tokens, 24$"),
@@ -83,7 +83,7 @@ def test_the_defaults_are_valid():
         ({"critic": CriticConfig(places=[0.5, 0.5])}, r"^critic\.places is .*; it must be ascending"),
         (
             {"critic": CriticConfig(places=[0.5], continuations=4)},
-            r"^critic\.continuations is 4, and critic\.places is \[0\.5\]; the value loss would not count",
+            r"^critic\.continuations is 4, and critic\.places is \[0\.5\]; the value loss would skip",
         ),
         ({"critic": CriticConfig(places=[0.5, 1.1])}, r"^critic\.places is .*; it must be ascending"),
         ({"critic": CriticConfig(places=["0.5"])}, r"^critic\.places\[0\] is '0\.5'; it must be a number$"),
@@ -97,7 +97,7 @@ def test_the_defaults_are_valid():
         ),
         (
             {"score": ScoreConfig(missing_eos_penalty=1.0), "advantage": AdvantageConfig(bootstrap=True)},
-            r"advantage\.bootstrap is True, and score\.missing_eos_penalty is 1; a completion that is cut off would",
+            r"advantage\.bootstrap is True, and score\.missing_eos_penalty is 1; a truncated completion would",
         ),
         (
             {
@@ -108,11 +108,11 @@ def test_the_defaults_are_valid():
         ),
         (
             {"score": ScoreConfig(missing_eos_penalty=1.0), "ppo": UpdateConfig(mask_truncated=True)},
-            r"score\.missing_eos_penalty is 1, which only completions pay that ppo\.mask_truncated leaves out",
+            r"score\.missing_eos_penalty is 1, which only truncated completions pay",
         ),
         (
             {"rollout": RolloutConfig(stop_at_eos=False), "ppo": UpdateConfig(mask_truncated=True)},
-            r"ppo\.mask_truncated is True, and with rollout\.stop_at_eos: false .* every completion is cut off",
+            r"ppo\.mask_truncated is True, and with rollout\.stop_at_eos: false .* every completion is truncated",
         ),
         (
             {"score": ScoreConfig(overlong_penalty=1.0)},
@@ -128,11 +128,11 @@ def test_the_defaults_are_valid():
         ),
         (
             {"rollout": RolloutConfig(top_k=5, min_new_tokens=2), "kl": KLConfig(target=6.0)},
-            r"kl\.target is 6, and tokens are kept from being drawn by rollout\.top_k and rollout\.min_new_tokens;",
+            r"kl\.target is 6, and sampling is filtered by rollout\.top_k and rollout\.min_new_tokens;",
         ),
         (
             {"rollout": RolloutConfig(top_p=0.9), "stop": StopConfig(kl=8.5)},
-            r"stop\.kl is 8\.5, and tokens are kept from being drawn by rollout\.top_p;",
+            r"stop\.kl is 8\.5, and sampling is filtered by rollout\.top_p;",
         ),
         (
             {"rollout": RolloutConfig(min_p=0.1), "kl": KLConfig(target=6.0, estimator="full", place="loss")},

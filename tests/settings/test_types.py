@@ -52,7 +52,7 @@ WRONG = [
 ]
 ELEMENTS = [
     ("prompts.text", ["A", 3], "prompts.text[1] is 3; it must be a text"),
-    ("rollout.stop", [None], "rollout.stop[0] is null, and needs a value"),
+    ("rollout.stop", [None], "rollout.stop[0] is null; it needs a value"),
     ("run.trackers", ["nope"], f"run.trackers[0] is 'nope'; it must be one of {CHOICES}"),
     ("reward", [{"function": "length"}], "reward[0] is {'function': 'length'}; it must be a RewardTerm"),
     ("reward", [RewardTerm(function=len)], "reward[0].function is <built-in function len>; it must be a text"),

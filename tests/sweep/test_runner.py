@@ -118,7 +118,7 @@ def test_finished_runs_are_left_alone_and_too_many_jobs_named(three, monkeypatch
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-1/**/*")}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert main(["sweep", str(file), "--jobs", "2"]) == 0
-    assert "--jobs 2 is more than this machine's processor cores, 1" in capsys.readouterr().out
+    assert "--jobs 2 exceeds this machine's 1 CPU cores" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed-1/**/*")} == before
 
 
@@ -172,7 +172,7 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     second.wait()
 
     with subprocess.Popen(command(cut), stdout=subprocess.PIPE, text=True) as third:
-        assert "two/seed-1: a process that an earlier sweep began is still at it" in third.stdout.readline()
+        assert "two/seed-1: a process of an earlier sweep is still running it" in third.stdout.readline()
         for process in left_behind:
             os.kill(process, signal.SIGCONT)
         shown = third.communicate(timeout=120)[0]
@@ -200,7 +200,7 @@ def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_pat
             process.terminate()  # or the run, which has no end, would be waited for
             raise
     assert process.returncode == code
-    assert f"go on with: tokencredit sweep {file}" in shown
+    assert f"resume with: tokencredit sweep {file}" in shown
     summary = json.loads((run / "summary.json").read_text())
     assert summary["stopped_by"] == ("interrupt" if number == signal.SIGINT else "SIGTERM")
     assert (run / "checkpoints" / f"{summary['iterations']:06d}" / "manifest.json").is_file()
@@ -236,4 +236,4 @@ def test_why_a_run_failed_is_its_exit_code_and_its_last_line(tmp_path):
     assert trouble(run, 1) == "exit code 1: the disk is full"
     assert trouble(run, -9) == "killed by SIGKILL: the disk is full"
     run.log.write_text("")
-    assert trouble(run, 0) == "exit code 0: it said nothing"
+    assert trouble(run, 0) == "exit code 0: no output"

@@ -215,7 +215,7 @@ def test_a_batch_that_is_not_finite_is_left_out_and_kept(tmp_path):
     assert [row["critic_steps"] for row in rows] == [4, 0, 4]
     assert "explained_variance" not in rows[1]
     bad, _ = events(tmp_path / "run")
-    assert re.fullmatch(r"pretraining: .* nan .*; the step was not taken, its batch is in .*/000000-1", bad)
+    assert re.fullmatch(r"pretraining: .* nan .*; the step was skipped, its batch is in .*/000000-1", bad)
     assert len(list((tmp_path / "run" / "bad_steps").iterdir())) == 1
     assert trainer.record.bad_in_a_row == 0
 

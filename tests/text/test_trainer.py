@@ -599,7 +599,7 @@ def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, 
     with pytest.raises(
         RunStopped,
         match=r"stopped in iteration 5: reward term 'odd' is (nan|inf) for the text 'This movie .*, in 2 steps in a "
-        r"row \(run\.max_bad_steps\); see .*bad_steps/000005-1; go on with: tokencredit train --resume",
+        r"row \(run\.max_bad_steps\); see .*bad_steps/000005-1; resume with: tokencredit train --resume",
     ):
         trainer.train()
     metrics = lines(run, "metrics.jsonl")
@@ -680,7 +680,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step(tmp_path):
     assert all(math.isfinite(m["loss"]) and math.isfinite(m["grad_norm"]) for m in metrics)
     assert bool(weight.isfinite().all())
     events = [event["event"] for event in lines(tmp_path / "run", "events.jsonl")]
-    assert any("gradient is not finite; the step was not taken" in event for event in events)
+    assert any("gradient is not finite; the step was skipped" in event for event in events)
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):

@@ -1,1 +1,1 @@
-"""What a run was: its diagnosis, and a page that shows where the credit went."""
+"""A run's report and the comparison of runs: HTML pages that show where the credit went."""

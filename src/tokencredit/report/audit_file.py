@@ -1,4 +1,4 @@
-"""audit.json of a run's folder, read back and checked."""
+"""Read and check a run's audit.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokencredit.runs.jsonl import TRUTH, all_of, check_sample, is_count, is_num
 
 NAME = "audit.json"
 ENDS = ("value", "low", "high")
-"""Of a figure: the estimate and its interval."""
+"""Keys of a figure: the estimate and its interval."""
 OF_ESTIMATOR = ("correlation", "sign_agreement", "gain")
 """Figures of each estimator."""
 OF_CRITIC = (
@@ -29,12 +29,12 @@ OF_CRITIC = (
 
 
 def is_known(value: Any) -> bool:
-    """True for a number, or None for what is not known."""
+    """True for a number, or None for an unknown one."""
     return value is None or is_number(value)
 
 
 def has(kind: Callable[[Any], bool], *names: str) -> Callable[[Any], bool]:
-    """A check for objects with such values under these names."""
+    """A check for objects with valid values under these names."""
     return lambda value: isinstance(value, dict) and all(name in value and kind(value[name]) for name in names)
 
 
@@ -43,22 +43,22 @@ is_bin = has(is_known, "predicted", "true", "low", "high", "states")
 
 
 def is_table(value: Any) -> bool:
-    """True for estimators by their labels."""
+    """True for figures by estimator."""
     return isinstance(value, dict) and all(map(has(is_figure, *OF_ESTIMATOR), value.values()))
 
 
 def is_metrics(value: Any) -> bool:
-    """True for metrics of an audit."""
+    """True for an audit's metrics."""
     return isinstance(value, dict) and all(name.startswith("audit/") and is_number(x) for name, x in value.items())
 
 
 def audited_rows(settings: Mapping[str, Any]) -> Any:
-    """Completions, or episodes, that an audit with these settings is of; None if they do not say."""
+    """Number of completions or episodes of an audit with these settings; None if not given."""
     return settings.get("completions", settings.get("episodes"))
 
 
 def is_size(value: Any) -> bool:
-    """True for the settings of an audit."""
+    """True for an audit's settings."""
     return isinstance(value, dict) and is_count(audited_rows(value))
 
 
@@ -82,10 +82,10 @@ CRITIC: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_audit(file: Path) -> dict[str, Any] | None:
-    """The audit that this file holds; None if there is no such file.
+    """The audit in this file; None if the file does not exist.
 
     Raises:
-        ConfigError: it holds something else; the message names the key.
+        ConfigError: the file is invalid; the message names the key.
     """
     if not file.is_file():
         return None
@@ -102,16 +102,16 @@ def read_audit(file: Path) -> dict[str, Any] | None:
         where = f"{file}: samples[{number}]"
         if not isinstance(sample, dict):
             raise ConfigError(f"{where} is not an object")
-        check_sample(where, sample | {"iteration": 0})  # the audit's own says which policy it was
+        check_sample(where, sample | {"iteration": 0})  # the iteration is the audit's
         if missing := next((name for name in TRUTH if name not in sample), None):
             raise ConfigError(f"{where} has no {missing}")
     return audit
 
 
 def with_audit(metrics: Sequence[Mapping[str, Any]], audit: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of metrics with those of an audit in the row of its iteration, the last one for the policy at the end.
+    """Rows of metrics with an audit's merged into the row of its iteration, or the last row for the final policy.
 
-    An iteration without a row, such as 0, which a pretraining ends with, adds to none.
+    An iteration without a row, such as 0 after pretraining, changes none.
     """
     rows = [dict(row) for row in metrics]
     numbers = [row["iteration"] for row in rows]

@@ -1,4 +1,4 @@
-"""An audit on a run's page: the trust score in a sentence, tables of estimators and of the critic, chart data."""
+"""An audit on a run's page: the trust score in a sentence, tables of estimators and critic, chart data."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from tokencredit.settings.world import CONTROL, world_of
 CRITIC = {
     "explained_variance": ("explained variance", "1 for a perfect critic, 0 for a constant, below 0 for a worse one"),
     "rmse": ("root mean squared error", "in units of reward"),
-    "constant_rmse": ("the same error of the best constant", "the deviation of the true values"),
-    "bias": ("bias", "mean of value less true value, in units of reward"),
+    "constant_rmse": ("RMSE of the best constant", "the standard deviation of the true values"),
+    "bias": ("bias", "mean of value minus true value, in units of reward"),
     "slope": (
         "slope",
-        "rise of the true value per unit of value: 1 if calibrated, below 1 if differences are overstated",
+        "change of the true value per unit of value: 1 if calibrated, below 1 if differences are overstated",
     ),
-    "spread": ("spread", "deviation of the values over that of the true values: near 0 for a flat critic"),
-    "ranking": ("ranking", "share of pairs of states in the right order, of pairs that clearly differ; 0.5 is chance"),
+    "spread": ("spread", "standard deviation of the values over that of the true values: near 0 for a flat critic"),
+    "ranking": ("ranking", "share of clearly different pairs of states that are ordered correctly; 0.5 is chance"),
     "ranking_within": ("ranking within a row", "the same for two states of one completion or episode"),
-    "noise": ("noise", "share of the measured variance of true values that is sampling noise, which is taken off"),
+    "noise": ("noise", "share of sampling noise in the measured variance of true values, which is subtracted"),
 }
-"""Names of a critic's figures, and how to read them."""
+"""Names of the critic's figures, and their meaning."""
 
 
 def trust(run: Run) -> str | None:
-    """The trust score in a sentence; None where no page shows credit and nothing was measured."""
+    """The trust score as a sentence; None for an agent's run without an audit."""
     if run.audit is None:
         if world_of(run.config) is CONTROL:
             return None
         command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
-        return f"The credit on this page has not been measured against the truth; this command does: {command}"
+        return f"The credit on this page has not been measured against true values; to measure it: {command}"
     credit = run.audit["credit"]
     correlation = credit["estimators"][credit["shown"]]["correlation"]
     if correlation["value"] is None:
         return (
-            f"The share of real credit on this page is not known: noise in the truth may explain all that was measured "
-            f"({measured(run)}). More continuations per state make the truth more precise."
+            f"The share of real credit on this page is unknown: noise in the true values may explain the whole result "
+            f"({measured(run)}). More continuations per state make them more precise."
         )
     return (
         f"{share(correlation['value'])} of the credit on this page is real: shown advantages "
@@ -51,7 +51,7 @@ def trust(run: Run) -> str | None:
 
 
 def share(correlation: float) -> str:
-    """The squared correlation as the beginning of a sentence."""
+    """The squared correlation, as the beginning of a sentence."""
     percent = 100 * min(max(correlation, 0.0), 1.0) ** 2
     if percent < 1:
         return "Less than 1 %" if correlation > 0 else "Nothing"
@@ -59,13 +59,13 @@ def share(correlation: float) -> str:
 
 
 def between(found: Mapping[str, Any]) -> str:
-    """The interval of a figure, before more; nothing without one."""
+    """A figure's interval with a comma; empty if it has none."""
     _, interval = text_parts(found)
     return f"{interval}, " if interval else ""
 
 
 def measured(run: Run) -> str:
-    """The size of an audit."""
+    """The size of an audit, as text."""
     audit = run.audit or {}
     steps, rows = ("steps", "episodes") if world_of(run.config) is CONTROL else ("tokens", "completions")
     return (
@@ -75,12 +75,12 @@ def measured(run: Run) -> str:
 
 
 def when(audit: Mapping[str, Any]) -> str:
-    """The policy that was audited."""
+    """The audited policy, as text."""
     return "of the final policy" if audit["iteration"] is None else f"at iteration {audit['iteration']}"
 
 
 def entry(audit: Mapping[str, Any], kept: int) -> str:
-    """The name of the audited completions, of which the page keeps some, beside the iterations."""
+    """Name of the audited completions in the page's list of iterations."""
     name = "audit of the final policy" if audit["iteration"] is None else f"audit of iteration {audit['iteration']}"
     count = len(audit["samples"])
     return name if kept == count else f"{name} (first {kept} of {count})"
@@ -116,13 +116,13 @@ def view(run: Run) -> dict[str, Any] | None:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """A figure with its interval."""
+    """A figure with its interval, as text."""
     value, interval = text_parts(found)
     return f"{value} ({interval})" if interval else value
 
 
 def text_parts(found: Mapping[str, Any]) -> tuple[str, str]:
-    """A figure and its interval as texts; the latter is empty if it is not known."""
+    """A figure and its interval as texts; the interval is empty if unknown."""
     if found["value"] is None:
         return "not known", ""
     # Adding 0.0 leaves no minus sign at a rounded zero.

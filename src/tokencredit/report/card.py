@@ -1,4 +1,4 @@
-"""The model card that goes with a trained policy."""
+"""The model card of a trained policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokencredit.settings.text import PPOConfig
 
 
 def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any]) -> str:
-    """What was trained, on what, with which reward and what came out, as the README of a model repository."""
+    """The README of a model repository: what was trained, on which prompts and reward, and the results."""
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["tokencredit", "ppo", "reinforcement-learning"]}
     if not args.model.name.startswith("builtin:"):
         header["base_model"] = args.model.name
@@ -40,7 +40,7 @@ def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any]
 
 
 def code(text: str) -> str:
-    """A text of somebody's as Markdown that is nothing but that text: no link, no picture, no HTML."""
+    """Untrusted text as inline Markdown code: no link, no image, no HTML."""
     text = visible(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

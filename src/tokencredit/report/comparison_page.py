@@ -1,4 +1,4 @@
-"""Several runs as one page that needs nothing else, and as pictures for a paper."""
+"""Compare several runs on one self-contained page, and in figures for a paper."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from tokencredit.runs.untrusted import visible
 
 NAME = "comparison.html"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's, which people with any colour vision tell apart, without black and yellow, which a page may hide."""
+"""Okabe and Ito's colour-blind-safe palette, without black and yellow, which a page may hide."""
 DASHES = {"solid": (), "dash": (6.0, 3.0), "dot": (1.5, 2.0), "dashdot": (6.0, 2.0, 1.5, 2.0)}
-"""Plotly's names, and the lengths of strokes and gaps; a new one once the colours are used up."""
+"""Dash styles by Plotly's names, with lengths of strokes and gaps; the next one is used once the colours run out."""
 SHOWN, LEGEND = 200, 80
-"""Characters of a setting in the table, and of a name under a picture, at most."""
+"""Maximum characters of a setting in the table, and of a name in a figure's legend."""
 MARKED = 20
-"""Points of a curve, at most, that are marked each: of few, such as audits, a reader should see where they are."""
+"""Maximum points of a curve whose points are marked, as with rare audits."""
 ENOUGH = 10
-"""Runs from which on a bootstrap interval of 95 % covers about as much; docs/compare.md holds the figures."""
+"""Number of runs from which a 95 % bootstrap interval has about that coverage; docs/compare.md has the figures."""
 Curves = dict[str, list[Curve]]
-"""By axis, a curve a group."""
+"""By axis, one curve per group."""
 
 
 def write_comparison(
@@ -58,28 +58,28 @@ def write_comparison(
     smooth: int = 1,
     out: Path = Path("comparison"),
 ) -> Path:
-    """Write `comparison.html`, and a picture for each axis that the curves can be drawn over, into a folder.
+    """Write `comparison.html`, and a figure per x axis, into a folder.
 
     Args:
         runs: folders of runs, all of language models or all of agents; a run that is named twice counts once.
-        metric: what to compare; None for the reward of texts, or an agent's return.
-        group_by: the dotted key whose value makes runs one curve; None for all keys but the seed and the folder.
-        smooth: numbers in the running mean of each run.
-        out: the folder, which is made.
+        metric: metric to compare; None for the reward, or an agent's return.
+        group_by: dotted key whose value groups runs into one curve; None for all keys but seed and folder.
+        smooth: window of each run's running mean.
+        out: output folder, created if missing.
 
     Returns:
-        Where the page is.
+        The path of the page.
 
     Raises:
-        ConfigError: a folder is no run's, or the runs cannot be compared, or not so.
+        ConfigError: a folder is not a run's, or the runs cannot be compared.
     """
     if not runs:
         raise ConfigError("no run to compare")
     if smooth < 1:
         raise ConfigError(f"smooth is {smooth}; it must be at least 1")
-    found = [read_run(path, samples=False) for path in {path.resolve(): path for path in runs}.values()]
-    metric = choose_metric(found, metric)
-    groups, titles = group_runs(found, group_by), axes(found)
+    loaded = [read_run(path, samples=False) for path in {path.resolve(): path for path in runs}.values()]
+    metric = choose_metric(loaded, metric)
+    groups, titles = group_runs(loaded, group_by), axes(loaded)
     curves = {axis: [curve(group.runs, metric, axis, smooth) for group in groups] for axis in titles}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def write_comparison(
 
 
 def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metric: str, smooth: int) -> str:
-    """The page."""
+    """The page as HTML."""
     keys = differing([group.settings for group in groups])
     cells = [[", ".join(cut(text, SHOWN) for text in values(group.settings, key)) for key in keys] for group in groups]
     runs = sum(len(group.runs) for group in groups)
@@ -122,36 +122,36 @@ def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metr
 
 
 def notes(group: Group, lines: dict[str, Curve]) -> list[str]:
-    """What a reader of a group's curve should know: what it is made of, and what weakens it; `lines` by axis."""
+    """Notes on a group's curve: its runs, and its limitations; `lines` are curves by axis title."""
     called, count = names([run.path for run in group.runs]), len(group.runs)
     seeds = [f"{name} (seed {found.get(SEED, MISSING)})" for name, found in zip(called, group.settings, strict=True)]
     if count == 1:
-        how = "one run, of which there is no interval"
+        basis = "one run, without an interval"
     elif count == 2:
-        how = "the mean of 2 runs and Student's interval, which is wide for so few"
+        basis = "the mean of 2 runs and Student's interval, which is wide for so few"
     else:
-        how = f"the interquartile mean of {count} runs and a bootstrap interval"
-        how += ", which is too narrow for so few (docs/compare.md)" if count < ENOUGH else ""
-    told = [f"{how}: {', '.join(seeds)}."]
+        basis = f"the interquartile mean of {count} runs and a bootstrap interval"
+        basis += ", which is too narrow for so few (docs/compare.md)" if count < ENOUGH else ""
+    texts = [f"{basis}: {', '.join(seeds)}."]
     ends = [x[-1] for x, _ in lines["iterations"].runs]
     if min(ends) < max(ends):
-        told.append(f"the curve ends at iteration {min(ends):.0f}, where {called[ends.index(min(ends))]} ends.")
-    told += [
-        f"no curve over {title}: its runs share no stretch of it." for title, line in lines.items() if not len(line.x)
+        texts.append(f"the curve ends at iteration {min(ends):.0f}, where {called[ends.index(min(ends))]} ends.")
+    texts += [
+        f"no curve over {title}: its runs have no common range." for title, line in lines.items() if not len(line.x)
     ]
     if keys := varying(group):
-        told.append(f"its runs also differ in {', '.join(keys)}.")
-    told += [f"{one} and {two} are one sample twice, seed and all." for one, two in repeated(group)]
-    return [f"{group.label}: {text}" for text in told]
+        texts.append(f"its runs also differ in {', '.join(keys)}.")
+    texts += [f"{one} and {two} are one sample twice, seed and all." for one, two in repeated(group)]
+    return [f"{group.label}: {text}" for text in texts]
 
 
 def cut(text: str, most: int) -> str:
-    """A text, as far as there is room for it."""
+    """A text, cut to a length."""
     return text if len(text) <= most else text[: most - 2] + " …"
 
 
 def style(number: int, group: Group) -> dict[str, Any]:
-    """How a group looks, everywhere."""
+    """Colour and dash of a group."""
     dash = list(DASHES)[number // len(COLOURS) % len(DASHES)]
     strokes = " ".join(map(str, DASHES[dash]))
     return {
@@ -163,7 +163,7 @@ def style(number: int, group: Group) -> dict[str, Any]:
 
 
 def shown(line: Curve) -> dict[str, Any]:
-    """A curve as the page's script takes it."""
+    """A curve as data for the page's script."""
     numbers = {"y": line.y.middle, "low": line.y.low, "high": line.y.high}
     return {
         "x": rounded(line.x, 9),
@@ -173,28 +173,28 @@ def shown(line: Curve) -> dict[str, Any]:
 
 
 def rounded(found: np.ndarray, digits: int) -> list[float]:
-    """Numbers as the page holds them."""
+    """Rounded numbers for the page."""
     return [float(f"{x:.{digits}g}") for x in found]
 
 
 def reach(lines: Sequence[Curve]) -> list[float]:
-    """The vertical axis: from the lowest to the highest point of any run, and a little more.
+    """Range of the y axis: the lowest to the highest point of any run, with a margin.
 
-    Not of the bands: that of two runs is so wide that it would press all curves flat.
+    Bands are ignored: that of two runs is so wide that it would flatten all curves.
     """
     y = np.concatenate([y for line in lines for _, y in line.runs])
     low, high = float(y.min()), float(y.max())
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
-    return [low - room, high + room]
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
+    return [low - margin, high + margin]
 
 
 def draw(file: Path, groups: Sequence[Group], lines: Sequence[Curve], title: str, metric: str) -> None:
-    """Write the curves as a picture; names and settings are text in it, whatever signs they hold."""
+    """Write the curves as a figure; names and settings are plain text in it."""
     labels = [cut(visible(group.label), LEGEND) for group in groups]
     columns = 2 if max(map(len, labels)) < LEGEND // 2 else 1
-    # A reader's own settings may ask for TeX, and `$` would begin a formula.
+    # The reader's matplotlibrc may enable TeX, and `$` would begin a formula.
     with matplotlib.rc_context({"text.usetex": False, "text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # of a script that the font lacks: a box says it
+        warnings.filterwarnings("ignore", message="Glyph")  # a missing glyph is drawn as a box
         picture = Figure(figsize=(7, 4 + 0.2 * math.ceil(len(groups) / columns)), layout="constrained")
         plot = picture.add_subplot(xlabel=title, ylabel=visible(metric), ylim=reach(lines))
         handles = []

@@ -1,4 +1,4 @@
-"""Runs beside each other: which belong together, what differs, and what the seeds of one setting say together."""
+"""Statistics of a comparison: groups of runs, differing settings, and estimates over seeds."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from tokencredit.settings.world import CONTROL, TEXT, World, world_of
 from tokencredit.settings.yaml import flat
 
 POINTS = 500
-"""Of a curve, at most."""
+"""Maximum points per curve."""
 RESAMPLES = 2000
-"""Of a bootstrap interval, as rliable takes for curves."""
+"""Resamples of a bootstrap interval, as in rliable for curves."""
 LEVEL = 0.95
 SEED, FOLDER = "seed", "run.dir"
-"""The two keys in which repetitions of one setting differ."""
+"""The two keys in which repetitions differ."""
 LABEL = 60
-"""Characters of a curve's name that is made from settings, at most."""
+"""Maximum characters of a curve's name made from settings."""
 MISSING = "not set"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that are one curve."""
+    """Runs that form one curve."""
 
     label: str
     runs: list[Run]
     settings: list[dict[str, str]]
-    """Of each run, by dotted key."""
+    """Settings of each run, by dotted key."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What several runs say together, at one point or at many; without an interval if it is one run."""
+    """Estimate over several runs, at one point or many; without an interval for one run."""
 
     middle: np.ndarray
     low: np.ndarray | None = None
@@ -56,7 +56,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Curve:
-    """A group's curve, and those of its runs as far as each goes: pairs of x and y."""
+    """A group's curve and those of its runs, each to its own end: pairs of x and y."""
 
     x: np.ndarray
     y: Estimate
@@ -64,7 +64,7 @@ class Curve:
 
 
 def axes(runs: Sequence[Run]) -> dict[str, str]:
-    """What curves can be drawn over, with its name for a reader; only what all runs counted in each iteration."""
+    """Possible x axes, by name and title: only those that every run has in each iteration."""
     titles = {"iteration": "iterations", "seconds": "seconds"}
     world = world_of(runs[0].config)
     titles[world.unit] = world.counted
@@ -73,7 +73,7 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """What to call runs: by their folders' names if these differ, else by their paths in the folder they share."""
+    """Display names of runs: their folders' names if distinct, else paths within the common folder."""
     whole = [path.resolve() for path in paths]
     short = [path.name for path in whole]
     if len(set(short)) == len(short):
@@ -83,22 +83,22 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of a configuration as text, by their whole keys."""
-    found = flat(config).items()
-    return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str) for k, v in found}
+    """Settings of a configuration as text, by whole key."""
+    pairs = flat(config).items()
+    return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str) for k, v in pairs}
 
 
 def without_seed(settings: Mapping[str, str]) -> dict[str, str]:
-    """What makes a run comparable with itself."""
+    """Settings without seed and folder."""
     return {key: value for key, value in settings.items() if key not in (SEED, FOLDER)}
 
 
 def group_runs(runs: Sequence[Run], key: str | None = None) -> list[Group]:
-    """Runs that belong together, in the order in which they were given.
+    """Groups of runs, in the order given.
 
     Args:
         runs: at least one.
-        key: the dotted key whose value they share; None for runs that differ in nothing but their seed and folder.
+        key: the dotted key whose value makes a group; None to group runs that differ only in seed and folder.
 
     Raises:
         ConfigError: no run has such a key.
@@ -127,24 +127,24 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> list[Group]:
 
 
 def values(settings: Sequence[Mapping[str, str]], key: str) -> list[str]:
-    """The different values of a key among the runs of a group, sorted."""
+    """Distinct values of a key among the runs of a group, sorted."""
     return sorted({found.get(key, MISSING) for found in settings})
 
 
 def differing(groups: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """The keys whose values are not the same in every group, without seed and folder; `groups` are their settings."""
+    """Keys whose values differ between groups, without seed and folder; `groups` are their settings."""
     keys = dict.fromkeys(key for settings in groups for found in settings for key in without_seed(found))
     return [key for key in keys if any(values(part, key) != values(groups[0], key) for part in groups)]
 
 
 def varying(group: Group) -> list[str]:
-    """The keys in which runs of one group differ beside seed and folder; only grouping by a key leaves any."""
+    """Keys in which runs of one group differ, besides seed and folder; only possible when grouping by a key."""
     keys = dict.fromkeys(key for found in group.settings for key in without_seed(found))
     return [key for key in keys if len(values(group.settings, key)) > 1]
 
 
 def repeated(group: Group) -> Iterator[tuple[str, str]]:
-    """Pairs of runs, by name, that have their seed and everything else in common: one sample, twice."""
+    """Duplicate runs: pairs of names with identical settings and seed."""
     pairs = zip(group.runs, group.settings, strict=True)
     for (one, a), (two, b) in combinations(pairs, 2):
         if without_seed(a) == without_seed(b) and a.get(SEED) == b.get(SEED):
@@ -152,10 +152,10 @@ def repeated(group: Group) -> Iterator[tuple[str, str]]:
 
 
 def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
-    """The metric to compare by: the one asked for, or that which says how well such runs go.
+    """The metric to compare by: the given one, or the headline metric.
 
     Raises:
-        ConfigError: texts and agents stand together, or a run has no number for the metric.
+        ConfigError: language models and agents are mixed, or a run has no number for the metric.
     """
     worlds: dict[World, Run] = {}
     for run in runs:
@@ -163,8 +163,7 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     if len(worlds) > 1:
         text, agent = (str(worlds[world].path) for world in (TEXT, CONTROL))
         raise ConfigError(
-            f"{text!r} trained a language model and {agent!r} an agent, whose metrics mean other things; compare runs "
-            "of one kind"
+            f"{text!r} trained a language model and {agent!r} an agent, whose metrics differ; compare runs of one kind"
         )
     wanted = metric or world_of(runs[0].config).headline
     found = [{k for row in run.metrics for k, v in row.items() if is_number(v) and k != "iteration"} for run in runs]
@@ -181,13 +180,13 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
 
 
 def estimate(samples: np.ndarray) -> Estimate:
-    """What runs say together, with a 95 % interval of what a typical run would have said.
+    """The estimate over runs, with a 95 % interval.
 
-    Of one run itself, without interval. Of two the mean ± t₀.₉₇₅,₁ · s / √2, Student's interval. Of more the
-    interquartile mean, which leaves out the ⌊n / 4⌋ lowest and highest runs, and the 2.5th and 97.5th percentile of the
-    same over resamples of the runs, drawn with replacement: Agarwal et al. (2021), "Deep Reinforcement Learning at the
-    Edge of the Statistical Precipice", section 4. Their strata are tasks; here is one, so each run is drawn from all.
-    The same numbers give the same interval.
+    One run: its value, without interval. Two: the mean ± t₀.₉₇₅,₁ · s / √2, Student's interval. More: the interquartile
+    mean, without the ⌊n / 4⌋ lowest and highest runs, and a percentile bootstrap interval over the runs: Agarwal et al.
+    (2021), "Deep Reinforcement Learning at the Edge of the Statistical Precipice", section 4. Their strata are tasks;
+    here there is one, so runs are resampled from all.
+    Deterministic: the same numbers give the same interval.
 
     Args:
         samples: [runs, points], all finite.
@@ -200,42 +199,42 @@ def estimate(samples: np.ndarray) -> Estimate:
         reach = stats.t.ppf((1 + LEVEL) / 2, df=1) * samples.std(axis=0, ddof=1) / math.sqrt(2)
         return Estimate(middle, middle - reach, middle + reach)
     options: dict[str, Any] = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "percentile"}
-    found = stats.bootstrap((samples,), interquartile_mean, axis=0, vectorized=True, batch=200, rng=0, **options)
-    return Estimate(interquartile_mean(samples), *found.confidence_interval)
+    result = stats.bootstrap((samples,), interquartile_mean, axis=0, vectorized=True, batch=200, rng=0, **options)
+    return Estimate(interquartile_mean(samples), *result.confidence_interval)
 
 
 def interquartile_mean(samples: np.ndarray, axis: int = 0) -> np.ndarray:
-    """The mean of what is left when a quarter of the values, rounded down, is cut off at either end."""
+    """The mean without the lowest and highest quarter of the values, rounded down."""
     result: np.ndarray = stats.trim_mean(samples, 0.25, axis=axis)
     return result
 
 
 def thinned(x: np.ndarray) -> np.ndarray:
-    """The positions of at most `POINTS` entries, evenly spread, with the first and the last."""
+    """Indices of at most `POINTS` entries, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, len(x) - 1, min(POINTS, len(x))).round().astype(int))
 
 
 def series(run: Run, metric: str, axis: str, smooth: int) -> tuple[np.ndarray, np.ndarray]:
-    """A metric of one run over iterations, or over what `axis` counts, summed up; where it has no number is no point.
+    """A metric of one run over iterations, or over the running sum of `axis`; rows without a number are left out.
 
-    Each point is the mean of the last `smooth` numbers, of fewer at the beginning; a run with more numbers than
-    `POINTS` takes at least as many as lie between two points that are kept.
+    Each point is the mean of the last `smooth` numbers, fewer at the start. A run with more numbers than `POINTS` has
+    a window of at least the distance between two points.
     """
     rows = list({row["iteration"]: row for row in run.metrics}.values())
     x = np.array([row[axis] for row in rows], dtype=float)
     x = x if axis == "iteration" else x.cumsum()
-    there = np.array([is_number(row.get(metric)) for row in rows])
-    x, y = x[there], np.array([row[metric] for row, kept in zip(rows, there, strict=True) if kept], dtype=float)
+    present = np.array([is_number(row.get(metric)) for row in rows])
+    x, y = x[present], np.array([row[metric] for row, kept in zip(rows, present, strict=True) if kept], dtype=float)
     width = max(smooth, math.ceil(len(y) / POINTS))
     kept = thinned(x)
     return x[kept], np.array([y[max(0, end - width) : end].mean() for end in kept + 1])
 
 
 def curve(runs: Sequence[Run], metric: str, axis: str, smooth: int = 1) -> Curve:
-    """The curve of a group: at each point what all its runs say together, so it ends where its shortest run does.
+    """The curve of a group: the estimate over all its runs at each point, up to the end of the shortest run.
 
-    Runs are brought to common points by straight lines between their own ones; where these are the same, as over
-    iterations, nothing changes. Runs without a common stretch leave a curve without points.
+    Runs are interpolated linearly onto common points, which changes nothing over iterations. Runs without a common
+    range give a curve without points.
     """
     lines = [series(run, metric, axis, smooth) for run in runs]
     start, end = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
@@ -246,7 +245,7 @@ def curve(runs: Sequence[Run], metric: str, axis: str, smooth: int = 1) -> Curve
 
 
 def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list[str]]]:
-    """What came out: the names of the columns, and a row of cells a group; no column that no run has a number for."""
+    """The table of outcomes: column names, and a row of cells per group; columns without any number are left out."""
     world = world_of(groups[0].runs[0].config)
     measures: dict[str, Callable[[Run], float | None]] = {
         f"{metric}, first": lambda run: next(column(run, metric), None),
@@ -265,13 +264,13 @@ def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list
 
 
 def last(run: Run, metric: str) -> float | None:
-    """A metric's mean over the last iterations, or its last number where none of these has one, as of rare audits."""
+    """A metric's mean over the last iterations, or its last number if it has none there, as with rare audits."""
     final = final_mean(run.metrics, metric)
     return next(column(run, metric, newest=True), None) if final is None else final
 
 
 def column(run: Run, metric: str, *, newest: bool = False) -> Iterator[float]:
-    """The finite numbers of a metric, one per iteration that has one; the newest first, or the oldest."""
+    """Yield the finite numbers of a metric, oldest first, or newest first."""
     return finite(row.get(metric) for row in (reversed(run.metrics) if newest else run.metrics))
 
 
@@ -281,7 +280,7 @@ def stop(run: Run) -> str:
 
 
 def cell(found: Sequence[float | None]) -> str:
-    """One number per run as a cell: the estimate, its interval, and the number of runs if some have none."""
+    """A table cell over runs: the estimate, its interval, and the number of runs if some have no number."""
     numbers = [x for x in found if x is not None]
     if not numbers:
         return ""

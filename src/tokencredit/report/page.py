@@ -1,4 +1,4 @@
-"""A run as one page that needs nothing else: no network, no server."""
+"""A run's report: one self-contained HTML page, without network or server."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tokencredit.settings.world import CONTROL, world_of
 
 NAME = "report.html"
 LARGEST = 8 * 2**20
-"""Bytes of a page, at most."""
+"""Maximum size of a page, in bytes."""
 POINTS = 1000
-"""Of a curve; longer ones show the mean of neighbours."""
+"""Maximum points per curve; longer ones show means of neighbours."""
 TOKENS = 20_000
-"""In the credit view altogether: what fits into a page of a few megabytes."""
+"""Maximum tokens in the credit view, so that the page stays at a few megabytes."""
 AUDITED = 4_000
-"""Tokens of audited completions there, beside those."""
+"""Maximum tokens of audited completions, in addition."""
 DECIMALS = 4
 PHRASE = 3
-"""Words of a phrase whose repetition is counted."""
+"""Words per phrase, for counting repetitions."""
 GROUPS = {
     "Reward": ("reward", "train/average_return", "eval/"),
     "Distance from the reference": ("kl", "log_ratio", "ref_logprob"),
@@ -45,74 +45,76 @@ GROUPS = {
     "Optimiser": ("grad_norm", "lr", "value_lr", "trunk_lr", "steps", "critic_steps"),
     "Time": ("seconds", "tokens_per_second", "steps_per_second"),
 }
-"""Curves that belong together, by the beginnings of their names; whatever fits nowhere comes last."""
+"""Groups of curves, by prefixes of their names; the others come last."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write a run's `report.html` into its folder, and return where it is.
+    """Write `report.html` into a run's folder, and return its path.
 
     Raises:
-        ConfigError: it is no run's folder, or one of its files cannot be understood.
+        ConfigError: it is not a run's folder, or a file in it is invalid.
     """
     RunFolder(str(folder)).write(NAME, render(read_run(folder)))
     return folder / NAME
 
 
 def render(run: Run) -> str:
-    """The page."""
-    found = audit_view.view(run)
+    """The page as HTML."""
+    audit = audit_view.view(run)
     return fill(
         "page.html",
         name=visible(run.path.resolve().name),
         story=story(run),
         findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
         trust=audit_view.trust(run),
-        audit=found,
+        audit=audit,
         data={
             "curves": curves(run.metrics),
             "credit": credit(run),
             "audited": audited(run),
             "alternatives": list(ALTERNATIVES),
-            "audit": found and found["chart"],
+            "audit": audit and audit["chart"],
         },
         phrases=phrases(run.samples),
     )
 
 
 def story(run: Run) -> list[tuple[str, str]]:
-    """The story of a run, from its model and reward to its outcome: pairs of a word and a text."""
+    """The run in short, from model and reward to outcome: pairs of a label and a text."""
     config, metrics, summary = run.config, run.metrics, run.summary
     world = world_of(config)
     first, last = mean([metrics[0].get(world.headline)]), final_mean(metrics, world.headline)
     name = world.outcome.replace("_", " ")
     seconds = sum(row.get("seconds") or 0.0 for row in metrics)
     if world is CONTROL:
-        told = [("trained", f"an agent in {config['env'].get('id')}")]
+        entries = [("trained", f"an agent in {config['env'].get('id')}")]
     else:
-        told = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(config)))]
-    told.append((name, f"{figure(first)} → {figure(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)"))
+        entries = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(config)))]
+    entries.append(
+        (name, f"{figure(first)} → {figure(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)")
+    )
     if (kl := final_mean(metrics, "kl")) is not None:
-        told.append(("KL to the reference", f"{figure(kl)} nats per sequence"))
+        entries.append(("KL to the reference", f"{figure(kl)} nats per sequence"))
     elif (log_ratio := final_mean(metrics, "log_ratio")) is not None:
-        told.append(("log-ratio to the reference", f"{figure(log_ratio)} nats per sequence, of filtered samples"))
-    told.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
+        entries.append(("log-ratio to the reference", f"{figure(log_ratio)} nats per sequence, of filtered samples"))
+    entries.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
     stopped = summary.get("stopped_by")
     if stopped is None:
-        told.append(("state", "not finished: this page shows what it wrote so far"))
+        entries.append(("state", "not finished: this page shows its files so far"))
     elif stopped != "iterations":
-        told.append(("stopped by", str(stopped)))
-    return [(word, visible(text)) for word, text in told]
+        entries.append(("stopped by", str(stopped)))
+    return [(word, visible(text)) for word, text in entries]
 
 
 def terms(config: Mapping[str, Any]) -> list[str]:
-    """The names of a reward's terms, or of the models and functions that they read."""
+    """Names of the reward terms, or of their models and functions."""
     kinds = ("name", "function", "classifier", "reward_model")
     listed = config.get("reward") or []
     return [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of curves: `title`, and `lines` of `name`, `x` and `y`, at most `POINTS` long; None for no number."""
+    """Groups of curves: `title`, and `lines` of `name`, `x` and `y`, at most `POINTS` long; None for missing values."""
     names = dict.fromkeys(name for row in metrics for name in row if name != "iteration")
     groups: dict[str, list[dict[str, Any]]] = {title: [] for title in (*GROUPS, "Other")}
     width = math.ceil(len(metrics) / POINTS)
@@ -127,21 +129,21 @@ def curves(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def group_of(name: str) -> str:
-    """The group whose beginning of this name is the longest."""
+    """The group with the longest matching prefix of this name."""
     fits = [(len(start), title) for title, starts in GROUPS.items() for start in starts if name.startswith(start)]
     return max(fits)[1] if fits else "Other"
 
 
 def credit(run: Run) -> list[dict[str, Any]]:
-    """The samples of the credit view, as far as they fit: whole iterations, evenly spread, with the first and last."""
+    """Samples of the credit view, within the limit: whole iterations, evenly spread, with the first and the last."""
     by_iteration: dict[int, list[Mapping[str, Any]]] = {}
     for sample in run.samples:
         by_iteration.setdefault(sample["iteration"], []).append(sample)
     numbers = list(by_iteration)
     most = max((sum(len(s["tokens"]) for s in samples) for samples in by_iteration.values()), default=0)
-    room = max(TOKENS // max(most, 1), 2)
-    if len(numbers) > room:
-        numbers = [numbers[round(i * (len(numbers) - 1) / (room - 1))] for i in range(room)]
+    limit = max(TOKENS // max(most, 1), 2)
+    if len(numbers) > limit:
+        numbers = [numbers[round(i * (len(numbers) - 1) / (limit - 1))] for i in range(limit)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
     gamma, clip = discount(run), ppo.get("clip")
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
@@ -154,7 +156,7 @@ def credit(run: Run) -> list[dict[str, Any]]:
 
 
 def audited(run: Run) -> list[dict[str, Any]]:
-    """The audited completions of the credit view, the first ones as far as they fit."""
+    """Audited completions of the credit view, within the limit, the first ones."""
     kept: list[Mapping[str, Any]] = []
     for sample in (run.audit or {"samples": []})["samples"]:
         if sum(len(s["tokens"]) for s in (*kept, sample)) > AUDITED:
@@ -173,11 +175,11 @@ def discount(run: Run) -> float:
 def shown(
     sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
 ) -> dict[str, Any]:
-    """One sample of the credit view: its texts without anything that acts, and a list of numbers per quantity.
+    """One sample of the credit view: escaped texts, and a list of numbers per quantity.
 
-    Beyond the interval `kept` of ratios a gradient is cut off; None for a completion that has none. An update that
-    whitens pushes a token up where its advantage is above the batch's `mean_advantage`. An audited completion brings
-    true numbers and their standard errors.
+    Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss. With
+    whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`. An audited completion
+    has true values and their standard errors.
     """
     logprobs = sample["logprobs"]
     numbers, errors = {"advantage": sample["advantages"]}, {}
@@ -212,23 +214,23 @@ def shown(
 
 
 def readable(text: str) -> str:
-    """A model's text with its lines, each end marked, and whatever else does not print spelt out."""
+    """A model's text with marked line ends and escaped unprintable characters."""
     return "⏎\n".join(map(visible, text.split("\n")))
 
 
 def rounded(values: Sequence[float | None]) -> list[float | None]:
-    """The numbers as the page holds them; None for what is not known."""
+    """Rounded numbers; None for unknown ones."""
     return [None if value is None else round(value, DECIMALS) for value in values]
 
 
 def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """The phrases that most completions of the last iterations hold, with their shares at the beginning and there."""
+    """Most frequent phrases of the last iterations' completions, with their shares in the first and the last ones."""
     numbers = list(dict.fromkeys(sample["iteration"] for sample in samples))
     before, after = (
         [words(s["completion"]) for s in samples if s["iteration"] in part]
         for part in (set(numbers[:WINDOW]), set(numbers[-WINDOW:]))
     )
-    then, now = Counter(p for found in before for p in found), Counter(p for found in after for p in found)
+    then, now = Counter(p for part in before for p in part), Counter(p for part in after for p in part)
     return [
         (visible(phrase), f"{then[phrase] / len(before):.0%}", f"{count / len(after):.0%}")
         for phrase, count in now.most_common(10)
@@ -237,6 +239,6 @@ def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def words(text: str) -> set[str]:
-    """The phrases of a text."""
-    found = text.split()
-    return {" ".join(found[i : i + PHRASE]) for i in range(len(found) - PHRASE + 1)}
+    """Phrases of a text."""
+    parts = text.split()
+    return {" ".join(parts[i : i + PHRASE]) for i in range(len(parts) - PHRASE + 1)}

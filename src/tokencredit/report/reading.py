@@ -1,4 +1,4 @@
-"""A run's folder, read back: also while the run still writes, and after its machine went off."""
+"""Read a run's folder, also while it is written, or after a crash."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tokencredit.report.audit_file import read_audit, with_audit
 from tokencredit.runs.folder import apply_choices, read_choices
 from tokencredit.runs.history import WINDOW
 from tokencredit.runs.jsonl import all_of, is_number, is_text, read_metrics, read_object, read_samples
+from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.yaml import read_yaml
 
 ITERATIONS = 400
-"""Whose completions are read, beside the first and the last: more would not fit into a page."""
+"""Number of iterations whose completions are read, besides the first and the last: more would not fit into a page."""
 
 
 def is_term(value: Any) -> bool:
-    """True for a term of a reward."""
+    """True for a reward term."""
     return isinstance(value, dict) and is_number(value.get("weight", 1.0))
 
 
 GROUPS = ("advantage", "env", "model", "optim", "ppo", "rollout")
-"""Of a configuration: those that the page and the diagnosis look into."""
+"""Groups of settings that the page and the diagnosis read."""
 CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reward": (all_of(is_term), "a list of terms"),
     "advantage.gamma": (lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
@@ -36,36 +37,34 @@ CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim.warmup": (is_number, "a number"),
     "optim.max_grad_norm": (is_number, "a number"),
 }
-"""Checks of the settings that they read, unless those are null or missing."""
+"""Checks of these settings, unless null or missing."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run hold; `config`, in plain dicts and lists, has the run's choices in place of `auto`."""
+    """Contents of a run's files; `config`, in plain dicts and lists, has the run's choices in place of `auto`."""
 
     path: Path
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
-    """One dict per iteration, with the metrics of `audit` in that of its policy; None stands for what is not a finite
-    number."""
+    """One dict per iteration, with the metrics of `audit` merged in; None replaces values that are not finite
+    numbers."""
     samples: list[dict[str, Any]]
-    """Completions token by token, as `text.batch` describes them, of at most `ITERATIONS`; none in a control run."""
+    """Completions token by token, as `text.batch` describes them, of at most `ITERATIONS`; empty for an agent."""
     summary: dict[str, Any]
-    """Empty while the run goes on."""
+    """Empty while the run is training."""
     audit: dict[str, Any] | None = None
     """The newest audit, as `report.audit_file` describes it; None if there is none."""
 
 
 def read_run(path: str | Path, *, samples: bool = True) -> Run:
-    """Read a run's folder; its completions, which are much the most of it, only if they are wanted.
+    """Read a run's folder; completions, by far the largest part, are optional.
 
     Raises:
-        ConfigError: it is no run's folder, or has no iteration yet, or a file cannot be understood (which, and where).
+        ConfigError: it is not a run's folder, has no iteration yet, or a file is invalid; the message says where.
     """
     path = Path(path)
-    if not (path / "config.yaml").is_file():
-        raise ConfigError(f"{str(path)!r} is not a run's folder: it has no config.yaml")
-    config = read_yaml(path / "config.yaml")
+    config = read_yaml(run_config_file(path))
     if not isinstance(config, dict):
         raise ConfigError(f"{path / 'config.yaml'} holds no configuration")
     check_config(path / "config.yaml", config)
@@ -73,24 +72,24 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
     if not metrics:
         raise ConfigError(f"{str(path)!r} has no finished iteration yet")
     summary = path / "summary.json"
-    found = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
-    if not is_text(found.get("stopped_by", "")):
-        raise ConfigError(f"{summary}: stopped_by is no text")
+    outcome = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
+    if not is_text(outcome.get("stopped_by", "")):
+        raise ConfigError(f"{summary}: stopped_by is not a text")
     kept = read_samples(path / "samples.jsonl", chosen([row["iteration"] for row in metrics])) if samples else []
     audit = read_audit(path / AUDIT)
     if audit is not None:
         metrics = with_audit(metrics, audit)
-    return Run(path, apply_choices(config, read_choices(path)), metrics, kept, found, audit)
+    return Run(path, apply_choices(config, read_choices(path)), metrics, kept, outcome, audit)
 
 
 def chosen(iterations: Sequence[int]) -> set[int]:
-    """Whose completions are read: the first iterations, the last ones, and others evenly spread between them."""
+    """Iterations whose completions are read: the first and last ones, and others evenly spread between them."""
     step = -(-len(iterations) // ITERATIONS)
     return {*iterations[:WINDOW], *iterations[::step], *iterations[-WINDOW:]}
 
 
 def check_config(file: Path, config: dict[str, Any]) -> None:
-    """Raise `ConfigError` for the first key of `GROUPS` and `CONFIG` that holds something else."""
+    """Raise `ConfigError` for the first key of `GROUPS` and `CONFIG` with an invalid value."""
     for name in GROUPS:
         if not isinstance(config.get(name, {}), dict):
             raise ConfigError(f"{file}: {name} is not a group of keys")

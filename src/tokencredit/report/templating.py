@@ -1,4 +1,4 @@
-"""Fill the templates of the pages."""
+"""Fill the page templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokencredit.runs.untrusted import visible
 
 
 def fill(template: str, **values: Any) -> str:
-    """A page that needs nothing else, Plotly included, from a template beside this file.
+    """A self-contained page, Plotly included, from a template.
 
     Raises:
         NotInstalled: Plotly is missing.
@@ -21,7 +21,7 @@ def fill(template: str, **values: Any) -> str:
         plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     except (ImportError, OSError) as error:
         raise NotInstalled("a page", "plotly") from error
-    # Autoescape for what stands in the page; `tojson` for its data, which then holds no character that HTML knows.
+    # Autoescape for text in the page; `tojson` for its data, which escapes HTML's special characters.
     pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
     pages.filters["visible"] = visible
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}

@@ -1,4 +1,4 @@
-"""The credit that other estimators would have given the same completion."""
+"""Advantages of a completion under other estimators."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ ALTERNATIVES = {
     "monte_carlo (gae, λ = 1)": ("monte_carlo", None),
     "uniform": ("uniform", None),
 }
-"""Estimators by their labels, each with its λ."""
+"""Estimators by label, each with its λ."""
 
 
 def what_if(sample: Mapping[str, Any], gamma: float) -> dict[str, list[float]]:
-    """Advantages of each token under each of `ALTERNATIVES`, from the sample's own rewards and values.
+    """Advantages per token under each of `ALTERNATIVES`, from the sample's rewards and values.
 
-    Without values, in a run without a critic, only alternatives that need none are there. A completion that was cut off
-    in a run with `advantage.bootstrap` brings its `bootstrap`, and is worth that at its end. Advantages are as the
-    estimators give them, before any whitening over the batch. `uniform` spreads the completion's whole reward, without
-    a baseline, since that was the mean of a batch that is not here.
+    Without values, alternatives that need a critic are left out. A truncated completion of a run with
+    `advantage.bootstrap` ends with its `bootstrap` value. Advantages are before whitening. `uniform` has no baseline,
+    which would be the mean of a batch that was not kept.
     """
     rewards = torch.tensor([sample["rewards"]], dtype=torch.float64)
     values = torch.tensor([sample["values"]], dtype=torch.float64) if "values" in sample else None

@@ -1,1 +1,1 @@
-"""What a run leaves on disk and on the screen, and how it goes on."""
+"""A run's files, screen output, checkpoints and diagnosis."""

@@ -1,8 +1,8 @@
-"""Checkpoints: a tree of plain values and tensors as a folder of JSON and safetensors, whole or not there at all.
+"""Checkpoints: a tree of plain values and tensors, written atomically as a folder of JSON and safetensors.
 
-`checkpoints/000040/` holds `state.json`, the tree, in which a tensor's place has its name in `tensors.safetensors`;
-`process-0.json` and so on, what each process knows for itself, with `process-0.safetensors` if it has tensors; and
-`manifest.json`, size and SHA-256 of all these, and the versions of what wrote them.
+`checkpoints/000040/` holds `state.json`, the tree, with references to `tensors.safetensors`; `process-0.json` and so
+on, each process's own state, with `process-0.safetensors` if it has tensors; and `manifest.json` with the size and
+SHA-256 of each file and the versions of the software.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
 
 FORMAT = 2
-"""Version of the folder's layout and of the trainers' state; other versions are refused."""
+"""Version of the folder layout and of the trainers' state; other versions are refused."""
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 IN_TENSORS, AS_ARRAY = "$tensor", "$array"
-"""The keys under which the tree names a tensor, and one that is to be a NumPy array."""
+"""Keys of references to a tensor, and to one to be read as a NumPy array."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that cannot be used; the message says which file of it is wrong, and how."""
+    """An unusable checkpoint; the message names the file and the problem."""
 
 
 class OldCheckpoint(DamagedCheckpoint):
-    """A checkpoint that an older version of Tokencredit wrote."""
+    """A checkpoint written by an older version of Tokencredit."""
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def write_process(folder: Path, process: int, own: Mapping[str, Any]) -> None:
-    """Write what one process knows for itself: a tree as `write_state` takes it."""
+    """Write one process's own state: a tree as for `write_state`."""
     tensors: dict[str, Tensor] = {}
     (folder / f"process-{process}.json").write_text(json.dumps(_without_tensors(own, "", tensors)), encoding="utf-8")
     if tensors:
@@ -63,18 +63,18 @@ def size_of(state: Any) -> int:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of the folder's files; to be called last."""
+    """Write the manifest of the folder's files; call it last."""
     files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
     manifest = {"format": FORMAT, "versions": versions(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
-    """The tree that was written, with `process` as this process's own part, and `versions`.
+    """The tree that was written, with this process's own state under `process`, and `versions`.
 
     Raises:
         OldCheckpoint: an older version wrote it.
-        DamagedCheckpoint: a file is missing, of another size, of other content, or of another format.
+        DamagedCheckpoint: a file is missing, has changed, or has another format.
     """
     manifest = _read_json(folder / MANIFEST)
     written = manifest.get("format")
@@ -85,14 +85,14 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
     if not isinstance(files, dict) or not {STATE, TENSORS} <= set(files):
         raise DamagedCheckpoint(f"{MANIFEST} does not list {STATE} and {TENSORS}")
     for name, expected in files.items():
-        # A manifest may come from anywhere; it must not make us look at other files.
+        # A manifest is untrusted: it must not make us read files elsewhere.
         if Path(name).name != name or not (folder / name).is_file() or (folder / name).is_symlink():
-            raise DamagedCheckpoint(f"{name!r} is missing, or no plain file of the folder")
+            raise DamagedCheckpoint(f"{name!r} is missing, or not a regular file of the folder")
         if _fingerprint(folder / name) != expected:
-            raise DamagedCheckpoint(f"{name} is not as it was written")
+            raise DamagedCheckpoint(f"{name} has changed since it was written")
     own, own_tensors = f"process-{process}.json", f"process-{process}.safetensors"
     if own not in files:
-        raise DamagedCheckpoint(f"it has no {own}, so fewer processes wrote it")
+        raise DamagedCheckpoint(f"it has no {own}: it was written by fewer processes")
     written_with = manifest.get("versions")
     state: dict[str, Any] = _with_tensors(_read_json(folder / STATE), _read_tensors(folder / TENSORS))
     tensors = _read_tensors(folder / own_tensors) if own_tensors in files else {}
@@ -103,10 +103,10 @@ def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """The tree of a checkpoint whose tensors are not needed, unverified.
+    """The tree of a checkpoint without its tensors, unverified.
 
     Raises:
-        DamagedCheckpoint: it is missing, or no JSON object.
+        DamagedCheckpoint: it is missing, or not a JSON object.
     """
     return _read_json(folder / STATE)
 
@@ -123,7 +123,7 @@ def _fingerprint(file: Path) -> dict[str, Any]:
 
 
 def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree as JSON has it; its tensors go into `tensors`, by the path that leads to them."""
+    """The tree as JSON; its tensors are moved to `tensors`, by path."""
     if isinstance(tree, Tensor):
         tensors[name] = tree.detach().contiguous()
         return {IN_TENSORS: name}

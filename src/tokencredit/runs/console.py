@@ -1,4 +1,4 @@
-"""The screen of a run: live on a terminal, plain lines elsewhere."""
+"""Screen output of a run: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokencredit.runs.summary import Summary, duration, figure
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
-LIVE = {
+SHOWN_METRICS = {
     "train/average_return": "return",
     "eval/average_return": "evaluated",
     "reward": "reward",
@@ -29,10 +29,10 @@ LIVE = {
 
 
 class Screen:
-    """Progress and samples of one run; `with Screen(...)` around the training loop."""
+    """Progress and samples of one run; use as `with Screen(...)` around the training loop."""
 
     def __init__(self, iterations: int, *, console: Console | None = None, enabled: bool = True):
-        """Prepare to show a run of `iterations`; a process that should stay silent passes `enabled=False`."""
+        """Prepare the screen of a run; `enabled=False` silences it."""
         self.console = console or Console(quiet=not enabled, highlight=False)
         self.iterations = iterations
         self.progress = Progress(
@@ -58,12 +58,12 @@ class Screen:
         self.progress.stop()
 
     def say(self, text: str) -> None:
-        """One line, as it is."""
+        """Print one line of untrusted text."""
         self.console.print(Text(visible(text)), soft_wrap=True)
 
     def iteration(self, metrics: Mapping[str, float]) -> None:
-        """Show the numbers that matter of an iteration."""
-        numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in LIVE.items() if key in metrics)
+        """Show an iteration's main metrics."""
+        numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in SHOWN_METRICS.items() if key in metrics)
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
         if not self.console.is_terminal:
             self.say(f"iteration {metrics['iteration']}/{self.iterations}  {numbers}")
@@ -71,7 +71,7 @@ class Screen:
             self.say(_audited(metrics))
 
     def samples(self, iteration: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """A table of completions: reward, log-probability under the reference, text."""
+        """Show completions: reward, mean log-probability under the reference, text."""
         if not self.console.is_terminal:
             for sample in samples:
                 self.say(
@@ -106,11 +106,11 @@ class Screen:
             self.say(f"stopped by: {summary.stopped_by}")
         self.say(f"the run: {summary.folder}   the policy: {summary.folder}/policy")
 
-    def audit(self, found: Mapping[str, Any]) -> None:
-        """Show an audit: how much of the credit is real, every estimator, and the critic."""
-        credit, critic = found["credit"], found["critic"]
-        table = Table(title=f"credit against the truth, iteration {found['iteration']}", title_justify="left")
-        for column in ("estimator", "correlation", "95 % interval", "signs right"):
+    def audit(self, audit: Mapping[str, Any]) -> None:
+        """Show an audit: each estimator's correlation with the true advantages, and the critic."""
+        credit, critic = audit["credit"], audit["critic"]
+        table = Table(title=f"credit against true values, iteration {audit['iteration']}", title_justify="left")
+        for column in ("estimator", "correlation", "95 % interval", "sign agreement"):
             table.add_column(column, justify="left" if column == "estimator" else "right")
         for label, figures in credit["estimators"].items():
             correlation, signs = figures["correlation"], figures["sign_agreement"]["value"]
@@ -121,16 +121,16 @@ class Screen:
             explained, error = critic["explained_variance"], critic["rmse"]["value"]
             self.say(
                 f"the critic explains {_number(explained['value'])} ({_range(explained)}) of the true values' "
-                f"variance; error {_number(error)}, of the best constant {_number(critic['constant_rmse']['value'])}"
+                f"variance; RMSE {_number(error)}, best constant {_number(critic['constant_rmse']['value'])}"
             )
         self.say(
-            f"{credit['tokens']} states of {found['settings'].get('completions', found['settings'].get('episodes'))} "
-            f"completions or episodes, {found['continuations']:.0f} continuations per state, "
-            f"{duration(found['seconds'])}; shown is {credit['shown']}"
+            f"{credit['tokens']} states of {audit['settings'].get('completions', audit['settings'].get('episodes'))} "
+            f"completions or episodes, {audit['continuations']:.0f} continuations per state, "
+            f"{duration(audit['seconds'])}; this run's estimator is {credit['shown']}"
         )
 
     def findings(self, findings: Sequence[Finding]) -> None:
-        """Show the findings on a run, the weightiest first."""
+        """Show the findings on a run, most important first."""
         for finding in findings:
             self.console.print(Text(visible(finding.title), style="bold yellow"), soft_wrap=True)
             self.say(f"  {finding.evidence}")
@@ -152,17 +152,17 @@ def _range(figure: Mapping[str, float | None]) -> str:
 
 
 def _audited(metrics: Mapping[str, float]) -> str:
-    """The findings of an audit in a line."""
+    """An audit's metrics in one line."""
     correlation, explained = (metrics.get(f"audit/{name}") for name in ("correlation", "explained_variance"))
     if correlation is None:
-        found = "audit: the share of real credit is not known"
+        share = "audit: the share of real credit is unknown"
     else:
         low, high = (metrics.get(f"audit/correlation_{bound}") for bound in ("low", "high"))
         within = "" if low is None or high is None else f", 95 % interval {low:.2f} to {high:.2f}"
-        share = f"{100 * metrics['audit/trust']:.0f} %"
-        found = f"audit: {share} of the credit is real (correlation {correlation:.2f}{within})"
-    critic = "" if explained is None else f", the critic explains {explained:.2f} of the true variance"
-    return found + critic
+        percent = f"{100 * metrics['audit/trust']:.0f} %"
+        share = f"audit: {percent} of the credit is real (correlation {correlation:.2f}{within})"
+    critic = "" if explained is None else f", the critic explains {explained:.2f} of the true values' variance"
+    return share + critic
 
 
 def _reference(sample: Mapping[str, Any]) -> str:

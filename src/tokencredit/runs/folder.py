@@ -1,4 +1,4 @@
-"""A run's folder: plain files that any tool can read, each whole at any moment."""
+"""Atomic writes to a run's folder of plain files."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ from tokencredit.settings.yaml import flat, read_yaml
 
 AUDIT = "audit.json"
 CHOICES = "choices.json"
-"""The file of a run's choices; config.yaml keeps the settings as they were asked for."""
+"""File of a run's choices for settings that are `auto`; config.yaml keeps `auto`."""
 AUTO_SETTINGS = {"model.dtype": ("float32", "bfloat16")}
 """Settings that may be `auto`, and the values that a run may choose for them."""
 
 
 class RunFolder:
-    """Writes what a run leaves behind; it never overwrites another run."""
+    """Writes a run's files; it never overwrites another run."""
 
     def __init__(self, folder: str | None):
-        """Choose the folder, by its path, or `runs/DATE-TIME` for None; `create` makes it."""
+        """Choose the folder, by path, or `runs/DATE-TIME` for None; `create` makes it."""
         self.reserve = 0
         self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
 
     def refuse_if_used(self) -> None:
-        """Raise `ConfigError` if the folder holds something already. Of several processes only the first may ask."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        """Raise `ConfigError` if the folder is not empty; call it in the main process only."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise ConfigError(f"run.dir {str(self.path)!r} is a file; give a new folder, or an empty one")
+        if any(self.path.iterdir()):
             raise ConfigError(
                 f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir, move it "
-                "away, or go on with it by --resume"
+                f"away, or resume the run with --resume {self.path}"
             )
 
     def create(self, reserve: int, more: int = 0) -> None:
         """Make the folder.
 
         Args:
-            reserve: bytes that stay free for what a run writes at its end; once there are fewer, `append` and
-                `make_room` refuse.
-            more: bytes that the run is sure to write before.
+            reserve: bytes kept free for the run's final files; `append` and `make_room` raise rather than use them.
+            more: bytes that the run will certainly write before.
 
         Raises:
             ConfigError: it cannot be made, or the disk is too full.
@@ -65,7 +68,7 @@ class RunFolder:
             )
 
     def write(self, name: str, text: str) -> None:
-        """Write a whole file, or leave what was there."""
+        """Write a file atomically."""
         target = self.path / name
         temporary = beside(target, "part")
         try:
@@ -76,10 +79,10 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add a line of JSON for each record: all of the lines, or, should the disk be full, none.
+        """Append a line of JSON per record: all lines, or none if the disk is full.
 
         Raises:
-            OSError: the lines do not fit, or only at the cost of the reserve.
+            OSError: the disk is too full, the reserve included.
         """
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         self.make_room(name, len(lines))
@@ -93,19 +96,19 @@ class RunFolder:
                 raise
 
     def make_room(self, name: str, size: int) -> None:
-        """Raise the `OSError` of a full disk, unless there is room for this many bytes beside the reserve."""
+        """Raise the `OSError` of a full disk if it cannot hold this many bytes beside the reserve."""
         if shutil.disk_usage(self.path).free < self.reserve + size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
 
     def sizes(self, names: Sequence[str]) -> dict[str, int]:
-        """The sizes of files, all of whose bytes are then on the disk; 0 where there is none."""
+        """Sizes of files after flushing them to the disk; 0 for a missing one."""
         for name in names:
             if (self.path / name).exists():
                 flush(self.path / name)
         return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in names}
 
     def cut(self, sizes: Mapping[str, int]) -> None:
-        """Leave only the first bytes of files."""
+        """Truncate files to these sizes."""
         for name, size in sizes.items():
             if (self.path / name).exists():
                 os.truncate(self.path / name, size)
@@ -113,12 +116,12 @@ class RunFolder:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A folder to write into that takes its place as `target`, on the disk too, only once it is complete.
+    """A temporary folder that atomically becomes `target` on leaving the context.
 
-    Should the machine die between the two renames, `recover` brings back what was there before.
+    If the machine fails between the two renames, `recover` restores the previous version.
 
     Raises:
-        OSError: it cannot be written; also where Safetensors has an error of its own for that.
+        OSError: it cannot be written, also in place of Safetensors' own exception.
     """
     temporary, old = beside(target, "part"), beside(target, "old")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -128,7 +131,7 @@ def replacing(target: Path) -> Iterator[Path]:
         mode = temporary.stat().st_mode & 0o666
         for path in [*temporary.rglob("*"), temporary]:
             if path.is_file():
-                path.chmod(mode)  # safetensors lets nobody but the owner read its files, whatever the user's defaults
+                path.chmod(mode)  # safetensors ignores the user's umask: its files are readable by the owner only
             flush(path)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -143,7 +146,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def recover(folder: Path) -> None:
-    """Tidy up after a process that was killed while it replaced something in this folder."""
+    """Finish or undo a replacement in this folder whose process was killed."""
     for old in folder.glob(".*.old"):
         target = old.with_name(old.name[1 : -len(".old")])
         if target.exists():
@@ -155,7 +158,7 @@ def recover(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; Windows cannot say that of a folder."""
+    """Flush a file, or a folder's entries, to the disk; Windows cannot do that for a folder."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -166,18 +169,18 @@ def flush(path: Path) -> None:
 
 
 def beside(target: Path, ending: str) -> Path:
-    """The hidden name under which something is on its way to its own name, or away from it."""
+    """Hidden path beside a target, for its replacement or its previous version."""
     return target.with_name(f".{target.name}.{ending}")
 
 
 def write_audit(folder: RunFolder, audit: Mapping[str, Any]) -> Path:
-    """Write an audit of a run into its folder, in place of an earlier one; returns its file."""
+    """Write an audit into a run's folder, replacing an earlier one; returns the file."""
     folder.write(AUDIT, json.dumps(audit, allow_nan=False) + "\n")
     return folder.path / AUDIT
 
 
 def drop_audit(run: Path, after: int) -> None:
-    """Remove an audit of a later iteration than this one, or one that cannot be read."""
+    """Remove an audit of an iteration after this one, or an unreadable one."""
     try:
         number = read_object(run / AUDIT, (run / AUDIT).read_text(encoding="utf-8")).get("iteration")
     except FileNotFoundError:
@@ -189,10 +192,10 @@ def drop_audit(run: Path, after: int) -> None:
 
 
 def read_choices(run: Path) -> dict[str, str]:
-    """The choices of a run for settings that may be `auto`, by their keys; none if there is no run yet.
+    """A run's choices for settings that may be `auto`, by key; empty if there is no run yet.
 
     Raises:
-        ConfigError: the file holds something else.
+        ConfigError: the file is invalid.
     """
     file, config = run / CHOICES, run / "config.yaml"
     if not file.is_file():  # no run, or one of an older version, which wrote its choices into config.yaml

@@ -1,4 +1,4 @@
-"""The metrics of all iterations of a run in little memory, and their means."""
+"""Metrics of all iterations of a run, compact in memory, and their means."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, overload
 from tokencredit.runs.jsonl import is_number
 
 WINDOW = 5
-"""Number of iterations at either end of a run that are averaged as its beginning and its end."""
+"""Number of iterations averaged at either end of a run."""
 Row = Mapping[str, float]
 
 
 class History(Sequence[Row]):
-    """Rows of metrics, kept a column at a time: eight bytes a number, where a dict a row takes ten times that.
+    """Rows of metrics, stored by column: eight bytes per number, a tenth of a dict per row.
 
-    What a row lacks, or has as None, is NaN.
+    Missing values and None are NaN.
     """
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ class History(Sequence[Row]):
 
 
 def finite(values: Iterable[Any]) -> Iterator[float]:
-    """Those of the values that are finite numbers."""
+    """The finite numbers among the values."""
     return (float(value) for value in values if is_number(value))
 
 
 def mean(values: Iterable[Any]) -> float | None:
-    """The mean of those values that are finite numbers; None if there are none."""
+    """Mean of the finite numbers among the values; None if there are none."""
     numbers = list(finite(values))
     return sum(numbers) / len(numbers) if numbers else None
 

@@ -11,7 +11,7 @@ from typing import Any
 from tokencredit.errors import ConfigError
 
 FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
-"""How a run begins each line, so that most of a long file need not be understood."""
+"""Start of each line; it allows most of a long file to be skipped without parsing."""
 LARGEST = 1e100
 """Largest magnitude accepted from a file."""
 
@@ -32,7 +32,7 @@ def is_text(value: Any) -> bool:
 
 
 def all_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A check for lists of such values."""
+    """A check for lists whose values pass this check."""
     return lambda values: isinstance(values, list) and all(map(kind, values))
 
 
@@ -49,7 +49,7 @@ SAMPLE: dict[str, Callable[[Any], bool]] = {
 }
 """Required fields of a completion's record, and their checks; lists have one entry per token."""
 TRUTH = ("true_values", "true_value_errors", "true_advantages", "true_advantage_errors")
-"""Fields of audited completions: the truth of each token and its standard errors; None where it was not measured."""
+"""Fields of audited completions: true values per token and their standard errors; None where not measured."""
 MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     "values": all_of(is_number),
     "ref_logprobs": all_of(is_number),
@@ -57,14 +57,14 @@ MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     "bootstrap": is_number,
     **dict.fromkeys(TRUTH, all_of(lambda value: value is None or is_number(value))),
 }
-"""Fields in some runs: those with a critic, with a reference, with an update, after a cut, and of audits."""
+"""Optional fields: with a critic, with a reference model, after an update, after a truncation, and of audits."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, one per iteration; None stands for what is not a finite number.
+    """Yield the rows of metrics.jsonl, one per iteration; None replaces values that are not finite numbers.
 
     Raises:
-        ConfigError: a line that is no JSON object; the message names it.
+        ConfigError: a line is not a JSON object; the message names it.
     """
     for _, row in read_lines(file):
         if is_count(row.get("iteration")):
@@ -72,15 +72,15 @@ def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_samples(file: Path, iterations: Container[int]) -> list[dict[str, Any]]:
-    """The completions of these iterations in samples.jsonl.
+    """Completions of these iterations in samples.jsonl.
 
     Raises:
-        ConfigError: a line that is no completion; the message names it.
+        ConfigError: a line is not a completion; the message names it.
     """
 
     def skip(line: bytes) -> bool:
-        found = FIRST_NUMBER.match(line)
-        return found is not None and int(found[1]) not in iterations
+        match = FIRST_NUMBER.match(line)
+        return match is not None and int(match[1]) not in iterations
 
     samples = []
     for where, sample in read_lines(file, skip):
@@ -90,7 +90,7 @@ def read_samples(file: Path, iterations: Container[int]) -> list[dict[str, Any]]
 
 
 def check_sample(where: str, sample: Mapping[str, Any]) -> None:
-    """Raise `ConfigError`, which begins with `where`, for a record that is no completion."""
+    """Raise `ConfigError`, beginning with `where`, for an invalid completion record."""
     if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
         raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
     if wrong := next((name for name, fits in MAY_HAVE.items() if name in sample and not fits(sample[name])), None):
@@ -101,12 +101,12 @@ def check_sample(where: str, sample: Mapping[str, Any]) -> None:
 
 
 def read_lines(file: Path, skip: Callable[[bytes], bool] = lambda _: False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each record of a file of JSON lines stands, and the record; none if there is no such file.
+    """Yield the location and record of each JSON line; nothing if the file does not exist.
 
-    A last line without an end, which is still being written, is left out, and so is what `skip` says.
+    An incomplete last line, which is still being written, is left out, and so are lines for which `skip` is true.
 
     Raises:
-        ConfigError: a line that is no JSON object; the message names it.
+        ConfigError: a line is not a JSON object; the message names it.
     """
     if not file.is_file():
         return
@@ -118,11 +118,11 @@ def read_lines(file: Path, skip: Callable[[bytes], bool] = lambda _: False) -> I
 
 
 def read_object(where: Any, text: str | bytes) -> dict[str, Any]:
-    """A JSON object, or a `ConfigError` that says where there is none."""
+    """Parse a JSON object; raises `ConfigError` with its location."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"{where} is not a JSON object")
-    return found
+    return value

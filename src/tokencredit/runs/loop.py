@@ -1,4 +1,4 @@
-"""A run from its first iteration, or from where it was cut short, to its end, whatever ends it."""
+"""Run loop: start or resume a run, train, save, and handle every way it may end."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from tokencredit.runs.summary import Summary
 from tokencredit.signals import Signals
 
 State = dict[str, Any]
-"""A tree of dicts, lists, numbers, texts, None and tensors, as `checkpoint.write_state` takes it."""
+"""A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_state`."""
 
 
 class Stopping(Protocol):
     """`learn.stopping.EarlyStopping`."""
 
     def update(self, *, reward: float, kl: float) -> str | None:
-        """Take in one iteration; returns the rule that stops the run, or None."""
+        """Record an iteration; returns the rule that stops the run, or None."""
 
 
 class Trainer(Protocol):
-    """The part of a trainer that a run needs."""
+    """Interface of a trainer."""
 
     args: Any
     record: RunRecord
 
     @property
     def stopping(self) -> Stopping:
-        """The rules under `stop`."""
+        """The early-stopping rules."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """Events to write down when a run begins from its first iteration."""
+        """Events to log when a run starts."""
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Do one iteration; its metrics and samples."""
+        """Run one iteration; returns its metrics and samples."""
 
     def state(self) -> tuple[State, State]:
-        """Everything that the next iteration depends on: what all processes share, and this process's own."""
+        """State of the next iteration's inputs: shared by all processes, and this process's own."""
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
-        """Go on from what `state` gave, its second part under `process`; `changed` are keys with new settings.
+        """Restore `state`, this process's own part under `process`; `changed` are keys with new settings.
 
-        Returns what people should know of it.
+        Returns lines for the user.
         """
 
     def rewind(self) -> bool:
-        """Go back to the beginning of the iteration that failed, if nothing was learned in it; whether it could."""
+        """Restore the start of the failed iteration if nothing was learned in it; returns true on success."""
 
     def finish(self, stopped_by: str) -> Summary:
-        """Write what a run leaves at its end; its summary."""
+        """Write the run's final files; returns its summary."""
 
 
 def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: Iterable[None] = ()) -> Summary:
-    """Do all iterations that are left, and return the run's summary.
+    """Run all remaining iterations, and return the run's summary.
 
     Args:
-        trainer: what is run.
-        resume: go on in the folder of `run.dir`, instead of beginning there.
+        trainer: the trainer.
+        resume: resume the run in `run.dir` instead of starting one.
         reserve: bytes that `finish` writes.
-        weights: bytes of what is trained.
-        first: what is done before the next iteration, in steps; a run that is asked to stop does so between two.
+        weights: bytes of the trained weights.
+        first: work before the next iteration, in steps; a signal stops it between two.
 
     Raises:
-        ConfigError: the run cannot begin, or go on.
-        RunStopped: it had to end early; what was learned is kept.
-        KeyboardInterrupt: after one Ctrl-C likewise; after two nothing more is written.
+        ConfigError: the run cannot start or resume.
+        RunStopped: it ended early; the policy learned so far is saved.
+        KeyboardInterrupt: after one Ctrl-C, likewise; after two, nothing more is written.
     """
-    if not isinstance(resume, bool):  # the trainers of Transformers take a folder
+    if not isinstance(resume, bool):  # Transformers' trainers take a folder here
         raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
     args, record = trainer.args, trainer.record
     number, stopped_by = _begin(trainer, resume, reserve, weights)
@@ -93,8 +93,8 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
         _say_stopped(record)
         raise
     except (RunStopped, OSError) as error:
-        told = [f"stopped in {_place(number)}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
-        raise RunStopped("; ".join([*told, record.how_to_resume()])) from error
+        lines = [f"stopped in {_place(number)}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
+        raise RunStopped("; ".join([*lines, record.how_to_resume()])) from error
     try:
         summary = trainer.finish(stopped_by or "iterations")
     except KeyboardInterrupt:
@@ -108,7 +108,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
 
 
 def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[int, str | None]:
-    """Begin a run or go on with it; returns the iterations done, and the rule that has stopped it, if any."""
+    """Start or resume a run; returns the iterations done, and the rule that has stopped it, if any."""
     args, record = trainer.args, trainer.record
     number = 0
     if resume:
@@ -124,12 +124,12 @@ def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[
 
 
 def _place(number: int) -> str:
-    """Where a run is, in messages."""
+    """The current stage of the run, for messages."""
     return f"iteration {number}" if number else "the critic's pretraining"
 
 
 def _stopped_by(request: str | None) -> str | None:
-    """A signal as the summary names it."""
+    """A signal's name in the summary."""
     return "interrupt" if request == "SIGINT" else request
 
 
@@ -138,7 +138,7 @@ def _say_stopped(record: RunRecord) -> None:
 
 
 def load(trainer: Trainer, state: State, changed: set[str]) -> Sequence[str]:
-    """Go on from a checkpoint, which may come from anywhere, and raise `ConfigError` for one of another shape."""
+    """Restore a checkpoint; raises `ConfigError` if it does not fit, since it may come from anywhere."""
     try:
         return trainer.load(state, changed)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -148,12 +148,12 @@ def load(trainer: Trainer, state: State, changed: set[str]) -> Sequence[str]:
 
 
 def _save_what_can_be(trainer: Trainer, number: int, error: Exception) -> Iterator[str]:
-    """Save what a run that stopped in this iteration has learned; gives a text on each thing that cannot be saved."""
+    """Save what a failed run has learned; yields a line for each part that cannot be saved."""
     try:
         if trainer.rewind():
             trainer.record.checkpoint(number - 1, *trainer.state())
     except OSError as again:
-        yield f"no checkpoint of it could be written: {_reason(again)}"
+        yield f"its checkpoint could not be written: {_reason(again)}"
     try:
         trainer.finish(error.stopped_by if isinstance(error, RunStopped) else "a file that could not be written")
     except OSError as again:
@@ -165,6 +165,6 @@ def _reason(error: Exception) -> str:
 
 
 def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:
-    """The key of the rule that stops the run after an iteration with these metrics, or None."""
+    """Key of the rule that stops the run after an iteration with these metrics, or None."""
     key = trainer.stopping.update(reward=metrics[trainer.record.world.headline], kl=metrics.get("kl", 0.0))
     return None if key is None else f"stop.{key}"

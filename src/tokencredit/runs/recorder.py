@@ -1,4 +1,4 @@
-"""Write a run down: files, trackers and the screen, from its beginning to its end."""
+"""Record a run: files, trackers and screen."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from tokencredit.settings.yaml import dump_yaml
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
 BAD_STEPS_KEPT = 20
-"""Most batches kept in `bad_steps/`."""
+"""Maximum number of batches in `bad_steps/`."""
 
 
 class RunRecord:
-    """Writes a run down. Every process has one; only the main process's writes and speaks."""
+    """Recorder of a run. Every process has one; only the main process's writes and prints."""
 
     def __init__(self, args: RunConfig, processes: Processes, world: World, choices: Mapping[str, str] | None = None):
         """Choose the folder; nothing is written before `begin`.
 
         Args:
-            args: length of the run, and its files.
-            processes: the job that trains together.
-            world: the kind of world that it trains in.
-            choices: what was chosen for settings that are `auto`, by their keys; None in a world without such settings.
+            args: settings of the run's length and files.
+            processes: the processes of the job.
+            world: the kind of run.
+            choices: values chosen for settings that are `auto`, by key; None if there are no such settings.
 
         Raises:
             ConfigError: a tracker is not installed.
@@ -64,16 +64,16 @@ class RunRecord:
         self.last_samples: Sequence[Mapping[str, Any]] = []
         self.bad_in_a_row = 0
         self.best = -math.inf
-        """The highest evaluation so far."""
+        """Best evaluation so far."""
         self.best_iteration = 0
 
     def begin(self, config: Any, reserve: int, weights: int) -> None:
-        """Make the folder, with room for what will be written, and write the configuration into it.
+        """Create the folder, check its disk space, and write the configuration.
 
         Args:
             config: the whole configuration, a `PPOConfig` or a `ControlConfig`.
-            reserve: bytes that are kept free for what is written at the end.
-            weights: bytes of what is trained.
+            reserve: bytes kept free for the final files.
+            weights: bytes of the trained weights.
 
         Raises:
             ConfigError: the folder is in use, cannot be made, or its disk is too full.
@@ -81,7 +81,7 @@ class RunRecord:
         self.config = asdict(config)
         if self.main:
             self.folder.refuse_if_used()
-            # AdamW remembers two numbers a weight.
+            # AdamW keeps two numbers per weight.
             self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
             self._write_config()
             if self.choices is not None:
@@ -91,20 +91,20 @@ class RunRecord:
             self.event(line)
 
     def resume(self, config: Any, reserve: int, load: Load) -> int:
-        """Go on in a folder: back to its newest checkpoint that is whole, or to the beginning if it has none yet.
+        """Restore the newest valid checkpoint of a run, or the start if it has none yet.
 
         Args:
             config: the configuration now.
             reserve: as in `begin`.
-            load: is given what `checkpoint` was given as the trainer's state, with the process's own part under
-                `process`, and the keys of the configuration that have changed; returns what there is to say of it. It
-                is not called for the beginning, and may refuse before any file has been touched.
+            load: restores the trainer from the state given to `checkpoint`, with the process's own state under
+                `process`, and the changed keys; returns lines for the user. It is not called without a checkpoint, and
+                may raise before any file is changed.
 
         Returns:
             The iterations done.
 
         Raises:
-            ConfigError: the folder holds no run that can go on, or a setting has changed that cannot change.
+            ConfigError: the folder holds no run that can be resumed, or a setting has changed that cannot change.
         """
         self.config = asdict(config)
         path = self.folder.path
@@ -116,23 +116,25 @@ class RunRecord:
             recover(checkpoints)
         self.processes.wait()
         if not saved(checkpoints) and not self.args.save_every and (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{str(path)!r} has no checkpoint to go on from; it ran without run.save_every")
+            raise ConfigError(
+                f"{str(path)!r} has no checkpoint: run.save_every is 0; begin a new run with another --run.dir"
+            )
         done, state, damaged = newest(checkpoints, self.processes.rank, path)
         if done >= self.args.iterations and (path / "summary.json").is_file():
-            raise ConfigError(f"{str(path)!r} has done all its {done} iterations; raise run.iterations to go on")
-        said = [] if state is None else load(state["trainer"] | {"process": state["process"]}, set(changed))
+            raise ConfigError(f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue")
+        lines = [] if state is None else load(state["trainer"] | {"process": state["process"]}, set(changed))
         self.processes.wait()
         if self.main:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
             (path / "summary.json").unlink(missing_ok=True)
             drop_audit(path, after=done)
             self._write_config()
-            if self.choices:  # without any, a folder of an older version, which has no such file, stays one
+            if self.choices:  # a run of an older version has no such file
                 self._write_choices(self.choices)
         self.processes.wait()
         self._reread()
         self._start()
-        for complaint in [*damaged, *foreign_code(config), *said]:
+        for complaint in [*damaged, *foreign_code(config), *lines]:
             self.event(complaint)
         self.event(f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew")
         for key, (then, now) in changed.items():
@@ -147,7 +149,7 @@ class RunRecord:
         return done
 
     def _reread(self) -> None:
-        """Remember what metrics.jsonl and samples.jsonl say of the iterations that are done."""
+        """Load the history and samples of finished iterations from the run's files."""
         for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
             self._judge(row)
@@ -164,7 +166,7 @@ class RunRecord:
         self.folder.write(CHOICES, json.dumps(choices, indent=2) + "\n")
 
     def _diagnose(self, *, ended: bool) -> list[Finding]:
-        """What is wrong with the run so far, by the settings that it really has."""
+        """Findings on the run so far, with the values chosen for `auto` settings."""
         return diagnose(self.history, apply_choices(self.config, self.choices or {}), ended=ended)
 
     def _start(self) -> None:
@@ -172,14 +174,14 @@ class RunRecord:
         self.trackers.start(len(self.history) + 1)
 
     def event(self, text: str) -> None:
-        """Say what happened beside the training, and write it into events.jsonl."""
+        """Print an event, and append it to events.jsonl."""
         self.screen.say(text)
         if self.main:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self.folder.append("events.jsonl", {"time": now, "after_iteration": len(self.history), "event": text})
 
     def iteration(self, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write down and show one iteration."""
+        """Record and show one iteration."""
         self.history.append(metrics)
         self._judge(metrics)
         if samples:
@@ -199,7 +201,7 @@ class RunRecord:
             self.screen.samples(number, samples)
 
     def _judge(self, metrics: Mapping[str, float | None]) -> None:
-        """Remember which evaluation was the best."""
+        """Track the best evaluation."""
         value = metrics.get(self.world.evaluation)
         if value is not None and value > self.best:
             self.best, self.best_iteration = value, int(metrics["iteration"] or 0)
@@ -210,16 +212,16 @@ class RunRecord:
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
     def how_to_resume(self) -> str:
-        """The command that goes on with this run."""
-        return f"go on with: tokencredit {self.world.command} --resume {self.folder.path}"
+        """The command that resumes this run."""
+        return f"resume with: tokencredit {self.world.command} --resume {self.folder.path}"
 
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
-        """Write a checkpoint of the run as it is after an iteration, and remove those that are too many.
+        """Write a checkpoint after an iteration, and remove surplus ones.
 
         Args:
-            number: of the iteration.
-            state: the trainer's, the same in every process.
-            process: what belongs to this process alone.
+            number: the iteration.
+            state: state of the trainer, the same in every process.
+            process: state of this process.
         """
         target = self.folder.path / "checkpoints" / f"{number:06d}"
         with ExitStack() as stack:
@@ -233,12 +235,12 @@ class RunRecord:
             write_process(folder, self.processes.rank, process)
             self.processes.wait()
             if self.main:
-                ours: dict[str, Any] = {
+                contents: dict[str, Any] = {
                     "seconds": time.perf_counter() - self.started,
                     "bad_in_a_row": self.bad_in_a_row,
                 }
-                ours |= {"trainer": state, "files": self.folder.sizes(LINES), "config": self.config}
-                write_state(folder, ours)
+                contents |= {"trainer": state, "files": self.folder.sizes(LINES), "config": self.config}
+                write_state(folder, contents)
                 write_manifest(folder)
         if self.main:
             for old in saved(target.parent)[: -self.args.keep_last]:
@@ -246,13 +248,13 @@ class RunRecord:
                     shutil.rmtree(target.parent / f"{old:06d}")
 
     def bad_step(self, number: int, reason: str, tensors: Mapping[str, Tensor], **about: Any) -> None:
-        """Keep the batch of a step that could not be taken, and count it.
+        """Keep the batch of a skipped step, and count it.
 
         Args:
-            number: of the iteration; 0 before the first.
-            reason: what was not finite.
+            number: the iteration; 0 before the first.
+            reason: the non-finite quantity.
             tensors: the batch.
-            about: more of it, for people.
+            about: further information for the user.
 
         Raises:
             TooManyBadSteps: it is the `run.max_bad_steps`-th in a row.
@@ -261,7 +263,7 @@ class RunRecord:
         ending = f"-process-{self.processes.rank}" if self.processes.count > 1 else ""
         folder = keep_batch(self.folder.path / "bad_steps", number, ending, tensors, {"reason": reason} | about)
         place = f"iteration {number}" if number else "pretraining"
-        self.event(f"{place}: {reason}; the step was not taken, its batch is in {folder}")
+        self.event(f"{place}: {reason}; the step was skipped, its batch is in {folder}")
         if self.bad_in_a_row >= self.args.max_bad_steps:
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
 
@@ -280,14 +282,14 @@ class RunRecord:
 
 
 def keep_batch(steps: Path, number: int, ending: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
-    """Write the batch of an iteration's bad step into a folder of its own, and return the folder.
+    """Write the batch of a skipped step into a new folder, and return the folder.
 
     Args:
-        steps: the folder of all bad steps, of which the newest stay.
-        number: of the iteration.
-        ending: of the folder's name.
+        steps: folder of all skipped steps; only the newest are kept.
+        number: the iteration.
+        ending: suffix of the folder's name.
         tensors: the batch.
-        about: the reason, and more for people.
+        about: the reason, and further information.
     """
     steps.mkdir(exist_ok=True)
     folder = steps / f"{number:06d}-{len(list(steps.glob(f'{number:06d}-*'))) + 1}{ending}"

@@ -15,9 +15,9 @@ from tokencredit.settings.world import world_of
 from tokencredit.settings.yaml import flat, read_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
-"""Files of a run that grow with each iteration; a checkpoint knows how long they were."""
+"""Files of a run that grow with each iteration; a checkpoint records their length."""
 FIXED = ("seed", "model", "critic", "optim.name", "agent", "env", "algorithm")
-"""Settings, or groups of them, that decide what a checkpoint holds."""
+"""Settings, or groups of them, that determine a checkpoint's content."""
 FREE = (
     "model.compile",
     "model.gradient_checkpointing",
@@ -31,30 +31,30 @@ FREE = (
     "critic.warmup",
     "env.processes",
 )
-"""Those of them that do not."""
+"""Exceptions, which may change."""
 
 
 def saved(checkpoints: Path) -> list[int]:
-    """The iterations of which there are checkpoints, in order."""
+    """Iterations with a checkpoint, in order."""
     return sorted(int(folder.name) for folder in checkpoints.glob("*") if folder.name.isdecimal())
 
 
 def at_iteration(run: Path, number: int | None) -> tuple[int, dict[str, Any]]:
-    """A checkpoint of a run, by its iteration, None for the newest: its number, and the state of the trainer.
+    """A run's checkpoint of this iteration (None: the newest): its iteration, and the trainer's state.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
     """
-    there = saved(run / "checkpoints")
-    if not there:
+    available = saved(run / "checkpoints")
+    if not available:
         raise ConfigError(
-            f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end, and "
-            "audit.every audits it while it trains"
+            f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end; "
+            "audit.every audits during training"
         )
-    number = there[-1] if number is None else number
-    if number not in there:
+    number = available[-1] if number is None else number
+    if number not in available:
         raise ConfigError(
-            f"{str(run)!r} has no checkpoint of iteration {number}; there are: {', '.join(map(str, there))}"
+            f"{str(run)!r} has no checkpoint of iteration {number}; there are: {', '.join(map(str, available))}"
         )
     try:
         state = read_checkpoint(run / "checkpoints" / f"{number:06d}", 0)
@@ -64,18 +64,18 @@ def at_iteration(run: Path, number: int | None) -> tuple[int, dict[str, Any]]:
 
 
 def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, Any] | None, list[str]]:
-    """The newest checkpoint that can be used.
+    """The newest valid checkpoint.
 
     Args:
-        checkpoints: their folder.
-        process: this process's number.
-        run: the run's folder; its metrics and samples must reach as far as they did.
+        checkpoints: folder of the checkpoints.
+        process: this process's rank.
+        run: folder of the run; its metrics and samples must be at least as long as the checkpoint records.
 
     Returns:
-        Its iteration, its state, and a line on each newer one that is damaged; 0 and None without checkpoints.
+        Its iteration, its state, and a line per damaged newer one; 0 and None without checkpoints.
 
     Raises:
-        ConfigError: there are checkpoints, and all of them are damaged or of an older version.
+        ConfigError: all checkpoints are damaged or of an older version.
     """
     damaged: list[str] = []
     for number in reversed(saved(checkpoints)):
@@ -84,30 +84,30 @@ def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, A
             state = read_checkpoint(folder, process)
             for name in LINES:
                 if not 0 <= state["files"][name] <= size(run / name):
-                    raise DamagedCheckpoint(f"{name} has lost lines that stood in it")
+                    raise DamagedCheckpoint(f"{name} has lost lines since")
             for name, kind in (("trainer", dict), ("seconds", float), ("bad_in_a_row", int)):
                 if not isinstance(state[name], kind):
                     raise DamagedCheckpoint(f"{name} is {state[name]!r}")
             return number, state, damaged
-        except OldCheckpoint as error:  # those before it are as old
+        except OldCheckpoint as error:  # earlier ones are as old
             raise ConfigError(
                 "; ".join(
                     [
                         *damaged,
                         f"the checkpoints of {str(run)!r} were written by an older version of Tokencredit; begin a new "
-                        "run with another --run.dir, or go on with the version that wrote them",
+                        "run with another --run.dir, or resume it with the version that wrote them",
                     ]
                 )
             ) from error
         except (DamagedCheckpoint, KeyError, TypeError) as error:
-            damaged.append(f"the checkpoint {folder} cannot be used, so the one before it is: {error}")
+            damaged.append(f"the checkpoint {folder} cannot be used, trying the one before it: {error}")
     if damaged:
-        raise ConfigError("; ".join([*damaged, "there is none before it; begin anew with another --run.dir"]))
+        raise ConfigError("; ".join([*damaged, "there is none before it; begin a new run with another --run.dir"]))
     return 0, None, []
 
 
 def started_from(run: Path) -> dict[str, Any] | None:
-    """The `origin` of a run of language models, as its newest readable checkpoint holds it; None without one."""
+    """The `origin` of a language-model run, from its newest readable checkpoint; None without one."""
     for number in reversed(saved(run / "checkpoints")):
         try:
             state: Any = read_values(run / "checkpoints" / f"{number:06d}")
@@ -125,26 +125,26 @@ def size(file: Path) -> int:
 
 
 def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ from those in a run's config.yaml: before and now, by their keys.
+    """Settings that differ from a run's config.yaml: before and now, by key.
 
-    A setting that the file lacks, because it is newer, has not changed; nor has a run that moved, or a setting without
-    an effect now. Entries of a list may come and go. What a run chose for a setting that is `auto` is no change.
+    Not counted: settings that the file lacks because they are newer, the run's folder, settings without an effect now,
+    and a run's choice for a setting that is `auto`. Entries of a list may be added or removed.
     """
     then, now = flat(read_yaml(file)), flat(config)
     left_out = {"run.dir", *idle(world_of(config).config, now)}
-    if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml, in place of `auto`
+    if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml instead of `auto`
         now |= {key: then[key] for key in AUTO_SETTINGS if now.get(key) == "auto" and key in then}
-    for settings in (then, now):  # null and what it stands for are the same
+    for settings in (then, now):  # null equals its default
         settings |= {key: TEXTS for key in ("prompts.text", "eval.prompts.text") if settings.get(key, 0) is None}
     both = {key: (then.get(key), now.get(key)) for key in now | then if (key in then and key in now) or "[" in key}
     return {key: values for key, values in both.items() if values[0] != values[1] and key not in left_out}
 
 
 def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """As `changes`.
+    """As `changes`, for a run that is resumed.
 
     Raises:
-        ConfigError: a setting has changed that a run cannot change.
+        ConfigError: a setting has changed that a resumed run cannot change.
     """
     changed = changes(file, config)
     for key, (then, now) in changed.items():
@@ -154,5 +154,5 @@ def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[An
 
 
 def fixed(key: str) -> bool:
-    """True for a setting that must stay what it was when the run began."""
+    """True for a setting that a resumed run cannot change."""
     return key not in FREE and any(key == group or key.startswith(f"{group}.") for group in FIXED)

@@ -1,4 +1,4 @@
-"""The outcome of a run, and numbers and times as people read them."""
+"""The summary of a run, and formatting of numbers and times."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tokencredit.settings.world import World
 class Summary(Mapping[str, Any]):
     """The outcome of a run.
 
-    It is also a mapping, the one in summary.json: `summary["reward_last"]` of a language model, or
+    Also the mapping in summary.json: `summary["reward_last"]` of a language model, or
     `summary["average_return_last"]` of an agent, is `summary.last`.
     """
 
     folder: Path
-    """The run's folder."""
+    """Folder of the run."""
     first: float | None
-    """The headline metric of the first iteration that has one: mean reward, or average return."""
+    """Headline metric of the first iteration that has one: mean reward, or average return."""
     last: float | None
-    """Its mean over the last five iterations; None without an iteration."""
+    """Headline metric averaged over the last five iterations; None without an iteration."""
     kl_last: float | None
-    """Mean KL to the reference over the last five iterations, in nats per sequence; None without a reference, or with
-    filters such as top_p, whose samples estimate none."""
+    """Mean KL to the reference over the last five iterations, in nats per sequence. None without a reference, or with
+    filters such as top_p, whose samples do not estimate it."""
     iterations: int
     seconds: float
-    """Wall-clock time of training, over all resumptions."""
+    """Wall-clock time of training, all resumptions included."""
     per_second: float
     """Tokens sampled, or environment steps, per second."""
     stopped_by: str
-    """`iterations`, the key of a rule under `stop`, a signal, or a few words."""
+    """`iterations`, the key of a rule under `stop`, a signal, or a short reason."""
     world: World = field(repr=False)
-    """The kind of world that the run trained in, which names the keys of the mapping."""
+    """The kind of run, which names the keys of the mapping."""
 
     def __getitem__(self, key: str) -> Any:
         return self._entries()[key]
@@ -76,17 +76,17 @@ def summarise(history: History, world: World, folder: Path, seconds: float, stop
 
 
 def pretraining_tokens(row: Mapping[str, float]) -> float:
-    """Tokens that were sampled before an iteration, for a critic that learned alone."""
+    """Tokens sampled before an iteration to pretrain the critic."""
     return next(finite([row.get("pretrain/tokens")]), 0.0)
 
 
 def figure(value: float | None) -> str:
-    """A number with three digits, such as `0.914`, `-12.7` or `2,309`."""
+    """Format a number with three digits, such as `0.914`, `-12.7` or `2,309`."""
     return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """A time with its unit, such as `40 s`, `10 min` or `5.6 h`."""
+    """Format a time with its unit, such as `40 s`, `10 min` or `5.6 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

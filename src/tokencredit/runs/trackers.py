@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and their kin, by Accelerate's classes; one that fails is left out: no picture is worth the run."""
+"""Experiment trackers (TensorBoard, W&B and others) through Accelerate; a failing one is dropped, the run goes on."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def require_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run. Their exceptions are of any type, and all are caught."""
+    """The trackers of one run. They may raise exceptions of any type; all are caught."""
 
     def __init__(self, names: Sequence[str] | None, folder: Path, report: Callable[[str], None]):
         """Choose trackers by name.
 
         Args:
-            names: of the trackers; None for TensorBoard if it is installed.
-            folder: for those that write files.
-            report: is called with a line on each failure.
+            names: names of the trackers; None for TensorBoard if it is installed.
+            folder: output folder of trackers that write files.
+            report: called with a line per failure.
         """
         self.names, self.folder, self.report = names, folder, report
         self.active: list[Any] = []
 
     def start(self, first: int) -> None:
-        """Begin with this iteration; TensorBoard then hides earlier records of it and of later ones."""
+        """Start the trackers at this iteration; TensorBoard then hides earlier records from it on."""
         names = ["tensorboard"] if self.names is None else self.names
         if self.names is None and "tensorboard" not in installed():
             names = []
@@ -55,21 +55,21 @@ class Trackers:
                 tracker.start()
                 self.active.append(tracker)
             except Exception as error:
-                self.report(f"the tracker {name} is left out: {type(error).__name__}: {error}")
+                self.report(f"the tracker {name} is disabled: {type(error).__name__}: {error}")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record an iteration's metrics."""
+        """Log an iteration's metrics."""
         for tracker in list(self.active):
             try:
                 tracker.log(values, step=step)
             except Exception as error:
                 self.active.remove(tracker)
-                self.report(f"the tracker {tracker.name} is left out from here: {type(error).__name__}: {error}")
+                self.report(f"the tracker {tracker.name} is disabled from here on: {type(error).__name__}: {error}")
 
     def end(self) -> None:
-        """Let them finish."""
+        """Finish all trackers."""
         for tracker in self.active:
             try:
                 tracker.finish()
             except Exception as error:
-                self.report(f"the tracker {tracker.name} could not end: {type(error).__name__}: {error}")
+                self.report(f"the tracker {tracker.name} could not finish: {type(error).__name__}: {error}")

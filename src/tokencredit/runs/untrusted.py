@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def visible(text: str) -> str:
-    """Text that cannot act on a terminal: whatever does not print (escape codes, direction marks) is spelt out."""
+    """Text that is safe on a terminal: unprintable characters (escape codes, direction marks) are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -1,1 +1,1 @@
-"""What a run is configured with: dataclasses, their checks, and reading them from YAML and flags."""
+"""Settings of a run: dataclasses, their checks, and their YAML and command-line parsers."""

@@ -8,14 +8,14 @@ from tokencredit.settings.text import PPOConfig
 
 
 def foreign_code(config: PPOConfig | ControlConfig) -> list[str]:
-    """One line per piece of user code that a run of this configuration executes, each beginning with the key."""
+    """Lines on the user code that a run of this configuration executes, each beginning with its key."""
     if isinstance(config, ControlConfig):
         module, colon, _ = config.env.id.rpartition(":")
         return [f"env.id imports the module {module}"] if colon else []
     lines = [
         f"reward[{number}].function runs {term.function}"
         for number, term in enumerate(config.reward)
-        if term.function is not None and ":" in term.function  # a ready-made one has a bare name
+        if term.function is not None and ":" in term.function  # a built-in one has a bare name
     ]
     if config.model.trust_remote_code:
         names = [name for name in (config.model.name, config.critic.name) if name is not None]
@@ -25,5 +25,5 @@ def foreign_code(config: PPOConfig | ControlConfig) -> list[str]:
 
 def refuse_foreign_code(config: PPOConfig | ControlConfig) -> None:
     """Raise `ConfigError` if a run of this configuration would execute user code."""
-    if found := foreign_code(config):
-        raise ConfigError(f"--no-code refuses what the configuration asks for: {'; '.join(found)}")
+    if lines := foreign_code(config):
+        raise ConfigError(f"--no-code, but the configuration executes user code: {'; '.join(lines)}")

@@ -1,4 +1,4 @@
-"""Configuration of agents in Gymnasium environments; read before anything heavy is imported."""
+"""Settings of runs in Gymnasium environments; importing them imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ from tokencredit.settings.training import (
 
 @dataclass
 class EnvConfig:
-    """The environment, several copies of it."""
+    """The environment and its parallel copies."""
 
     id: str = "CartPole-v1"
-    """A registered environment, or `module:Env-v0` for one that importing the module registers."""
+    """Gymnasium id of the environment, or `module:Env-v0` for one that importing the module registers."""
     number: int = setting(4, at_least=1)
-    """Copies that are stepped together."""
+    """Number of parallel copies, stepped together."""
     processes: bool = False
-    """Whether each copy runs in a process of its own, which pays for slow environments."""
+    """Run each copy in its own process, which pays off for slow environments."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Handed to the environment."""
+    """Keyword arguments of the environment."""
     normalize_observations: bool = False
-    """Shift and scale observations by their running mean and deviation."""
+    """Normalize observations by their running mean and standard deviation."""
     normalize_rewards: bool = False
-    """Divide rewards by the running deviation of the discounted return, which begins anew with each episode."""
+    """Divide rewards by the running standard deviation of the discounted return, which is reset at each episode
+    start."""
     clip: float = setting(10.0, needs="normalize_observations or normalize_rewards", above=0)
-    """Normalised observations and rewards are held within ± this."""
+    """Clip range of normalized observations and rewards: [-clip, clip]."""
 
 
 @dataclass
 class AgentConfig:
-    """The actor's form, which its critic shares."""
+    """The actor's network, whose shape the critic shares."""
 
     policy: Literal["mlp", "transformer"] = "mlp"
-    """Linear layers on the last observation, or a causal transformer on the last `context` ones of the episode."""
+    """Network: an MLP on the last observation, or a causal transformer on the episode's last `context` observations."""
     hidden: list[int] = field(default_factory=lambda: [64, 64])
-    """Widths of the hidden layers; a transformer has a block for each, all of the same width."""
+    """Widths of the hidden layers. For a transformer: one block per entry, all of the same width."""
     activation: Literal["tanh", "relu", "gelu"] = setting("tanh", needs="hidden")
-    """What follows each of them; in a transformer, within each block."""
+    """Activation after each hidden layer; in a transformer, inside each block."""
     context: int = setting(8, needs="policy: transformer", at_least=1)
-    """Observations that a transformer reads; before there are as many, the episode's first one is repeated."""
+    """Observations that a transformer reads. Early in an episode the first one is repeated as padding."""
     heads: int = setting(4, needs="policy: transformer", at_least=1)
-    """A transformer's attention heads; they divide its width."""
+    """Attention heads of a transformer; their number divides its width."""
     log_std: float = 0.0
-    """First log-deviation of continuous actions; it does not depend on the state."""
+    """Initial log standard deviation of continuous actions. It does not depend on the state."""
     actions: Literal["clip", "scale"] = "clip"
-    """Continuous actions outside the environment's bounds are clipped to them; or [-1, 1] is scaled to the bounds."""
+    """Mapping of continuous actions to the environment's bounds: clip to them, or scale [-1, 1] to them."""
 
     def check_hidden(self) -> None:
-        """Raise `ConfigError` for widths that no network, or no transformer, has."""
+        """Raise `ConfigError` for hidden widths that the network cannot have."""
         for position, width in enumerate(self.hidden):
             if width < 1:
                 raise ConfigError(f"agent.hidden[{position}] is {width}; it must be at least 1")
@@ -70,54 +71,54 @@ class AgentConfig:
             not self.hidden or len(set(self.hidden)) > 1 or self.hidden[0] % self.heads
         ):
             raise ConfigError(
-                f"agent.hidden is {self.hidden}; a transformer's blocks are of one width, a multiple of agent.heads, "
+                f"agent.hidden is {self.hidden}; a transformer needs blocks of one width, a multiple of agent.heads, "
                 f"{self.heads}"
             )
 
     def observations(self) -> int:
-        """How many of the last observations the agent reads at once."""
+        """Number of observations in the agent's input."""
         return self.context if self.policy == "transformer" else 1
 
 
 @dataclass
 class AgentCriticConfig(CriticTraining):
-    """The critic: layers of its own or the actor's, and how it learns."""
+    """The critic: its network and how it learns."""
 
     kind: Literal["shared", "separate", "none"] = "separate"
-    """Critic with the actor's hidden layers, with layers of its own, or none."""
+    """Critic: on the actor's hidden layers (shared), with its own (separate), or none."""
     lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
-    """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
+    """Weight of the value loss beside the policy loss. With 0 the critic learns only in its own passes (`epochs`)."""
     loss: Literal["mse", "huber"] = setting("mse", needs=LEARNS)
-    """Value loss: half the squared error, or Huber's, in which large errors count by their size alone."""
+    """Value loss: half the squared error, or Huber, which is linear in large errors."""
 
 
 @dataclass
 class EpisodesConfig:
-    """Evaluation in a copy of the environment of its own."""
+    """Evaluation episodes in a separate copy of the environment."""
 
     every: int = setting(0, needs="episodes or videos", at_least=0)
-    """Iterations between two evaluations; 0 evaluates at the end only."""
+    """Iterations between evaluations; 0 for one at the end only."""
     episodes: int = setting(10, at_least=0)
     """Episodes per evaluation; 0 for none."""
     greedy: bool = setting(True, needs="episodes or videos")
-    """Whether the likeliest action is taken, or one is drawn as in training."""
+    """Take the most likely action; false samples actions as in training."""
     videos: int = setting(0, at_least=0)
-    """Further episodes per evaluation that are recorded in `videos/`; needs `tokencredit[video]`."""
+    """Extra episodes per evaluation, recorded in `videos/`; needs `tokencredit[video]`."""
 
 
 @dataclass
 class AgentAuditConfig(AuditSettings):
-    """Credit against the truth: fresh episodes, from whose states many continuations are played to their end."""
+    """Audit of credit: fresh episodes, from whose states many continuations are played to the end."""
 
     episodes: int = setting(16, needs="every", at_least=2)
-    """Episodes that are audited."""
+    """Episodes per audit."""
 
 
 @dataclass
 class ControlConfig:
-    """Everything that a run in the Gymnasium world is told."""
+    """Every setting of a run in a Gymnasium environment."""
 
     NEEDS: ClassVar = dict.fromkeys(
         (
@@ -133,44 +134,44 @@ class ControlConfig:
         ),
         "a language model",
     )
-    """Settings that agents share with language models, and do not read."""
+    """Shared settings that have no effect for agents."""
 
     seed: int = setting(1, at_least=0, at_most=MOST_SEED)
-    """The one seed behind all randomness."""
+    """Seed of all randomness."""
     algorithm: Literal["ppo", "policy_gradient"] = "ppo"
-    """policy_gradient takes one step on the whole batch, at which the ratio is 1; of ppo it reads entropy_coef and
-    micro_batch_tokens."""
+    """Algorithm. policy_gradient takes one step on the whole batch; of ppo.* it reads entropy_coef and
+    micro_batch_tokens only."""
     env: EnvConfig = field(default_factory=EnvConfig)
-    """The environment, several copies of it."""
+    """The environment and its parallel copies."""
     agent: AgentConfig = field(default_factory=AgentConfig)
-    """The actor."""
+    """The actor's network."""
     critic: AgentCriticConfig = field(default_factory=AgentCriticConfig)
-    """The critic: layers of its own or the actor's, and how it learns."""
+    """The critic: its network and how it learns."""
     steps: int = setting(128, at_least=2)
-    """Steps of each copy per iteration."""
+    """Environment steps per copy and iteration."""
     advantage: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(gamma=0.99, lam=0.95, whiten_over="minibatch")
     )
-    """How rewards become credit."""
+    """Advantage estimation."""
     ppo: UpdateConfig = field(default_factory=lambda: UpdateConfig(entropy_coef=0.01))
-    """The clipped update."""
+    """The PPO update."""
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=2.5e-4, eps=1e-5, warmup=0, final_scale=0.0, max_grad_norm=0.5)
     )
-    """The optimizer and its schedule; the critic's own learning rate is `critic.lr`."""
+    """Optimizer and learning-rate schedule; the critic's learning rate is `critic.lr`."""
     threads: int | None = setting(1, at_least=1)
-    """PyTorch's threads; null leaves their number to PyTorch. Small networks are fastest on one."""
+    """PyTorch's CPU threads; null for PyTorch's default. Small networks are fastest on 1."""
     stop: StopConfig = field(default_factory=StopConfig)
-    """When a run ends before its last iteration."""
+    """Early-stopping rules."""
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
-    """Evaluation in a copy of the environment of its own."""
+    """Evaluation episodes in a separate copy of the environment."""
     audit: AgentAuditConfig = field(default_factory=AgentAuditConfig)
-    """Credit against the truth, measured while training."""
+    """Audits of the credit during training."""
     run: RunConfig = field(default_factory=lambda: RunConfig(iterations=976, show_every=0, save_every=100))
-    """How long it runs, and what it leaves where."""
+    """Length of the run and its files."""
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for what cannot work."""
+        """Raise `ConfigError` for values that cannot work."""
         check(self)
         self.agent.check_hidden()
         batch = self.env.number * self.steps
@@ -182,7 +183,7 @@ class ControlConfig:
         needs = ESTIMATORS[self.advantage.estimator]
         if needs.group or needs.baseline:
             raise ConfigError(
-                f"advantage.estimator is {self.advantage.estimator}, which is for texts: one score per row"
+                f"advantage.estimator is {self.advantage.estimator}, which is for language models: one score per row"
             )
         self.advantage.check_critic(self.critic.kind, texts=False)
         self.critic.check_warmup(self.run.iterations)
@@ -190,7 +191,7 @@ class ControlConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ControlConfig:
-        """The configuration in a YAML file, as `--config` reads it.
+        """Read a configuration from a YAML file, as `--config` does.
 
         Raises:
             ConfigError: there is no such file, or it has a key or value that is refused.
@@ -201,7 +202,7 @@ class ControlConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ControlConfig:
-        """The configuration of some settings, with dotted or nested keys, and defaults for the rest.
+        """Make a configuration from settings with dotted or nested keys; the rest takes defaults.
 
         Raises:
             ConfigError: a key or value is refused, or a key is given twice.

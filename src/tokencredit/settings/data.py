@@ -1,4 +1,4 @@
-"""Settings of what goes in and what is rewarded: prompts, reward terms, scores."""
+"""Settings of prompts, reward terms and scores."""
 
 from __future__ import annotations
 
@@ -9,73 +9,73 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
 
 TEXTS = ["This movie was really"]
-"""The prompts of a configuration that names none."""
+"""Default prompts."""
 
 
 @dataclass
 class PromptsConfig:
-    """What the policy continues."""
+    """The prompts that the policy completes."""
 
     text: list[str] | str | None = setting(None, needs="not dataset")
-    """One prompt, or a list that batches go through in turn; null for `This movie was really`, unless there is a
-    dataset."""
+    """Prompt, or a list of prompts that batches cycle through; null for `This movie was really`, unless a dataset is
+    given."""
     dataset: str | None = None
-    """A .jsonl, .json, .csv or .parquet file, a folder that Dataset.save_to_disk wrote, or a hub id."""
+    """Dataset of prompts: a .jsonl, .json, .csv or .parquet file, a folder from Dataset.save_to_disk, or a hub id."""
     split: str = setting("train", needs="dataset")
-    """Its split."""
+    """Split of the dataset."""
     column: str = setting("prompt", needs="dataset or train_dataset or eval_dataset")
-    """Its column of prompts: texts or conversations. All other columns go to the reward."""
+    """Column of prompts: texts or conversations. All other columns are passed to the reward."""
     config_name: str | None = setting(None, needs="dataset")
-    """Its subset, on the hub."""
+    """Configuration (subset) of a hub dataset; null for its default."""
     shuffle: bool | None = None
-    """A new order in each pass, from the seed; null shuffles a dataset and takes texts in turn."""
+    """Shuffle prompts anew in each pass, from the seed; null shuffles a dataset and cycles through texts in order."""
     max_length: int | None = setting(None, at_least=1)
-    """The most tokens of a prompt; null for what max_new_tokens leaves of the model's context, which always holds."""
+    """Longest prompt, in tokens; null for the model's context less max_new_tokens, which is always a limit."""
     overlong: Literal["error", "drop", "truncate"] = "error"
-    """What happens to a longer one: refused, left out, or cut down to its end."""
+    """Policy for overlong prompts: raise an error, drop them, or keep the last tokens (truncate)."""
     add_bos: bool | None = None
-    """Put a beginning-of-sequence token before each prompt; null leaves that to the tokenizer or chat template."""
+    """Prepend a beginning-of-sequence token to each prompt; null leaves that to the tokenizer or chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Handed to the chat template of conversations, such as `enable_thinking: false`."""
+    """Keyword arguments of the chat template, such as `enable_thinking: false`."""
 
     def texts(self) -> list[str] | str:
-        """The prompts where there is no dataset."""
+        """Prompts of a configuration without a dataset."""
         return TEXTS if self.text is None else self.text
 
 
 @dataclass
 class RewardTerm:
-    """One term of the reward: exactly one of function, classifier and reward_model, and what belongs to it."""
+    """One term of the reward: exactly one of function, classifier and reward_model, and its settings."""
 
     function: str | None = None
-    """A Python function: `pkg.module:name`, `path/file.py:name`, or a ready-made one (docs/rewards.md): length, count,
+    """Python function: `pkg.module:name`, `path/file.py:name`, or a built-in one (docs/rewards.md): length, count,
     regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Settings that the function is given by name."""
+    """Keyword arguments of the function."""
     classifier: str | None = None
-    """A sequence classifier: hub id, folder, or `builtin:reviews`."""
+    """Sequence classifier: hub id, folder, or `builtin:reviews`."""
     label: str | None = setting(None, needs="classifier")
-    """The classifier's label that is rewarded; null is NEGATIVE for `builtin:reviews`, and refused for any other."""
+    """Label of the classifier that is rewarded; required, except that null means NEGATIVE for `builtin:reviews`."""
     output: Literal["probability", "logit", "log_odds"] = setting("probability", needs="classifier")
-    """What of that label is the reward."""
+    """Classifier output that becomes the reward: the label's probability, logit or log-odds."""
     reward_model: str | None = None
-    """A model with one output, as TRL's RewardTrainer saves it: hub id or folder."""
+    """Reward model with one output, as TRL's RewardTrainer saves it: hub id or folder."""
     text: Literal["both", "completion"] = setting("both", needs="classifier or reward_model")
-    """What a classifier or reward model reads: prompt and completion, or the completion alone."""
+    """Input of the classifier or reward model: prompt and completion, or the completion alone."""
     batch_size: int = setting(64, needs="classifier or reward_model", at_least=1)
-    """Texts that it reads at once."""
+    """Texts per forward pass of the classifier or reward model."""
     dtype: Literal["float32", "bfloat16"] = setting("float32", needs="classifier or reward_model")
-    """Dtype of its weights and passes. bfloat16 takes half the memory and rounds the score to about 3 digits."""
+    """Dtype of the classifier's or reward model's weights and forward passes. bfloat16 halves its memory and rounds
+    scores to about 3 digits."""
     weight: float = 1.0
-    """Factor of this term in the sum."""
+    """Weight of this term in the sum."""
     name: str | None = None
-    """Its name in metrics and messages; by default that of the function, the label, or the reward model's folder."""
+    """Name in metrics and messages; null for the function's name, the label, or the reward model's folder."""
     retries: int = setting(2, at_least=0)
-    """How often a call that failed is made again, after 1, 2, 4 and so on to 60 seconds: one that raised, gave no list
-    of numbers or ran into the timeout. Of any kind of term, though meant for functions that ask a service."""
+    """Retries after a failed call (exception, malformed result, timeout), with exponential backoff from 1 s to 60 s."""
     timeout: float | None = setting(None, above=0)
-    """Seconds that a call, of all completions of the batch, may take; null for as long as it likes. With a timeout, a
-    function that is no coroutine runs in a thread."""
+    """Timeout per call, in seconds; null for none. A call scores all completions of the batch. With a timeout, a
+    function that is not a coroutine runs in a thread."""
 
     def __post_init__(self) -> None:
         """Fill in the label of the built-in classifier."""
@@ -83,32 +83,33 @@ class RewardTerm:
             self.label = "NEGATIVE"
 
     def source(self) -> tuple[str, str]:
-        """Where the term comes from: `function`, `classifier` or `reward_model`, and its value.
+        """Kind and value of the term's source: `function`, `classifier` or `reward_model`.
 
         Raises:
-            ConfigError: none of them is given, or more than one.
+            ConfigError: none is set, or more than one.
         """
         sources = {"function": self.function, "classifier": self.classifier, "reward_model": self.reward_model}
-        given = [(kind, value) for kind, value in sources.items() if value is not None]
-        if len(given) != 1:
-            has = " and ".join(kind for kind, _ in given) or "none"
+        chosen = [(kind, value) for kind, value in sources.items() if value is not None]
+        if len(chosen) != 1:
+            has = " and ".join(kind for kind, _ in chosen) or "none"
             raise ConfigError(f"needs exactly one of {', '.join(sources)}; it has {has}")
-        return given[0]
+        return chosen[0]
 
 
 @dataclass
 class ScoreConfig:
-    """What happens to a completion's score before it becomes reward."""
+    """Normalization, clipping and penalties of scores."""
 
     normalize: Literal["none", "batch", "running"] = "none"
-    """Divide scores by their deviation: this batch's, or that of all scores so far."""
+    """Normalization of scores: none, or division by the standard deviation of this batch or of all scores so far."""
     shift_mean: bool = setting(True, needs="normalize: not none")
-    """Whether normalising also takes off their mean, so that about half of the scores become negative."""
+    """Subtract the mean when normalizing, so that about half of the scores become negative."""
     clip: float | None = setting(None, above=0)
-    """Scores are held within ± this; null leaves them."""
+    """Clip range of scores: [-clip, clip]; null for no clipping."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
-    """Taken off where a completion was cut off before it ended."""
+    """Penalty of a completion that was truncated; subtracted from its score."""
     overlong_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a completion of rollout.max_new_tokens, to which it rises linearly over the last overlong_tokens."""
+    """Penalty of a completion of length rollout.max_new_tokens. It rises linearly from 0 over the last
+    overlong_tokens."""
     overlong_tokens: int | None = setting(None, at_least=1)
-    """Tokens before rollout.max_new_tokens over which overlong_penalty rises from 0."""
+    """Tokens before rollout.max_new_tokens over which overlong_penalty rises from 0; null for no such penalty."""

@@ -1,4 +1,4 @@
-"""How settings are declared and checked: types, ranges, choices, and what a setting needs to have an effect.
+"""Declaration and checks of settings: types, ranges, choices, and the other settings that one needs.
 
 Imports nothing heavy.
 """
@@ -27,24 +27,24 @@ ROWS = ("train_dataset", "eval_dataset")
 
 
 def setting(default: Any, *, needs: str | tuple[str, ...] = (), **limits: float) -> Any:
-    """A field with a range, or one that has an effect only beside certain other settings.
+    """A field with a range, or one that has an effect only together with other settings.
 
     Args:
-        default: its default.
-        needs: conditions that all must hold, or else a value other than the default is refused. `target` holds if that
+        default: the field's default.
+        needs: conditions that must all hold, or else a value other than the default is refused. `target` holds if that
             setting is not null, 0, false or empty, `not dataset` if it is; `schedule: linear, cosine` and `kind: not
-            none` compare it; ` or ` stands between alternatives. A setting is one of the same group or a whole key. One
-            that this kind of configuration lacks has no value.
+            none` compare its value; ` or ` separates alternatives. Settings are of the same group, or whole keys. A
+            setting that this kind of configuration lacks has no value.
         limits: `at_least`, `above`, `at_most` or `below`.
     """
     return field(default=default, metadata={"needs": (needs,) if isinstance(needs, str) else needs, "limits": limits})
 
 
 def require_config(config: Any, kind: type[Config]) -> Config:
-    """The configuration, checked again, since fields may have been set since it was made; None stands for the default.
+    """The configuration, checked again, since fields may have been changed since; None gives the default.
 
     Raises:
-        ConfigError: it is something else, such as a dict, or has a value that is refused.
+        ConfigError: it is something else, such as a dict, or has an invalid value.
     """
     if config is None:
         return kind()
@@ -57,16 +57,16 @@ def require_config(config: Any, kind: type[Config]) -> Config:
 
 
 def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Values of a dataclass's fields from nested dicts, in which its groups are made; the types are not checked.
+    """Values of a dataclass's fields from nested dicts, with its groups instantiated; types are not checked.
 
     Args:
-        default: the instance whose groups give what is left out.
-        settings: as YAML holds them.
-        known: the whole keys of the configuration, for the message on one that does not exist.
-        prefix: of its keys.
+        default: an instance with the default groups.
+        settings: the nested dicts, as read from YAML.
+        known: all keys of the configuration, to suggest one for an unknown key.
+        prefix: prefix of its keys.
 
     Raises:
-        ConfigError: a key does not exist, or a group is no dict.
+        ConfigError: a key is unknown, or a group is not a dict.
     """
     hints = _hints(default.__class__)
     made: dict[str, Any] = {}
@@ -89,18 +89,24 @@ def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (
 
 def _group(default: Any, settings: Any, known: Collection[str], key: str) -> Any:
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"{key} is {shown(settings)}; it must hold keys, such as {fields(default)[0].name}")
+        raise ConfigError(no_group(key, settings, fields(default)[0].name))
     return replace(default, **values(default, settings, known, f"{key}."))
 
 
+def no_group(key: str, value: Any, name: str) -> str:
+    """A message on a value where a group of keys belongs, with the name of one of them."""
+    return f"{key} is {shown(value)}; it must hold keys, such as {key}.{name}"
+
+
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """A message on a key that does not exist, with the nearest of the known ones."""
+    """A message on an unknown key, with the closest known one."""
     near = difflib.get_close_matches(key, known, n=1)
     return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Raise `ConfigError` for the first field, at any depth, of another type, outside its range or not a choice."""
+    """Raise `ConfigError` for the first field, at any depth, with a wrong type, a value outside its range, or no valid
+    choice."""
     hints = _hints(config.__class__)
     for name in vars(config):
         if name not in hints:
@@ -126,11 +132,10 @@ def _check_type(key: str, value: Any, hint: Any, limits: Mapping[str, float]) ->
     if value is None:
         if NoneType in options:
             return
-        raise ConfigError(f"{key} is null, and needs a value")
+        raise ConfigError(f"{key} is null; it needs a value")
     fitting = next((option for option in options if _is(value, option)), None)
     if fitting is None:
-        wanted = " or ".join(_wanted(option) for option in options if option is not NoneType)
-        raise ConfigError(f"{key} is {shown(value)}; it must be {wanted}{_advice(value)}")
+        raise ConfigError(wrong_value(key, value, hint))
     if is_dataclass(fitting):
         check(value, f"{key}.")
     elif isinstance(value, list):
@@ -142,8 +147,27 @@ def _check_type(key: str, value: Any, hint: Any, limits: Mapping[str, float]) ->
         _check_range(key, value, **limits)
 
 
+def wrong_value(key: str, value: Any, hint: Any) -> str:
+    """A message on a value of another type, or none of the choices, with the closest choice."""
+    options = [option for option in _options(hint) if option is not NoneType]
+    wanted = " or ".join(map(_wanted, options))
+    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    advice = f"; did you mean {near[0]}?" if near else _advice(value)
+    return f"{key} is {shown(value)}; it must be {wanted}{advice}"
+
+
+def hint_of(kind: Any, key: str) -> Any:
+    """The type of a setting by its whole key; None if there is no such key."""
+    hint: Any = kind
+    for name in key.split("."):
+        group: Any = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+        hint = None if group is None else _hints(group).get(name)
+    return hint
+
+
 def _is(value: Any, option: Any) -> bool:
-    """True for a value of a type; exactly of it, since YAML writes no other."""
+    """True for a value of exactly this type; YAML gives no other."""
     if is_dataclass(option):
         return isinstance(value, option)  # type: ignore[arg-type]  # a class
     if get_origin(option) is Literal:
@@ -165,7 +189,7 @@ def _wanted(option: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: one line, cut where it is long."""
+    """A value for a message: one line, cut if long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:99]}…"
 
@@ -177,7 +201,7 @@ def _advice(value: Any) -> str:
 
 
 def _check_plain(key: str, value: Any) -> None:
-    """Raise `ConfigError` for something inside a dict that config.yaml cannot hold."""
+    """Raise `ConfigError` for a value inside a dict that config.yaml cannot hold."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if type(name) is not str:
@@ -217,29 +241,29 @@ def _is_finite(value: float) -> bool:
 
 
 class Rule(NamedTuple):
-    """What a setting needs to have an effect, and its defaults."""
+    """The conditions under which a setting has an effect, and its defaults."""
 
     needs: tuple[str, ...]
     own: Any
-    """The default of its class."""
+    """Default of its class."""
     default: Any
-    """The default of the whole configuration."""
+    """Default of the whole configuration."""
 
 
 class Idle(NamedTuple):
     """A setting without an effect."""
 
     why: str
-    """Such as `without kl.target`."""
+    """The reason, such as `without kl.target`."""
     rule: Rule
 
 
 def refuse_idle(config: Any, rows: Collection[str] = ROWS) -> None:
-    """Raise `ConfigError` for the first setting that has no effect beside the others, and not its default.
+    """Raise `ConfigError` for the first setting that has no effect with the others and is not its default.
 
     Args:
         config: a whole configuration.
-        rows: those of `ROWS` that are given, or may be.
+        rows: the arguments of `ROWS` that are given, or may be.
     """
     settings = flat(asdict(config))
     for key, (why, rule) in idle(type(config), settings, rows).items():
@@ -248,31 +272,31 @@ def refuse_idle(config: Any, rows: Collection[str] = ROWS) -> None:
 
 
 def idle(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) -> dict[str, Idle]:
-    """The settings, by their whole keys, that have no effect beside the others, whatever their values.
+    """Settings, by key, that have no effect with the others, whatever their values.
 
     Args:
-        kind: of the whole configuration.
-        settings: all of it, as `flat` gives it.
+        kind: class of the whole configuration.
+        settings: the whole configuration, as `flat` gives it.
         rows: as in `refuse_idle`.
     """
     rules, known = _rules(kind), {**settings, **dict.fromkeys(rows, True)}
-    found: dict[str, Idle] = {}
+    reasons: dict[str, Idle] = {}
     for key in settings:
         rule, group = rules.get(re.sub(r"\[\d+\]", "[]", key)), key[: key.rfind(".") + 1]
         for need in rule.needs if rule else ():
             conditions = [Condition.read(text, known, group) for text in need.split(" or ")]
             if rule and not any(condition.holds(known) for condition in conditions):
-                found.setdefault(key, Idle(_why(conditions), rule))
-    return found
+                reasons.setdefault(key, Idle(_why(conditions), rule))
+    return reasons
 
 
 def without_idle(kind: type, settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings with defaults for those without an effect; those that differ from `begun` are left alone.
+    """A run's settings, with defaults for those without an effect unless they differ from `begun`.
 
     Args:
-        kind: of the whole configuration.
-        settings: the values of its fields, for a command, to which no rows are given.
-        begun: those that the run began with, as `flat` gives them.
+        kind: class of the whole configuration.
+        settings: values of its fields, for a command, which has no rows.
+        begun: settings that the run began with, as `flat` gives them.
     """
     draft: Any = object.__new__(kind)  # not checked yet
     vars(draft).update(settings)
@@ -292,12 +316,12 @@ class Condition(NamedTuple):
 
     key: str
     values: list[str]
-    """Empty for any value that is not null, 0, false or empty."""
+    """Empty if any value but null, 0, false and empty will do."""
     negated: bool
 
     @classmethod
     def read(cls, text: str, known: Mapping[str, Any], group: str) -> Condition:
-        """From its text; a setting of the group goes before one with that whole key."""
+        """Parse a condition; a setting of the same group takes precedence over one with that whole key."""
         name, _, values = text.partition(": ")
         negated = name.startswith("not ") or values.startswith("not ")
         name, values = name.removeprefix("not "), values.removeprefix("not ")
@@ -313,22 +337,22 @@ class Condition(NamedTuple):
 
 
 def _why(conditions: list[Condition]) -> str:
-    """Why a setting has no effect when none of these holds."""
+    """The reason that a setting has no effect when none of these conditions holds."""
     words = {False: "without", True: "with"}
     lists = {negated: [str(x) for x in conditions if x.negated is negated] for negated in words}
-    return " and ".join(f"{words[negated]} {' or '.join(found)}" for negated, found in lists.items() if found)
+    return " and ".join(f"{words[negated]} {' or '.join(names)}" for negated, names in lists.items() if names)
 
 
 @cache
 def _rules(kind: type) -> dict[str, Rule]:
-    """The rule of each setting by its key; entries of a list have the number `[]`."""
+    """Rules of all settings by key; entries of a list have the number `[]`."""
     rules = dict(_walk(kind, None, ""))
     extra: Mapping[str, str] = getattr(kind, "NEEDS", {})
     return rules | {key: rules[key]._replace(needs=(need,)) for key, need in extra.items()}
 
 
 def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Rule]]:
-    """The rules of a class of settings, whose default in the whole configuration is an instance of it or None."""
+    """Rules of a class of settings, whose default in the whole configuration is an instance of it or None."""
     for item in fields(kind):
         key, own, hint = prefix + item.name, _default(item), _hints(kind)[item.name]
         here = own if default is None else getattr(default, item.name)

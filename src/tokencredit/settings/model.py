@@ -1,4 +1,4 @@
-"""Settings of the models: the policy, its adapter, its critic."""
+"""Settings of the policy, its adapter and its critic."""
 
 from __future__ import annotations
 
@@ -14,169 +14,169 @@ T = TypeVar("T")
 
 EXISTS = "kind: not none"
 LEARNS = (EXISTS, "coef or epochs")
-"""What settings of a critic need: that there is one, and that it learns."""
+"""Conditions of critic settings: there is a critic, and it learns."""
 
 
 @dataclass
 class LoraConfig:
-    """A new low-rank adapter, trained instead of the model's own weights; needs PEFT."""
+    """A new LoRA adapter, trained instead of the model's weights; needs PEFT."""
 
     rank: int = setting(0, at_least=0)
-    """Rank of the adapter; 0 trains the whole model."""
+    """Rank of the adapter; 0 for full fine-tuning."""
     alpha: float = setting(16.0, needs="rank", above=0)
-    """Its output is scaled by alpha / rank."""
+    """LoRA alpha: the adapter's output is scaled by alpha / rank."""
     dropout: float = setting(0.0, needs="rank", at_least=0, below=1)
-    """Dropout on its input, in updates."""
+    """Dropout on the adapter's input during updates."""
     target_modules: list[str] | None = setting(None, needs="rank")
-    """Names of the layers that get one; null for every linear layer but the output projection."""
+    """Names of the layers that get an adapter; null for every linear layer except the output projection."""
 
 
 @dataclass
 class ModelConfig:
-    """The policy and its reference."""
+    """The policy and its reference model."""
 
     name: str = "builtin:reviews"
-    """A Hugging Face hub id, a folder, or `builtin:reviews`; of a model, or of an adapter."""
+    """Model to train: a Hugging Face hub id, a folder, or `builtin:reviews`. It may be a PEFT adapter."""
     adapter: Literal["continue", "merge"] = "continue"
-    """Use of an adapter that the model has from the start: `continue` trains it further, with its state at the start as
-    the reference; `merge` adds it to the weights, and a new adapter (`lora.rank`) or the whole model is trained."""
+    """Use of an adapter given in `model.name`. `continue` trains it further; its initial state is the reference.
+    `merge` merges it into the weights, then trains a new adapter (`lora.rank`) or the whole model."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Compute dtype of the model passes; auto is bfloat16 where the machine is faster in it, which is timed once per
-    machine; a run keeps its choice. All else, weights and logits included, stays in float32."""
+    """Compute dtype of forward and backward passes. `auto` picks bfloat16 where it is faster, timed once per machine; a
+    run keeps its choice. Weights, logits and optimizer state stay float32."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """A new low-rank adapter, trained instead of the model's own weights; needs PEFT."""
+    """A new LoRA adapter, trained instead of the model's weights; needs PEFT."""
     dropout: bool = False
-    """Dropout of the model itself, in updates; the ratio then no longer starts at 1. Other noise, such as a router's
+    """Keep the model's own dropout during updates; the ratio then no longer starts at 1. Other noise, such as router
     jitter, is always off."""
     gradient_checkpointing: bool = False
-    """Whether updates compute activations twice to hold fewer of them."""
+    """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """Whether passes over whole texts go through `torch.compile`, which takes a minute at first and needs a GPU or a
-    C++ compiler. Sampling is compiled with `rollout.cache: static` alone."""
+    """Compile training and scoring passes with `torch.compile`; needs a GPU or a C++ compiler, and about a minute at
+    the start. Sampling is compiled only with `rollout.cache: static`."""
     trust_remote_code: bool = False
-    """Whether code from the model's repository may run."""
+    """Run code from the model's repository."""
 
 
 @dataclass
 class CriticTraining:
-    """The settings of a critic that language models and agents share."""
+    """Critic settings shared by language models and agents."""
 
     kind: Literal["shared", "separate", "none"] = "shared"
-    """Critic as a head on the policy's own trunk, as a model of its own, or none."""
+    """Critic: a value head on the policy's trunk (shared), a model of its own (separate), or none."""
     lr: float = setting(1e-3, needs=LEARNS, above=0)
     """Learning rate of the value head."""
     schedule: Literal["optim", "constant"] = setting("optim", needs=LEARNS)
-    """Course of the critic's learning rates: as `optim.schedule` and `optim.warmup` have it, or at full height all the
-    time, so that the critic keeps up where the policy slows down."""
+    """Schedule of the critic's learning rates: as the policy's (`optim.schedule`, `optim.warmup`), or constant, so that
+    the critic keeps up while the policy slows down."""
     coef: float = setting(0.5, needs=EXISTS, at_least=0)
-    """Weight of the value loss beside the policy's; 0 leaves the critic to steps of its own (`epochs`)."""
+    """Weight of the value loss beside the policy loss. With 0 the critic learns only in its own passes (`epochs`)."""
     loss: Literal["mse", "huber", "histogram"] = setting("mse", needs=LEARNS)
-    """Value loss: half the squared error; Huber's, in which large errors count by their size alone; or the
-    cross-entropy of a predicted histogram of returns against one smoothed by a Gaussian (HL-Gauss), whose mean is the
-    value and whose bins spread over all returns so far."""
+    """Value loss. mse: half the squared error. huber: linear in large errors. histogram: cross-entropy against a
+    Gaussian-smoothed histogram of returns (HL-Gauss). Its mean is the value; its bins span all returns so far."""
     huber_delta: float = setting(1.0, needs="loss: huber", above=0)
-    """Size of an error, in units of value, from which on `huber` is no longer half its square."""
+    """Error above which `huber` is linear, in units of value."""
     clip: float | None = setting(0.2, needs=(EXISTS, "loss: mse, huber"), above=0)
-    """Largest change of a value that the value loss rewards in one update; null for no clipping."""
+    """Clip range of value changes per update: changes beyond it are not rewarded by the value loss. null for no
+    clipping."""
     warmup: int = setting(0, needs=LEARNS, at_least=0)
-    """First iterations in which only the critic learns."""
+    """Iterations at the start in which only the critic learns."""
     epochs: int = setting(0, needs=EXISTS, at_least=0)
-    """Further passes over each batch, after the policy's update and in minibatches of the same size, in which only the
-    critic's own parameters learn. They minimise the value loss alone, within `clip`; `coef` has no part in them."""
+    """Extra passes over each batch for the critic's own parameters, after the policy update, in minibatches of the same
+    size. They minimize the value loss alone, with `clip` and without `coef`."""
     buffer: int = setting(0, needs="epochs", at_least=0)
-    """Number of earlier iterations whose batches take part in these passes, oldest first and without `clip`. Their
-    returns are those of older policies: the further the policy moves per iteration, the more of them is wrong. They
-    stay in the memory of the model's device: 18 bytes per token of a completion and 9 per token of a prompt, as padded,
-    or an agent's observations. Each costs as many steps as the new batch."""
+    """Earlier iterations whose batches are replayed in these extra passes, oldest first and without `clip`. Their
+    returns come from older policies: the faster the policy moves, the less they fit. Device memory: 18 bytes per
+    completion token and 9 per prompt token, padding included, or an agent's observations. Each costs as many steps as
+    the new batch."""
 
     def frozen(self, iteration: int, policy: Iterable[T], critic: Iterable[T]) -> list[T]:
-        """The parameters that the joint steps of an iteration leave alone.
+        """Parameters that the joint steps of an iteration leave alone.
 
-        The policy's while the critic warms up; the critic's own where its loss has no weight, lest old momentum moves
-        them.
+        The policy's while the critic warms up. The critic's own while its loss has no weight, so that old momentum does
+        not move them.
         """
         return [*(policy if iteration <= self.warmup else ()), *(critic if self.coef == 0 else ())]
 
     def check_warmup(self, iterations: int) -> None:
-        """Raise `ConfigError` for a warm-up that is longer than the run; in one as long, only the critic learns."""
+        """Raise `ConfigError` for a warm-up longer than the run; in one as long, only the critic learns."""
         if self.warmup > iterations:
             raise ConfigError(f"critic.warmup is {self.warmup}; it must be at most run.iterations, {iterations}")
 
 
 @dataclass
 class CriticConfig(CriticTraining):
-    """The critic: where its values come from, and how it learns."""
+    """The critic: its model and how it learns."""
 
     name: str | None = setting(None, needs="kind: separate")
-    """Model that a separate critic starts from, causal and with the policy's vocabulary: a reward model, or the
-    `policy/` of a run, whose critic is taken if one was saved there; null for the critic saved with `model.name`, or
-    else a copy of the policy."""
+    """Model that a separate critic starts from, causal and with the policy's vocabulary: a reward model, or `policy/`
+    of a run, whose saved critic is taken if there is one. null for the critic saved with `model.name`, or else a copy
+    of the policy."""
     layers: int | None = setting(None, needs=EXISTS, at_least=1)
-    """Layers of the trunk beneath the value head, counted from the embedding; null for all. A shared critic reads the
-    policy's states after so many layers, brought to mean 0 and variance 1 (a probe, with `detach`). A separate one
-    keeps that many layers: with half of them it costs about half."""
+    """Trunk layers below the value head, counted from the embedding; null for all. A shared critic reads the policy's
+    hidden states at that layer, normalized (a probe, with `detach`). A separate critic keeps only these layers: half of
+    them cost about half."""
     members: int = setting(1, needs="kind: separate", at_least=1)
-    """Number of separate critics whose values are averaged. Completion i of a batch trains critic i modulo `members`
-    alone, so that the completions of a prompt are divided among them, as in AsyPPO (arXiv 2510.01656), which takes two
-    small ones; its masks by the critics' disagreement are not taken. More than one needs `clip: null`."""
+    """Number of separate critics whose values are averaged. Completion i of a batch trains only critic i modulo
+    `members`, which divides a prompt's completions among them, as in AsyPPO (arXiv 2510.01656, with two small critics
+    and also masks by disagreement, which are not implemented). More than one needs `clip: null`."""
     freeze: Literal["none", "attention"] = setting("none", needs=("kind: separate", "not detach"))
-    """Part of a separate critic's trunk that stays as it is: `attention` leaves embeddings, MLPs, norms outside the
-    attention and the head to learn (SAO, arXiv 2607.07508)."""
+    """Frozen part of a separate critic's trunk. `attention` trains embeddings, MLPs, norms outside attention and the
+    head only (SAO, arXiv 2607.07508)."""
     head: Literal["linear", "mlp"] = setting("mlp", needs=EXISTS)
-    """Value head on the last hidden state: one layer, or two with a hidden width four times the trunk's."""
+    """Value head on the last hidden state: one linear layer, or an MLP with a hidden width of four times the
+    trunk's."""
     trunk_lr: float | None = setting(None, needs=("kind: separate", "not detach"), above=0)
     """Learning rate of a separate critic's trunk; null for optim.lr."""
     init: Literal["saved", "zeros", "orthogonal", "default"] = setting("saved", needs=EXISTS)
-    """Start of the value head: the one saved with the model if there is one, and zeros if not; a last layer that
-    predicts 0; orthogonal weights; or PyTorch's default of each layer. Only `saved` also takes up the trunk saved with
-    `model.name`."""
+    """Initialization of the value head. saved: the one saved with the model, else zeros. zeros: last layer zero, so it
+    predicts 0. orthogonal: orthogonal weights. default: PyTorch's. Only `saved` also loads the critic's trunk saved
+    with `model.name`."""
     gain: float = setting(1.0, needs="init: orthogonal", above=0)
     """Gain of the last layer of an orthogonal head."""
     hidden_gain: float = setting(math.sqrt(2), needs=("init: orthogonal", "head: mlp"), above=0)
-    """Gain of the layer before that, in an mlp head."""
+    """Gain of the hidden layer of an orthogonal MLP head."""
     pretrain: int = setting(0, needs=LEARNS, at_least=0)
-    """Most batches from which the critic alone learns before the first iteration, while the policy stays as it is. Each
-    is sampled anew, and the critic takes as many steps on it as in an iteration, towards the sampled returns. It ends
-    before that where the explained variance of new batches has risen and no longer does; it is not counted in
-    run.iterations."""
+    """Maximum batches on which the critic alone is trained before the first iteration, each freshly sampled, with the
+    steps of an iteration, towards the sampled returns. It ends early once the explained variance of new batches has
+    risen and no longer does. These batches do not count in run.iterations."""
     pretrain_scale: float = setting(1.0, needs="pretrain", above=0)
-    """Factor of the critic's learning rates (`lr`, `trunk_lr`) in the pretraining: above 1 it learns fast while the
-    policy stays as it is, at rates that would later make it forget."""
+    """Factor on the critic's learning rates (`lr`, `trunk_lr`) during pretraining. Values above 1 learn fast while the
+    policy is fixed, at rates that would later make the critic forget."""
     continuations: int = setting(0, needs=LEARNS, at_least=0)
-    """Continuations sampled anew from each of `continued_states` states of a completion, whose mean return the critic
-    learns there in place of the one that happened (after VinePPO). Their price: sampled, scored and read by the
-    reference model, continuations × continued_states of them cost about half as many rollouts."""
+    """Continuations sampled from each of `continued_states` states per completion; their mean return replaces the
+    sampled one as the critic's target (after VinePPO). Cost, with scoring and reference passes: about half of
+    continuations × continued_states further rollouts."""
     continued_states: int = setting(1, needs="continuations", at_least=1)
-    """States of each completion that are continued, spread over it."""
+    """States per completion that are continued, evenly spread."""
     detach: bool = setting(False, needs=LEARNS)
-    """Stop the gradient of the value loss at the head: a shared trunk is left to the policy, a separate one stays as it
-    is."""
+    """Stop the gradient of the value loss at the head: a shared trunk is trained by the policy alone, a separate one
+    stays frozen."""
     bins: int = setting(51, needs="loss: histogram", at_least=16, at_most=1024)
-    """Bins of the histogram. A single return far from all others makes them wide for good; see score.clip."""
+    """Bins of the histogram. A single extreme return widens them for good; see score.clip."""
     places: list[float] | None = setting(None, needs=LEARNS)
-    """Places in a completion at which the value loss counts, from 0, the first token, to 1, the last; null for every
-    token. [0.3, 0.6, 0.9] are those of SP3O, against values that stay flat over a completion."""
+    """Positions in a completion at which the value loss counts, from 0 (first token) to 1 (last); null for every token.
+    SP3O uses [0.3, 0.6, 0.9], against values that stay flat over a completion."""
 
     def check_places(self) -> None:
-        """Raise `ConfigError` for places that are not ascending from 0 to 1, or beside continued states elsewhere."""
+        """Raise `ConfigError` for positions that do not ascend from 0 to 1, or conflict with continuations."""
         places = self.places
         if places is not None and not (places == sorted(set(places)) and places and 0 <= places[0] <= places[-1] <= 1):
             raise ConfigError(f"critic.places is {places}; it must be ascending numbers from 0 to 1, or null")
         if places is not None and self.continuations:
             raise ConfigError(
                 f"critic.continuations is {self.continuations}, and critic.places is {places}; the value loss would "
-                "not count at most of the states that are continued: leave one of them out"
+                "skip most continued states; leave one of them out"
             )
 
     def check_members(self) -> None:
-        """Raise `ConfigError` for a value clip around old values that a member's own are not, or histograms of them."""
+        """Raise `ConfigError` for several members with a value clip or a histogram loss."""
         if self.members > 1 and self.loss == "histogram":
             raise ConfigError(
-                f"critic.loss is histogram, and critic.members is {self.members}; histograms are one critic's: leave "
-                "one of them out"
+                f"critic.loss is histogram, and critic.members is {self.members}; a histogram needs a single critic; "
+                "leave one of them out"
             )
         if self.members > 1 and self.clip is not None:
             raise ConfigError(
-                f"critic.clip is {self.clip}, and critic.members is {self.members}; a rollout keeps the mean of the "
-                "critics' values, and each would be held near that instead of its own: set critic.clip: null"
+                f"critic.clip is {self.clip}, and critic.members is {self.members}; a rollout keeps only the mean "
+                "of the critics' values, and each would be clipped around that; set critic.clip: null"
             )

@@ -1,4 +1,4 @@
-"""Settings whose keys have changed, so that old files and flags are answered with the new ones."""
+"""Renamed settings, so that old files and flags get a message with the new keys."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MOVED = {
     "ppo.critic_warmup": "critic.warmup",
     "agent.critic": "critic.kind",
 }
-"""The new key of each old one."""
+"""Old keys and their new names."""
 
 
 def renamed(keys: Iterable[str]) -> str:
-    """A message that names the new key of each old one among these; empty if there is none."""
+    """A message with the new name of each old key among these; empty if there is none."""
     return ", ".join(f"{key} is now {MOVED[key]}" for key in keys if key in MOVED)

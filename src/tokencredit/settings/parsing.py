@@ -1,4 +1,4 @@
-"""From arguments and YAML files to checked configurations; jsonargparse, which reads them, is kept from importing."""
+"""Parse arguments and YAML files into checked configurations; jsonargparse, the parser, is kept from importing code."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import refuse_idle, unknown_key, without_idle
+from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.fields import hint_of, no_group, refuse_idle, unknown_key, without_idle, wrong_value
 from tokencredit.settings.moved import MOVED, renamed
+from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.world import World
+from tokencredit.settings.world import WORLDS, World, other_world
 from tokencredit.settings.yaml import dump_yaml, flat, load_yaml, nested, read_yaml
 
 try:
@@ -37,7 +39,7 @@ set_parsing_settings(
 
 
 def value_of(text: str) -> Any:
-    """The value of an argument or file; `Review:` or `{answer}`, which YAML takes for keys, are texts."""
+    """The value of an argument or file; `Review:` or `{answer}`, which are mappings in YAML, stay text."""
     value = load_yaml(text)
     if isinstance(value, dict) and value and all(inner is None for inner in value.values()):
         bare = text.strip()
@@ -50,21 +52,32 @@ set_loader("yaml", value_of, exceptions=(yaml.YAMLError, ValueError))
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
 
-RESUME = "The folder of a run that was cut short, to go on with, with its configuration; flags change that."
+RESUME = "Folder of an interrupted run to resume, with its configuration; flags override that."
+OPTIONS = {
+    "PositiveInt": "a whole number, at least 1",
+    "NonNegativeInt": "a whole number, at least 0",
+    "PositiveFloat": "a number above 0",
+}
+"""Types of the commands' options, in words."""
 NOT_SETTINGS = ("config", "debug", "no_code", "resume")
-"""Options of `train` and `control` that are no keys of a configuration."""
+"""Options of `train` and `control` that are not keys of a configuration."""
 
 
 def with_resumed(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--resume RUN` as what it also stands for: the run's configuration, which flags change."""
-    run = resumed_run(arguments)
-    if run is None:
+    """The arguments with the run's configuration in place of `--resume RUN`; later flags override it."""
+    run, trainers = resumed_run(arguments), [world.command for world in WORLDS.values()]
+    if run is None or arguments[0] not in trainers:
         return list(arguments)
-    return [arguments[0], "--config", str(Path(run) / "config.yaml"), "--run.dir", run, *arguments[1:]]
+    file = run_config_file(Path(run))
+    settings = read_yaml(file)
+    if isinstance(settings, dict) and (world := other_world(settings, arguments[0])):
+        command = f"tokencredit {world.command}"
+        raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
+    return [arguments[0], "--config", str(file), "--run.dir", run, *arguments[1:]]
 
 
 def resumed_run(arguments: Sequence[str]) -> str | None:
-    """The folder that `--resume` names; a configuration file cannot ask for that."""
+    """The folder after `--resume`; a configuration file cannot set it."""
     for at, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == "--resume" and (equals or len(arguments) > at + 1):
@@ -74,7 +87,7 @@ def resumed_run(arguments: Sequence[str]) -> str | None:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Let whatever jsonargparse raises of a value that it did not foresee be one message: it has no common type."""
+    """Turn any exception of jsonargparse into a one-line `ConfigError`: its exceptions have no common type."""
     try:
         yield
     except (ArgumentError, ConfigError, OSError):
@@ -84,67 +97,65 @@ def plainly() -> Iterator[None]:
 
 
 class Parser(ArgumentParser):
-    """jsonargparse's parser, which would pass over a file's `model: 3`, where a group of keys belongs."""
+    """jsonargparse's parser, with a check that it lacks: `model: 3` in a file, where a group of keys belongs."""
 
     def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file, and raise `ConfigError` for a group that is none, or an option of the command."""
-        found: Namespace = super().parse_path(*args, **kwargs)
+        """Parse a file; raise `ConfigError` for a group that holds no keys, or an option of the command."""
+        settings: Namespace = super().parse_path(*args, **kwargs)
         for option in NOT_SETTINGS:
-            if found.get(option):
+            if settings.get(option):
                 raise ConfigError(f"{option} is an option of the command, not a setting")
-        check_groups(found, self.get_defaults(skip_validation=True))
-        return found
+        check_groups(settings, self.get_defaults(skip_validation=True))
+        return settings
 
 
-def check_groups(found: Namespace, defaults: Namespace, prefix: str = "") -> None:
-    """Raise `ConfigError` for the first key that has something other than keys where `defaults` has keys."""
+def check_groups(settings: Namespace, defaults: Namespace, prefix: str = "") -> None:
+    """Raise `ConfigError` for the first key that holds a value where `defaults` holds a group of keys."""
     for key, default in vars(defaults).items():
-        if isinstance(default, Namespace) and key in found:
-            if not isinstance(found[key], Namespace):
-                raise ConfigError(
-                    f"{prefix}{key} is {found[key]!r}; it must hold keys, such as {next(iter(vars(default)))}"
-                )
-            check_groups(found[key], default, f"{prefix}{key}.")
+        if isinstance(default, Namespace) and key in settings:
+            if not isinstance(settings[key], Namespace):
+                raise ConfigError(no_group(f"{prefix}{key}", settings[key], next(iter(vars(default)))))
+            check_groups(settings[key], default, f"{prefix}{key}.")
 
 
 def named(message: str) -> str:
-    """A message in which jsonargparse refuses to import something, without its advice to programmers."""
+    """A message without jsonargparse's advice on allowing an import."""
     return re.sub(
         r"Importing ('[^']*') is not allowed.*?to allow it\.", r"\1 names code, and none is imported here", message
     )
 
 
 def new_parser(description: str) -> ArgumentParser:
-    """A parser that raises what it does not understand, and takes no abbreviations, since keys are many and alike."""
+    """A parser that raises on unknown arguments, and takes no abbreviations, since keys are many and alike."""
     return Parser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
 
 
 def new_command(description: str, runs_code: bool = True) -> ArgumentParser:
-    """The parser of a subcommand, with what all have; those that read figures and texts alone run no code of others."""
+    """The parser of a subcommand, with the options that all have; commands that only read results run no user code."""
     command = new_parser(description)
-    command.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    command.add_argument("--debug", action="store_true", help="Show tracebacks of errors.")
     if runs_code:
         command.add_argument(
-            "--no-code", action="store_true", help="Refuse a configuration that lets code of others run."
+            "--no-code", action="store_true", help="Refuse a configuration that would execute user code."
         )
     return command
 
 
 def config_parser(kind: type[Any]) -> ArgumentParser:
-    """The parser of a configuration, which is that of the subcommand that trains with it."""
+    """The parser of a configuration, which is also that of its subcommand."""
     if kind not in PARSERS:
         PARSERS[kind] = _new_config_parser(kind)
     return PARSERS[kind]
 
 
 PARSERS: dict[type, ArgumentParser] = {}
-"""Parsers of configurations, kept because a sweep reads many files."""
+"""Cached parsers of configurations: a sweep reads many files."""
 
 
 def _new_config_parser(kind: type[Any]) -> ArgumentParser:
-    what = "a language model with PPO" if kind is PPOConfig else "an agent in a Gymnasium environment"
-    parser = new_command(f"Train {what}.")
-    parser.add_argument("--config", action="config", help="A YAML file of the keys below; flags after it win.")
+    trained = "a language model with PPO" if kind is PPOConfig else "an agent in a Gymnasium environment"
+    parser = new_command(f"Train {trained}.")
+    parser.add_argument("--config", action="config", help="YAML file of the keys below; flags after it override it.")
     parser.add_argument("--resume", help=RESUME)
     parser.add_class_arguments(kind)
     if kind is PPOConfig:
@@ -154,17 +165,17 @@ def _new_config_parser(kind: type[Any]) -> ArgumentParser:
 
 
 def to_config(options: Namespace, kind: type[Config], no_code: bool = False, begun: Path | None = None) -> Config:
-    """The checked configuration that options stand for, as `config_parser` parsed them.
+    """The checked configuration of parsed options.
 
     Args:
-        options: the parser's.
-        kind: of the configuration.
-        no_code: refuse one that lets code of others run.
-        begun: the config.yaml of the run that it belongs to. A setting of that file without an effect, which an older
-            version let pass, takes its default.
+        options: the parser's result.
+        kind: class of the configuration.
+        no_code: refuse a configuration that would execute user code.
+        begun: config.yaml of the run that is resumed. A setting in it without an effect, which an older version
+            accepted, takes its default.
 
     Raises:
-        ConfigError: it cannot work, or as `no_code` says.
+        ConfigError: a value is invalid, or user code is refused.
     """
     settings = vars(config_parser(kind).instantiate(options))
     settings = {key: value for key, value in settings.items() if key not in NOT_SETTINGS}
@@ -177,10 +188,10 @@ def to_config(options: Namespace, kind: type[Config], no_code: bool = False, beg
 
 
 def from_yaml(kind: type[Config], path: str | Path) -> Config:
-    """The configuration in a YAML file, as `--config` reads it.
+    """Read a configuration from a YAML file, as `--config` does.
 
     Raises:
-        ConfigError: there is no such file, or it has a key or value that is refused.
+        ConfigError: the file does not exist, or has an invalid key or value.
     """
     if not Path(path).is_file():
         raise ConfigError(f"{str(path)!r} is not a file")
@@ -193,13 +204,13 @@ def from_yaml(kind: type[Config], path: str | Path) -> Config:
 
 
 def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = False) -> Config:
-    """The configuration of some settings, with dotted or nested keys, and defaults for the rest.
+    """Make a configuration from settings with dotted or nested keys; the rest takes defaults.
 
     Raises:
-        ConfigError: a key or value is refused, a key is given twice, or as `to_config`.
+        ConfigError: a key or value is invalid, a key is given twice, or as `to_config`.
     """
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"{settings!r} is no dict of settings; a file is read by from_yaml")
+        raise ConfigError(f"{settings!r} is not a dict of settings; read a file with from_yaml")
     parser, groups = config_parser(kind), _plain(nested(settings))
     if old := renamed(flat(groups)):
         raise ConfigError(old)
@@ -215,7 +226,7 @@ def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = F
 
 
 def _plain(value: Any, key: str = "") -> Any:
-    """Settings as YAML holds them; paths, dataclasses and NumPy's numbers are taken too."""
+    """Settings as YAML types; paths, dataclasses and NumPy numbers are converted."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -228,7 +239,7 @@ def _plain(value: Any, key: str = "") -> Any:
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    raise ConfigError(f"{key} is {value!r}, which is no plain value: a dict, list, str, number, bool or None")
+    raise ConfigError(f"{key} is {value!r}, which is not a dict, list, str, number, bool or None")
 
 
 def _namespace(groups: Mapping[str, Any]) -> Namespace:
@@ -237,14 +248,14 @@ def _namespace(groups: Mapping[str, Any]) -> Namespace:
 
 
 def configure(world: World, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
-    """The whole configuration that some settings of a sweep stand for, in plain dicts; refused as by `from_dict`."""
+    """A sweep run's whole configuration in plain dicts; raises as `from_dict`."""
     config = from_dict(world.config, settings, no_code)
     refuse_idle(config, rows=())
     return asdict(config)
 
 
 def explain(message: str, arguments: Sequence[str], command: ArgumentParser | None) -> str:
-    """A parser's complaint in one line: the key, its file unless it was a flag, and the key that was probably meant."""
+    """A parser's error in one line: key, value, file unless it was a flag, and the closest known key or choice."""
     message = named(message)
     name, unknown = key_of(message)
     file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
@@ -252,7 +263,10 @@ def explain(message: str, arguments: Sequence[str], command: ArgumentParser | No
         file = None
     where = f"{file}: " if file else ""
     if not unknown:
-        return where + " ".join(message.replace('"<unicode string>"', str(file)).split())
+        kind = next((kind for kind, parser in PARSERS.items() if parser is command), None)
+        return where + (
+            refused_value(name, message, kind) or one_line(message).replace('"<unicode string>"', str(file))
+        )
     if name in MOVED:
         run = resumed_run(arguments)
         if file is None:
@@ -261,22 +275,53 @@ def explain(message: str, arguments: Sequence[str], command: ArgumentParser | No
             return where + renamed(flat(read_yaml(Path(file))))
         return (
             f"{run!r} was written by an older version of Tokencredit ({name} is now {MOVED[name]}); begin a new run, "
-            "or go on with the version that wrote it"
+            "or resume it with the version that wrote it"
         )
     known = command.get_defaults(skip_validation=True).keys() if command else []
     return where + unknown_key(name, [k for k in known if k != "debug"])
 
 
+def refused_value(name: str, message: str, kind: type | None) -> str | None:
+    """A message on the value in a parser's error, in words; None for an error of another kind."""
+    message = one_line(message)
+    if match := re.search(r"File does not exist: '?([^']*)", message):
+        return f"--{name}: {match[1]!r} does not exist"
+    if match := re.search(r"Not of type (\w+): (.*) does not conform", message):
+        return f"--{name} is {match[2]}; it must be {OPTIONS.get(match[1], match[1])}"
+    hint, key = hint_of(kind, name) if kind else None, name
+    if inner := re.search(r"with given class_path '[^']*': (Parser key|Option) [\"']([^\"']*)[\"']", message):
+        key, hint = f"{name}[].{inner[2]}", hint_of(hint, inner[2])
+        if hint is None:
+            return unknown_key(key, [f"{name}[].{item.name}" for item in fields(RewardTerm)])
+    match = re.search(r".*(?:Got|Given) value: (.*)|Unable to load config [\"'](.*?)[\"']", message)
+    if match is None or hint is None or "Not a valid subclass" in message:
+        return None
+    text = match[1] or match[2] or ""
+    try:
+        value = load_yaml(text)
+    except yaml.YAMLError:
+        value = text
+    group: Any = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+    if group is not None and get_origin(hint) is not list:
+        return no_group(key, value, fields(group)[0].name)
+    return wrong_value(key, value, hint)
+
+
+def one_line(text: str) -> str:
+    """A text with all white space as single spaces."""
+    return " ".join(text.split())
+
+
 def key_of(message: str) -> tuple[str, bool]:
-    """The key that a parser's complaint names, if any, and whether no such key exists."""
+    """The key in a parser's error, if any, and whether the key is unknown."""
     for pattern in (
         r"(?P<known>)Parser key \"(?P<key>[^\"]+)\"",
         r"(?:Group '(?P<group>[^']+)'|Subcommand '[^']+') does not accept option '(?P<key>[^']+)'",
         r"unrecognized arguments: --(?P<key>[^\s=]+)",
         r"^Option '(?P<key>[^']+)' is not accepted",
     ):
-        if found := re.search(pattern, message):
-            parts = found.groupdict()
+        if match := re.search(pattern, message):
+            parts = match.groupdict()
             group = f"{parts['group']}." if parts.get("group") else ""
             return group + parts["key"], "known" not in parts
     return "", False

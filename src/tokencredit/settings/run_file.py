@@ -1,4 +1,4 @@
-"""A run's own config.yaml, read back; jsonargparse, which reads what people write, is not needed for it."""
+"""Read a run's own config.yaml; unlike files written by hand, it needs no jsonargparse."""
 
 from __future__ import annotations
 
@@ -13,30 +13,38 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import values, without_idle
 from tokencredit.settings.moved import renamed
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.world import WORLDS, other_world
 from tokencredit.settings.yaml import flat, read_yaml
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
 
 
-def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
-    """The configuration of a run, from the file in its folder.
+def run_config_file(run: Path) -> Path:
+    """The path of a run's config.yaml; raises `ConfigError` if the folder is not a run's."""
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{str(run)!r} is not a run's folder: it has no config.yaml")
+    return run / "config.yaml"
 
-    A setting without an effect, which an older version let pass, takes its default.
+
+def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
+    """Read the configuration of a run.
+
+    A setting without an effect, which an older version accepted, takes its default.
 
     Args:
         file: the run's config.yaml.
-        kind: of the configuration.
-        no_code: refuse one that lets code of others run.
+        kind: class of the configuration.
+        no_code: refuse a configuration that would execute user code.
 
     Raises:
-        ConfigError: there is no such file, it is not the configuration of a run, or as `no_code` says.
+        ConfigError: the file is missing or not a run's configuration of this kind, or user code is refused.
     """
-    if not file.is_file():
-        raise ConfigError(f"{str(file.parent)!r} is not a run's folder: it has no config.yaml")
-    settings = read_yaml(file)
+    settings = read_yaml(run_config_file(file.parent))
     try:
         if not isinstance(settings, Mapping):
             raise ConfigError("it holds no settings; it must be a mapping of keys to values")
+        if world := other_world(settings, next(w.command for w in WORLDS.values() if w.config is kind)):
+            raise ConfigError(f"it is of a run of tokencredit {world.command}, which this command cannot read")
         keys, default = flat(settings), kind()
         if old := renamed(keys):
             raise ConfigError(old)

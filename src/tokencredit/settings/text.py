@@ -1,7 +1,7 @@
-"""The whole configuration of a language-model run.
+"""The configuration of a language-model run.
 
 Imported before anything heavy, so neither torch nor transformers may be imported here.
-The text under a field is its help on the command line and its comment in `--print_config`.
+The docstring of a field is its help on the command line and its comment in `--print_config`.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from tokencredit.settings.training import (
 
 @dataclass
 class PPOConfig:
-    """Everything that a run in the token world is told."""
+    """Every setting of a language-model run."""
 
     seed: int = setting(1, at_least=0, at_most=MOST_SEED)
-    """The one seed behind all randomness."""
+    """Seed of all randomness."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy and its reference."""
+    """The policy and its reference model."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The critic: where its values come from, and how it learns."""
+    """The critic: its model and how it learns."""
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
-    """What the policy continues."""
+    """The prompts that the policy completes."""
     reward: list[RewardTerm] = field(default_factory=lambda: [RewardTerm(classifier="builtin:reviews")])
-    """Terms of the reward; their weighted sum is the score of a completion."""
+    """Reward terms; their weighted sum is the score of a completion."""
     score: ScoreConfig = field(default_factory=ScoreConfig)
-    """What happens to a completion's score before it becomes reward."""
+    """Normalization, clipping and penalties of scores."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How many completions are sampled, and how."""
+    """Sampling of completions for training."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """How rewards become credit."""
+    """Advantage estimation."""
     ppo: UpdateConfig = field(default_factory=UpdateConfig)
-    """The clipped update."""
+    """The PPO update."""
     kl: KLConfig = field(default_factory=KLConfig)
-    """What holds the policy near its starting point."""
+    """KL penalty towards the reference model."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer and its schedule; a critic's rates are `critic.lr` and `critic.trunk_lr`."""
+    """Optimizer and learning-rate schedule; the critic's learning rates are `critic.lr` and `critic.trunk_lr`."""
     stop: StopConfig = field(default_factory=StopConfig)
-    """When a run ends before its last iteration."""
+    """Early-stopping rules."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """Evaluation on held-out prompts, with sampling of its own; the best policy is kept in `best/`."""
+    """Evaluation on held-out prompts, with its own sampling settings; the best policy is kept in `best/`."""
     audit: AuditConfig = field(default_factory=AuditConfig)
-    """Credit against the truth, measured while training."""
+    """Audits of the credit during training."""
     run: RunConfig = field(default_factory=RunConfig)
-    """How long it runs, and what it leaves where."""
+    """Length of the run and its files."""
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for what cannot work."""
+        """Raise `ConfigError` for values that cannot work."""
         check(self)
         for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
             if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
@@ -107,7 +107,7 @@ class PPOConfig:
                 "kl.estimator is k1, whose gradient in the loss is 0 on average; with kl.place: loss use k2, k3 or full"
             )
         if self.kl.target is not None and self.kl.coef == 0:
-            raise ConfigError("kl.coef is 0, which no factor can adapt to kl.target; give it a first value above 0")
+            raise ConfigError("kl.coef is 0, which cannot be adapted to kl.target; give it an initial value above 0")
         least, most = ADAPTED
         if self.kl.target is not None and not least <= self.kl.coef <= most:
             raise ConfigError(
@@ -118,19 +118,19 @@ class PPOConfig:
         refuse_idle(self)
 
     def _check_filters(self) -> None:
-        """Raise `ConfigError` for what steers by a KL that filtered samples do not estimate."""
+        """Raise `ConfigError` for rules that need a KL that filtered samples cannot estimate."""
         filters = [f"rollout.{name}" for name in self.rollout.filters()]
         if not filters or (self.kl.estimator == "full" and self.kl.place == "reward"):
             return
         for key, value in (("kl.target", self.kl.target), ("stop.kl", self.stop.kl)):
             if value is not None:
                 raise ConfigError(
-                    f"{key} is {value:g}, and tokens are kept from being drawn by {' and '.join(filters)}; such "
-                    "samples estimate no KL: set kl.estimator: full with kl.place: reward, or sample without filters"
+                    f"{key} is {value:g}, and sampling is filtered by {' and '.join(filters)}; filtered samples do "
+                    "not estimate the KL: set kl.estimator: full with kl.place: reward, or sample without filters"
                 )
 
     def _check_overlong(self) -> None:
-        """Raise `ConfigError` for settings of long and cut completions that contradict, or that would do nothing."""
+        """Raise `ConfigError` for settings of long and truncated completions that conflict or have no effect."""
         score, longest, needs = self.score, self.rollout.max_new_tokens, ESTIMATORS[self.advantage.estimator]
         if bool(score.overlong_penalty) != (score.overlong_tokens is not None):
             raise ConfigError(
@@ -145,30 +145,30 @@ class PPOConfig:
         for key in ("missing_eos_penalty", "overlong_penalty"):
             if self.advantage.bootstrap and getattr(score, key):
                 raise ConfigError(
-                    f"advantage.bootstrap is True, and score.{key} is {getattr(score, key):g}; a completion that is "
-                    "cut off would pay it there and, by the critic's value, once more: leave one of them out"
+                    f"advantage.bootstrap is True, and score.{key} is {getattr(score, key):g}; a truncated completion "
+                    "would pay the penalty twice, once through the critic's value: leave one of them out"
                 )
         if not self.ppo.mask_truncated:
             return
         if not (self.rollout.stop_at_eos or self.rollout.stop):
             raise ConfigError(
                 "ppo.mask_truncated is True, and with rollout.stop_at_eos: false and no rollout.stop every completion "
-                "is cut off; nothing would be left to learn from"
+                "is truncated; nothing would be left in the loss"
             )
         if self.advantage.bootstrap:
             raise ConfigError(
-                "advantage.bootstrap and ppo.mask_truncated are both True; a completion that is left out of the loss "
+                "advantage.bootstrap and ppo.mask_truncated are both True; a masked completion "
                 "needs no bootstrap: leave one of them out"
             )
         if score.missing_eos_penalty and not (needs.group or needs.baseline):
             raise ConfigError(
-                f"score.missing_eos_penalty is {score.missing_eos_penalty:g}, which only completions pay that "
-                "ppo.mask_truncated leaves out of the loss; leave one of them out"
+                f"score.missing_eos_penalty is {score.missing_eos_penalty:g}, which only truncated completions "
+                "pay, and ppo.mask_truncated masks those out of the loss; leave one of them out"
             )
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> PPOConfig:
-        """The configuration in a YAML file, as `--config` reads it.
+        """Read a configuration from a YAML file, as `--config` does.
 
         Raises:
             ConfigError: there is no such file, or it has a key or value that is refused.
@@ -179,7 +179,7 @@ class PPOConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> PPOConfig:
-        """The configuration of some settings, with dotted or nested keys, and defaults for the rest.
+        """Make a configuration from settings with dotted or nested keys; the rest takes defaults.
 
         Raises:
             ConfigError: a key or value is refused, or a key is given twice.

@@ -1,4 +1,4 @@
-"""Settings of training: sampling, credit, the update, the KL penalty, the optimizer, and the run itself."""
+"""Settings of sampling, advantages, the update, the KL penalty, the optimizer and the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ else:
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
 MOST_SEED = 2**62
-"""Twice that and one more is still a seed for PyTorch."""
+"""Largest seed; PyTorch must accept 2 · seed + 1 too."""
 ESTIMATOR_SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
-"""Settings under `advantage` that one estimator or another reads."""
+"""Settings under `advantage` that only some estimators read."""
 
 
 def read_by(key: str) -> str:
-    """The condition that the estimator reads this one of `ESTIMATOR_SETTINGS`."""
+    """The condition that the estimator reads this key of `ESTIMATOR_SETTINGS`."""
     return f"estimator: {', '.join(name for name, needs in ESTIMATORS.items() if key in needs.settings)}"
 
 
@@ -35,33 +35,33 @@ WITH_BASELINE = f"estimator: {', '.join(name for name, needs in ESTIMATORS.items
 
 @dataclass
 class SamplingConfig:
-    """How a completion is drawn.
+    """Sampling of completions.
 
-    top_k, top_p, min_p and min_new_tokens keep tokens from being drawn; log-probabilities, entropy, KL and ratio remain
-    those of the whole distribution, in sampling and in training alike. The entropy is then computed exactly. So is the
-    KL with kl.estimator: full in the reward; without it the metric is `log_ratio`, Σ log π/reference of the tokens
-    drawn, because that sum estimates no KL where the tokens were not drawn from π.
+    top_k, top_p, min_p and min_new_tokens filter the tokens that are sampled. Log-probabilities, entropy, KL and ratio
+    remain those of the full distribution, in sampling and training. The entropy is then computed exactly, and so is the
+    KL with kl.estimator: full in the reward. Otherwise the metric is `log_ratio`, Σ log π/reference of the sampled
+    tokens, which does not estimate the KL when the tokens were not sampled from π.
     """
 
     max_new_tokens: int = setting(24, at_least=1)
-    """Longest completion, in tokens; one that has not ended by then is cut off."""
+    """Longest completion, in tokens; a longer one is truncated."""
     min_new_tokens: int = setting(0, at_least=0)
-    """Tokens before which no completion ends."""
+    """Shortest completion, in tokens, before it may end."""
     temperature: float = setting(1.0, above=0)
-    """Divides the logits, in sampling and in training alike."""
+    """Temperature: logits are divided by it, in sampling and in training."""
     top_k: int | None = setting(None, at_least=1)
-    """Draw from the k likeliest tokens; null for all."""
+    """Top-k sampling: only the k most likely tokens; null for all."""
     top_p: float | None = setting(None, above=0, at_most=1)
-    """Draw from the likeliest tokens that together have this probability; null for all."""
+    """Nucleus sampling: only the most likely tokens that together have this probability; null for all."""
     min_p: float | None = setting(None, above=0, at_most=1)
-    """Draw from tokens at least this likely, relative to the likeliest; null for all."""
+    """Min-p sampling: only tokens whose probability is at least this share of the largest; null for all."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a completion, which keeps them."""
+    """Stop strings; the completion includes them."""
     stop_at_eos: bool = True
-    """Whether an end-of-sequence token ends a completion; if not, only stop and max_new_tokens do."""
+    """End a completion at an end-of-sequence token; false ends it at stop strings and max_new_tokens only."""
 
     def filters(self) -> list[str]:
-        """The settings that keep tokens from being drawn."""
+        """Names of the settings that filter tokens."""
         on = {
             "top_k": self.top_k is not None,
             "top_p": self.top_p is not None and self.top_p < 1,
@@ -71,7 +71,7 @@ class SamplingConfig:
         return [name for name, is_on in on.items() if is_on]
 
     def check_lengths(self, group: str) -> None:
-        """Raise `ConfigError` for lengths, or texts that end a completion, that leave nothing to sample."""
+        """Raise `ConfigError` for lengths or stop strings that leave nothing to sample."""
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"{group}.min_new_tokens is {self.min_new_tokens}; it must be at most {group}.max_new_tokens, "
@@ -83,59 +83,60 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig(SamplingConfig):
-    """How many completions are sampled, and how."""
+    """Sampling of completions for training."""
 
     batch_size: int = setting(64, at_least=1)
     """Completions per iteration, over all processes."""
     per_prompt: int = setting(1, at_least=1)
-    """Completions of each prompt; it divides batch_size."""
+    """Completions per prompt; must divide batch_size."""
     cache: Literal["auto", "dynamic", "static"] = "auto"
-    """KV cache of sampling, in evaluations and audits too. `dynamic` grows with the completions. `static` has their
-    largest size from the start, so that a GPU replays each step as a CUDA graph. `auto` is static on a GPU, if the
-    model can be sampled so, and dynamic elsewhere."""
+    """KV cache of sampling, also in evaluations and audits. `dynamic` grows with the completions. `static` is allocated
+    at full size, so that a GPU replays each step as a CUDA graph. `auto` is static on a GPU if the model supports it,
+    else dynamic."""
 
 
 @dataclass
 class AdvantageConfig:
-    """How rewards become credit."""
+    """Advantage estimation."""
 
     estimator: EstimatorName = "gae"
-    """How advantages are estimated; docs/algorithms.md says when to use which."""
+    """Advantage estimator; docs/algorithms.md compares them."""
     gamma: float = setting(1.0, needs=read_by("gamma"), at_least=0, at_most=1)
-    """Discount per token."""
+    """Discount factor per step (token, or environment step)."""
     lam: float = setting(0.95, needs=read_by("lam"), at_least=0, at_most=1)
     """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
     lam_follows: bool = setting(False, needs=(read_by("lam"), "lam: not 1.0, 1"))
-    """Let λ follow the critic: 1 − (1 − lam) · EV, with the explained variance EV of the sampled returns of new batches
-    (a running mean, at least 0). λ is 1 while the critic explains nothing, and `lam` where it explains all."""
+    """Adapt λ to the critic: λ = 1 − (1 − lam) · EV, with EV the running explained variance of new batches (at least
+    0). λ is 1 while the critic explains nothing and `lam` where it explains everything."""
     lam_returns: float = setting(1.0, needs=read_by("lam_returns"), at_least=0, at_most=1)
     """λ of the critic's targets, in decoupled_gae and length_adaptive_gae."""
     alpha: float = setting(0.05, needs=read_by("alpha"), above=0)
-    """Of length_adaptive_gae, whose λ is 1 − 1 / (alpha · length)."""
+    """α of length_adaptive_gae: λ = 1 − 1 / (alpha · length)."""
     n: int = setting(5, needs=read_by("n"), at_least=1)
-    """Steps of n_step."""
+    """Steps of the n_step return."""
     scale: bool = setting(True, needs=read_by("scale"))
-    """Whether group_relative divides by its group's deviation."""
+    """Divide group_relative advantages by the group's standard deviation."""
     baseline_decay: float = setting(1.0, needs=WITH_BASELINE, at_least=0, at_most=1)
-    """Weight that earlier scores keep in uniform's running mean when a batch arrives; 1 counts all scores alike."""
+    """Weight of earlier scores in the running-mean baseline of `uniform` when a batch arrives; 1 weighs all scores
+    equally."""
     bootstrap: bool = setting(False, needs="critic.kind: not none")
-    """Bootstrap from the critic where a completion was cut off at the length limit, which else counts as its end. Needs
-    rewards of one number per token: a score of the whole text would be paid twice."""
+    """Bootstrap from the critic where a completion was truncated; false treats the truncation as its end. Needs one
+    reward per token: a score of the whole text would be paid twice."""
     whiten: bool = True
-    """Bring advantages to mean 0 and deviation 1."""
+    """Whiten advantages (zero mean, unit variance)."""
     whiten_over: Literal["batch", "minibatch"] = setting("batch", needs=("whiten", "ppo.minibatches: not 1"))
-    """What they are brought to it over."""
+    """Scope of whitening: the whole batch, or each minibatch."""
 
     def options(self) -> dict[str, Any]:
-        """The settings of the estimators themselves, for `core.advantages.estimate`."""
+        """Arguments of the estimators, for `core.advantages.estimate`."""
         return {key: getattr(self, key) for key in ESTIMATOR_SETTINGS}
 
     def check_critic(self, critic: str, texts: bool = True) -> None:
-        """Raise `ConfigError` for a critic that the estimator lacks or cannot use.
+        """Raise `ConfigError` for a critic that the estimator lacks or does not use.
 
         Args:
             critic: the kind of critic.
-            texts: whether rows have one score each, as texts do.
+            texts: true if rows have one score each, as texts do.
         """
         needs = ESTIMATORS[self.estimator]
         if critic == "none" and needs.critic == "required":
@@ -151,44 +152,46 @@ class AdvantageConfig:
                 "critic.kind: none"
             )
 
-    def whitened_over(self, what: str) -> bool:
-        """Whether advantages are whitened over batches, or over minibatches."""
-        return self.whiten and self.whiten_over == what
+    def whitened_over(self, scope: str) -> bool:
+        """True if advantages are whitened over `scope`: batch or minibatch."""
+        return self.whiten and self.whiten_over == scope
 
 
 MANY_STEPS = "algorithm: not policy_gradient"
-"""What settings need that its one step, on the whole batch and at a ratio of 1, does not read."""
+"""The condition of settings that the single policy-gradient step, at a ratio of 1, does not read."""
 
 
 @dataclass
 class UpdateConfig:
-    """The clipped update."""
+    """The PPO update."""
 
     epochs: int = setting(4, needs=MANY_STEPS, at_least=1)
     """Passes over each batch."""
     minibatches: int = setting(4, needs=MANY_STEPS, at_least=1)
-    """Optimizer steps per pass."""
+    """Minibatches per pass; each is one optimizer step."""
     micro_batch_tokens: int | None = setting(None, at_least=2)
-    """Tokens that a model reads at once in the update and in scoring, prompts and padding included; null for no limit.
-    Lower it when memory runs out; it changes no gradient."""
+    """Maximum tokens per micro-batch in updates and scoring, prompts and padding included; null for no limit. Lower it
+    when memory runs out; gradients do not change."""
     clip: float = setting(0.2, needs=MANY_STEPS, above=0, below=1)
-    """The ratio to the sampling policy is clipped to [1 − clip, 1 + clip]."""
+    """Clip range of the ratio to the sampling policy: [1 − clip, 1 + clip]."""
     clip_high: float | None = setting(None, needs=MANY_STEPS, above=0)
-    """The upper side of that range, where it should differ; null for clip."""
+    """Upper clip range, 1 + clip_high, if it should differ; null for clip."""
     dual_clip: float | None = setting(None, needs=MANY_STEPS, above=1)
-    """Largest loss of a token with a negative advantage, in multiples of that advantage; null for no limit."""
+    """Dual clip: largest loss of a token with a negative advantage, in multiples of that advantage; null for no
+    limit."""
     reduction: Literal["token", "sequence", "constant"] = "token"
-    """What weighs the same in the loss: every token, every completion, or every token by a constant."""
+    """Loss reduction: mean over all tokens (token), mean of per-completion means (sequence), or sum over tokens divided
+    by batch size × longest completion (constant)."""
     mask_truncated: bool = False
-    """Leave completions that were cut off at the length limit out of the loss, the critic's included. Their scores
-    still count in groups, running means and score.normalize."""
+    """Mask truncated completions out of the loss, the value loss included. Their scores still count in groups, running
+    means and score.normalize."""
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_kl: float | None = setting(None, needs=MANY_STEPS, above=0)
-    """End an update once its policy is this far, in nats per token, from the one that sampled; null for never."""
+    """KL to the sampling policy, in nats per token, at which an update stops early; null for never."""
 
     def objective(self, critic: CriticTraining) -> dict[str, Any]:
-        """Arguments of `learn.objective.Objective` that language models and agents share."""
+        """Arguments of `learn.objective.Objective` shared by language models and agents."""
         return {
             "clip": (self.clip, self.clip if self.clip_high is None else self.clip_high),
             "dual_clip": self.dual_clip,
@@ -200,7 +203,7 @@ class UpdateConfig:
         }
 
     def passes(self, critic: CriticTraining, advantage: AdvantageConfig, optim: OptimConfig) -> dict[str, Any]:
-        """Arguments of `learn.learner.UpdateSettings` that language models and agents share."""
+        """Arguments of `learn.learner.UpdateSettings` shared by language models and agents."""
         return {
             "epochs": self.epochs,
             "minibatches": self.minibatches,
@@ -215,129 +218,130 @@ class UpdateConfig:
 
 
 ADAPTED = (1e-5, 10.0)
-"""The least and the largest `kl.coef` that `kl.target` leads to."""
+"""Range of an adapted `kl.coef`."""
 
 
 @dataclass
 class KLConfig:
-    """What holds the policy near its starting point."""
+    """KL penalty towards the reference model."""
 
     coef: float = setting(0.05, at_least=0)
-    """β, the price of a nat. With 0 there is no reference model."""
+    """KL coefficient β: penalty per nat. With 0 no reference model is loaded."""
     place: Literal["reward", "loss"] = setting("reward", needs="coef")
-    """Whether each token's reward pays for it, or the loss."""
+    """Place of the KL penalty: subtracted from each token's reward, or added to the loss."""
     estimator: Literal["k1", "k2", "k3", "full"] = setting("k1", needs="coef")
-    """k1 to k3 estimate it from the sampled token; full sums over the vocabulary."""
+    """KL estimator: k1, k2 or k3 from the sampled token, or the full sum over the vocabulary."""
     target: float | None = setting(None, above=0)
-    """Nats per sequence that coef is adapted to hold; null leaves coef as it is."""
+    """Target KL, in nats per sequence, to which coef is adapted; null for a fixed coef."""
     horizon: float = setting(10_000, needs="target", above=0)
-    """Completions over which an adapted coef follows."""
+    """Horizon of the adaptation, in completions; a longer one adapts more slowly."""
 
 
 @dataclass
 class OptimConfig:
-    """The optimizer and its schedule; the critic's own learning rate is `critic.lr`."""
+    """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the matrices inside the model with adamw for the rest."""
+    """Optimizer: adamw, or muon for the model's hidden matrices with adamw for the rest."""
     lr: float = setting(1e-4, above=0)
-    """Learning rate of the model."""
+    """Peak learning rate of the policy."""
     weight_decay: float = setting(0.0, at_least=0)
-    """AdamW's weight decay."""
+    """Weight decay of AdamW."""
     eps: float = setting(1e-8, above=0)
     """AdamW's ε, which bounds its steps where gradients are tiny."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rates fall after the warm-up."""
+    """Decay of the learning rates after the warm-up."""
     warmup: int = setting(2, at_least=0)
-    """Iterations over which the learning rates rise."""
+    """Warm-up of the learning rates, in iterations."""
     final_scale: float = setting(0.1, needs="schedule: not constant", at_least=0, at_most=1)
-    """Learning rates at the end, as a share of the full ones."""
+    """Final learning rate, as a fraction of the peak."""
     max_grad_norm: float | None = setting(1.0, above=0)
-    """Gradients with a larger norm are scaled down to it; null for never."""
+    """Largest norm of the gradient; null for no limit."""
     grad_norm_type: Literal["l2", "max"] = "l2"
-    """The norm: over all elements, or the largest element."""
+    """Norm for max_grad_norm: l2, or max (the largest element)."""
 
     def rates(self, iterations: int) -> dict[str, Any]:
-        """Arguments of `learn.optim.schedule` for a run of so many iterations."""
+        """Arguments of `learn.optim.schedule` for a run of this many iterations."""
         total = max(iterations, self.warmup + 1)
         return {"name": self.schedule, "warmup": self.warmup, "total": total, "final_scale": self.final_scale}
 
     def norm_order(self) -> float:
-        """The norm as a number: 2, or infinity."""
+        """Order of the norm: 2 or infinity."""
         return {"l2": 2.0, "max": math.inf}[self.grad_norm_type]
 
 
 @dataclass
 class StopConfig:
-    """When a run ends before its last iteration."""
+    """Early-stopping rules."""
 
     reward: float | None = None
-    """Mean reward above which it is enough; null for never."""
+    """Mean reward above which the run stops; null for never."""
     kl: float | None = setting(None, needs="kl.coef", above=0)
-    """KL to the reference, in nats per sequence, above which it is too much; null for never."""
+    """KL to the reference above which the run stops, in nats per sequence; null for never."""
     patience: int = setting(1, needs="reward or kl", at_least=1)
-    """Iterations in a row that must be above."""
+    """Consecutive iterations above the threshold before the run stops."""
 
 
 @dataclass
 class EvalConfig(SamplingConfig):
-    """Evaluation on held-out prompts, with sampling of its own; the best policy is kept in `best/`."""
+    """Evaluation on held-out prompts, with its own sampling settings; the best policy is kept in `best/`."""
 
     every: int = setting(0, at_least=0)
-    """Iterations between two evaluations; 0 for none."""
+    """Iterations between evaluations; 0 for none."""
     samples: int = setting(64, at_least=1)
-    """Prompts per evaluation, over all processes."""
+    """Number of prompts per evaluation, over all processes."""
     best_of: int = setting(1, at_least=1)
-    """Completions per prompt; eval/best is the mean over prompts of the best of them."""
+    """Completions per prompt; eval/best is the mean over prompts of the best completion."""
     prompts: PromptsConfig | None = None
-    """The held-out prompts; null for the training prompts."""
+    """Held-out prompts; null for the training prompts."""
 
 
 @dataclass
 class AuditSettings:
-    """The settings of audits that language models and agents share."""
+    """Audit settings shared by language models and agents."""
 
     every: int = setting(0, at_least=0)
-    """Iterations between two audits in training; 0 for none."""
+    """Iterations between audits during training; 0 for none."""
     continuations: int = setting(8, needs="every", at_least=2)
-    """Continuations per state; more of them make the truth more precise."""
+    """Continuations per state; more of them make the true values more precise."""
     states: int | None = setting(4, needs="every", at_least=1)
-    """States per completion or episode whose credit is measured, spread over it; null for all."""
+    """States audited per completion or episode, evenly spread; null for all."""
     seconds: float | None = setting(None, needs="every", above=0)
-    """Longest time of an audit; the states are then measured less precisely. null for no limit."""
+    """Time limit of an audit, in seconds; within it, states get fewer continuations. null for no limit."""
 
 
 @dataclass
 class AuditConfig(AuditSettings):
-    """Credit against the truth: fresh completions, from whose states many continuations are sampled and scored."""
+    """Audit of credit: fresh completions, from whose states many continuations are sampled and scored."""
 
     completions: int = setting(16, needs="every", at_least=2)
-    """Completions that are audited, over all processes."""
+    """Completions per audit, over all processes."""
 
 
 @dataclass
 class RunConfig:
-    """How long it runs, and what it leaves where."""
+    """Length of the run and its files."""
 
     dir: str | None = None
-    """The run's folder, which must not hold a run already unless that is resumed; null takes a new one,
-    `runs/DATE-TIME`."""
+    """Folder of the run, which must be new or empty unless the run is resumed; null for `runs/DATE-TIME`."""
     iterations: int = setting(40, at_least=1)
-    """Rollouts, each followed by one update."""
+    """Number of iterations: one rollout and one update each."""
     samples: int = setting(8, at_least=0)
-    """Completions per iteration kept in samples.jsonl, token by token."""
+    """Completions per iteration logged to samples.jsonl, token by token."""
     samples_every: int = setting(1, needs="samples", at_least=1)
-    """Iterations between two that keep completions; raise it where samples.jsonl would grow too large."""
+    """Iterations between logged samples; raise it to keep samples.jsonl small."""
     save_every: int = setting(10, at_least=0)
-    """Iterations between two checkpoints, from which `--resume` goes on; the last iteration, and each that evaluates
-    best, get one too. 0 writes none, unless the run is asked to stop."""
+    """Iterations between checkpoints, from which `--resume` continues. The last iteration and each new best evaluation
+    get one too. 0 for none, unless the run is interrupted."""
     keep_last: int = setting(2, at_least=1)
-    """Newest checkpoints that are kept, beside the one that evaluated best."""
+    """Number of newest checkpoints to keep, beside that of the best evaluation."""
     max_bad_steps: int = setting(3, at_least=1)
-    """Losses, gradients or rewards in a row that are not finite, whose steps are left out, before the run stops."""
+    """Consecutive non-finite losses, gradients or rewards after which the run stops. Their optimizer steps are
+    skipped."""
     show_every: int = setting(10, needs="samples", at_least=0)
-    """Iterations between two tables of samples on the screen; 0 for none."""
+    """Iterations between tables of samples on the screen; 0 for none."""
     trackers: list[Tracker] | None = None
-    """Accelerate's trackers that get the metrics beside metrics.jsonl; null takes TensorBoard if it is installed."""
+    """Experiment trackers (of Accelerate) that log the metrics, beside metrics.jsonl; null for TensorBoard if it is
+    installed."""
     push_to_hub: str | None = None
-    """Repository on the Hugging Face hub that the policy is uploaded to at the end; null for none."""
+    """Hugging Face hub repository to which the final policy is uploaded; null for none."""

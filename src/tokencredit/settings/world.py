@@ -1,4 +1,4 @@
-"""The two kinds of worlds that runs train in: texts, and Gymnasium environments."""
+"""The two kinds of runs: language models, and agents in Gymnasium environments."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from tokencredit.settings.text import PPOConfig
 
 @dataclass(frozen=True)
 class World:
-    """Names by which runs of one kind are configured, started and judged."""
+    """Names of a kind of run: configuration, command and metrics."""
 
     name: str
-    """Its name in a sweep's file."""
+    """Name in a sweep file."""
     command: str
-    """The subcommand that trains in it."""
+    """Subcommand that trains."""
     config: type[PPOConfig] | type[ControlConfig]
     headline: str
-    """The metric that says how well a run goes."""
+    """Metric that shows how well a run does."""
     deviation: str
-    """The metric that holds the headline metric's deviation over single completions or episodes."""
+    """Metric with the headline metric's standard deviation over single completions or episodes."""
     unit: str
-    """The metric that counts the samples of an iteration, and the name of one of them in the plural."""
+    """Metric that counts the samples of an iteration, and their name in the plural."""
     counted: str
-    """The unit on the axis of a curve."""
+    """Axis title of curves over that count."""
     length: str
-    """The metric that holds the mean length of completions or episodes."""
+    """Metric with the mean length of completions or episodes."""
 
     @property
     def outcome(self) -> str:
-        """The headline metric as a summary names it."""
+        """The headline metric's name in a summary."""
         return self.headline.rpartition("/")[2]
 
     @property
@@ -65,5 +65,11 @@ WORLDS = {world.name: world for world in (TEXT, CONTROL)}
 
 
 def world_of(config: Mapping[str, Any]) -> World:
-    """The world of a configuration in plain dicts."""
+    """The kind of run of a configuration in plain dicts."""
     return CONTROL if "env" in config else TEXT
+
+
+def other_world(config: Mapping[str, Any], command: str) -> World | None:
+    """The kind of run of a configuration if it is not this command's; None if it is, or is not clear."""
+    markers = {"env": CONTROL, "model": TEXT}
+    return next((world for key, world in markers.items() if key in config and world.command != command), None)

@@ -1,4 +1,4 @@
-"""YAML of settings: plain values within bounds, read strictly, so that no mistake passes for something else."""
+"""Strict YAML of settings: plain values within size limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import yaml
 from tokencredit.errors import ConfigError
 
 MOST_VALUES = 100_000
-"""Values in one text, each alias counted as all that it stands for, and a hundred characters as one more value."""
+"""Maximum values per document. An alias counts as all values it stands for, and each hundred characters as one more."""
 DEEPEST = 50
-"""Lists and mappings within one another."""
+"""Maximum nesting of lists and mappings."""
 FLOAT = re.compile(
     r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
     |[0-9][0-9_]*[eE][-+]?[0-9]+
@@ -27,11 +27,11 @@ FLOAT = re.compile(
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """PyYAML's safe loader, in which 1e-5 is a number and a date is text; the C one takes a tenth of the time."""
+    """PyYAML's safe loader, in which 1e-5 is a number and a date is text; the C version takes a tenth of the time."""
 
 
 class Dumper(yaml.SafeDumper):
-    """Its counterpart: quotes texts that `Loader` would take for numbers."""
+    """The matching dumper: it quotes texts that `Loader` would read as numbers."""
 
 
 for kind in (Loader, Dumper):
@@ -44,7 +44,7 @@ for kind in (Loader, Dumper):
 
 
 class Refused(yaml.MarkedYAMLError):
-    """YAML that no configuration needs: a tag, a key twice, or more than the bounds allow."""
+    """YAML that is refused: a tag, a duplicate key, or a document beyond the limits."""
 
 
 @dataclass
@@ -53,17 +53,17 @@ class Collection:
 
     anchor: str | None
     before: int
-    """Values before it."""
+    """Number of values before it."""
     keys: set[str] | None
     """Keys so far; None for a list."""
     at_key: bool = True
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML document: dicts, lists, texts, numbers and None.
+    """Load a YAML document: dicts, lists, texts, numbers and None.
 
     Raises:
-        yaml.YAMLError: no YAML, a tag, a key twice, a `class_path`, a number too long, or outside the bounds.
+        yaml.YAMLError: invalid YAML, a tag, a duplicate key, a `class_path`, a number too long, or beyond the limits.
     """
     try:
         for inner in scan(text):
@@ -74,7 +74,7 @@ def load_yaml(text: str) -> Any:
 
 
 def read_yaml(file: Path) -> Any:
-    """The value of a YAML file.
+    """Load a YAML file.
 
     Raises:
         ConfigError: the file cannot be read, or as `load_yaml`; the message names file and line.
@@ -89,15 +89,15 @@ def read_yaml(file: Path) -> Any:
 
 
 def dump_yaml(settings: Mapping[str, Any]) -> str:
-    """Settings as YAML, in their order, that `load_yaml` reads back."""
+    """Settings as YAML, in their order; `load_yaml` reads them back."""
     return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def check_inner(text: str) -> None:
-    """Hold a text inside a document to the bounds too: the command's parser reads values as YAML again.
+    """Apply the limits to a text inside a document too: the command's parser reads values as YAML again.
 
     Raises:
-        yaml.YAMLError: it is YAML outside the bounds.
+        yaml.YAMLError: it is YAML beyond the limits.
     """
     try:
         list(scan(text, plain=False))
@@ -108,14 +108,14 @@ def check_inner(text: str) -> None:
 
 
 def scan(text: str, *, plain: bool = True) -> Iterator[str]:
-    """Each scalar of a YAML document, for as long as it is within the bounds; nothing is built.
+    """Yield each scalar of a YAML document while it is within the limits; nothing is constructed.
 
     Args:
         text: the document.
-        plain: refuse tags, keys that stand twice, and `class_path`.
+        plain: refuse tags, duplicate keys, and `class_path`.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or refused; the line is named.
+        yaml.YAMLError: invalid or refused YAML; the message names the line.
     """
     sizes: dict[str, int] = {}  # values that each anchor stands for, once it is complete
     around: list[Collection] = []
@@ -131,11 +131,11 @@ def scan(text: str, *, plain: bool = True) -> Iterator[str]:
             before, own = values, 1 + len(getattr(event, "value", "")) // 100
             if isinstance(event, yaml.AliasEvent):
                 if any(event.anchor == outer.anchor for outer in around):
-                    raise refused(event, f"the alias *{event.anchor} stands inside itself")
+                    raise refused(event, f"the alias *{event.anchor} contains itself")
                 own = sizes.get(str(event.anchor), 1)
             values += own
             if values > MOST_VALUES:
-                raise refused(event, f"more than {MOST_VALUES} values, aliases written out")
+                raise refused(event, f"more than {MOST_VALUES} values, aliases expanded")
             if isinstance(event, yaml.ScalarEvent):
                 if event.anchor is not None:
                     sizes[event.anchor] = own
@@ -144,11 +144,11 @@ def scan(text: str, *, plain: bool = True) -> Iterator[str]:
                 keys = set[str]() if isinstance(event, yaml.MappingStartEvent) else None
                 around.append(Collection(event.anchor, before, keys))
                 if len(around) > DEEPEST:
-                    raise refused(event, f"more than {DEEPEST} lists in one another")
+                    raise refused(event, f"more than {DEEPEST} nested lists")
 
 
 def check_plain(event: yaml.NodeEvent, around: Collection | None) -> None:
-    """Refuse a tag, and a key that stands twice in the mapping around it or that names a class."""
+    """Refuse a tag, a duplicate key, or a key that names a class."""
     tag = getattr(event, "tag", None)
     if tag not in (None, "!"):
         raise refused(event, f"{tag!r} is a tag; configurations hold plain values")
@@ -158,7 +158,7 @@ def check_plain(event: yaml.NodeEvent, around: Collection | None) -> None:
         if event.value in around.keys:
             raise refused(event, f"{event.value} is given twice")
         if event.value == "class_path":  # jsonargparse would import the class
-            raise refused(event, "class_path is no setting")
+            raise refused(event, "class_path is not a setting")
         around.keys.add(event.value)
     around.at_key = not around.at_key
 
@@ -170,7 +170,7 @@ def refused(event: yaml.Event, problem: str) -> Refused:
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by their whole keys; entries of a list of groups by `[number]`, other lists are values.
+    """Settings by whole keys; entries of a list of groups by `[number]`, other lists are values.
 
     >>> flat({"kl": {"coef": 1}, "reward": [{"weight": 2}], "eval": {}})
     {'kl.coef': 1, 'reward[0].weight': 2}
@@ -181,7 +181,7 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
         pairs = [(f"{prefix}[{number}]", item) for number, item in enumerate(config)]
     else:
         return {prefix: config}
-    return {name: found for key, value in pairs for name, found in flat(value, key).items()}
+    return {name: leaf for key, value in pairs for name, leaf in flat(value, key).items()}
 
 
 def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def nested(settings: Mapping[Any, Any]) -> dict[str, Any]:
 def _put(groups: dict[str, Any], key: Any, value: Any, prefix: str) -> None:
     if not isinstance(key, str):
         where = prefix.rstrip(".") or "a mapping of settings"
-        raise ConfigError(f"{where} has {key!r}, which YAML does not take for text; put it into quotes")
+        raise ConfigError(f"{where} has {key!r}, which YAML does not read as text; quote it")
     name, dot, rest = key.partition(".")
     inner = {rest: value} if dot else value
     if name in groups and not (isinstance(inner, Mapping) and isinstance(groups[name], dict)):

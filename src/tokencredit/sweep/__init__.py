@@ -1,1 +1,1 @@
-"""Sweeps: the runs a file stands for, running them, and their status."""
+"""Sweeps: plan, runner and status table."""

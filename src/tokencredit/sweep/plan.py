@@ -1,4 +1,4 @@
-"""The runs of a sweep file, each with its whole configuration, and their states."""
+"""Read a sweep file: its runs, each with its whole configuration and state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tokencredit.settings.yaml import nested, read_yaml
 
 KEYS = ("world", "base", "grid", "variants", "seeds", "dir")
 COMPARISON = "comparison"
-"""The folder beside those of the variants."""
-GIVEN = {"seed": "seeds", "run.dir": "dir"}
-"""Settings that a sweep gives itself, and the keys of its file that they come from."""
+"""Folder of the comparison, beside the variants' folders."""
+SET_BY_SWEEP = {"seed": "seeds", "run.dir": "dir"}
+"""Settings that a sweep sets itself, and the keys of its file that they come from."""
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
-"""A name of a variant, which is a folder's."""
+"""Valid names of variants, which are folder names."""
 
 Configure = Callable[[World, Mapping[str, Any]], dict[str, Any]]
-"""From a world and some settings to the whole configuration, checked; raises `ConfigError`."""
+"""Makes a whole, checked configuration from settings; raises `ConfigError`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,27 +39,27 @@ class Run:
     seed: int
     folder: Path
     config: dict[str, Any]
-    """All of it, in plain dicts and lists."""
+    """The whole configuration in plain dicts and lists."""
 
     @property
     def name(self) -> str:
-        """Its name, for people."""
+        """Display name."""
         return f"{self.variant}/seed-{self.seed}"
 
     @property
     def log(self) -> Path:
-        """The output of its processes."""
+        """File of its processes' output."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def summary(self) -> dict[str, Any]:
-        """Its summary.json; empty while it has not ended."""
+        """The contents of summary.json; empty before it has ended."""
         file = self.folder / "summary.json"
         return read_object(file, file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def state(self) -> Literal["to begin", "to resume", "finished"]:
-        """How far it is; one that has no checkpoint because it writes none begins anew."""
+        """State of the run; without checkpoints, an interrupted run begins anew."""
         summary = self.summary()
-        # One that was asked to stop in its last iteration has nothing to go on with.
+        # A run interrupted in its last iteration has nothing left to do.
         if summary.get("iterations", 0) >= self.config["run"]["iterations"] or reached(summary):
             return "finished"
         begun = (self.folder / "config.yaml").is_file()
@@ -74,27 +74,27 @@ def reached(summary: Mapping[str, Any]) -> bool:
 
 
 def read_sweep(file: Path, configure: Configure) -> list[Run]:
-    """The runs that a file asks for: each variant with each seed, in the file's order.
+    """The runs of a sweep file: each variant with each seed, in the file's order.
 
     Args:
         file: YAML with the keys `world`, `base`, `grid` or `variants`, `seeds` and `dir`; see docs/sweeps.md.
-        configure: checks a configuration and fills in what it leaves out.
+        configure: checks a configuration and fills in defaults.
 
     Raises:
-        ConfigError: a mistake in the file or in one of its variants; nothing has been run or written.
+        ConfigError: the file or one of its variants is invalid; nothing has been run or written.
     """
-    asked = read_settings(file)
-    base = asked.get("base", {})
+    sweep = read_settings(file)
+    base = sweep.get("base", {})
     if isinstance(base, str):
-        asked["base"] = read_settings(file.parent / base)
+        sweep["base"] = read_settings(file.parent / base)
     try:
-        return expand(asked, configure)
+        return expand(sweep, configure)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; raises `ConfigError` where there is none."""
+    """The mapping in a YAML file; raises `ConfigError` if it holds none."""
     settings = read_yaml(file)
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} holds no settings")
@@ -102,26 +102,26 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def first_seeds(runs: Sequence[Run], count: int | None) -> list[Run]:
-    """The runs with the first seeds of their sweep, for a smaller study; all of them for None."""
+    """Runs with the first seeds of their sweep; all of them for None."""
     seeds = list(dict.fromkeys(run.seed for run in runs))[:count]
     return [run for run in runs if run.seed in seeds]
 
 
-def expand(asked: Mapping[str, Any], configure: Configure) -> list[Run]:
-    """The runs that a sweep file's settings stand for, `base` among them as a mapping; see `read_sweep`."""
-    for key in asked:
+def expand(sweep: Mapping[str, Any], configure: Configure) -> list[Run]:
+    """Runs from a sweep file's settings, with `base` as a mapping; see `read_sweep`."""
+    for key in sweep:
         if key not in KEYS:
             raise ConfigError(f"unknown key {key}; a sweep has {', '.join(KEYS)}")
-    kind, folder = asked.get("world"), asked.get("dir")
+    kind, folder = sweep.get("world"), sweep.get("dir")
     if not isinstance(kind, str) or kind not in WORLDS:
         raise ConfigError(f"world is {kind!r}; it must be {' or '.join(WORLDS)}")
     world = WORLDS[kind]
     if not isinstance(folder, str) or not folder:
-        raise ConfigError(f"dir is {folder!r}; give the folder that the runs go into")
-    seeds = check_seeds(asked.get("seeds"))
-    base, defaults = nested(mapping(asked.get("base", {}), "base")), configure(world, {})
+        raise ConfigError(f"dir is {folder!r}; give the folder of the runs")
+    seeds = check_seeds(sweep.get("seeds"))
+    base, defaults = nested(mapping(sweep.get("base", {}), "base")), configure(world, {})
     runs = []
-    for name, overrides in variants(asked).items():
+    for name, overrides in variants(sweep).items():
         try:
             settings = merged(base, nested(overrides))
             check_keys(settings, defaults)
@@ -136,47 +136,47 @@ def expand(asked: Mapping[str, Any], configure: Configure) -> list[Run]:
 
 
 def mapping(value: Any, key: str) -> dict[str, Any]:
-    """A mapping of names; anything else is refused."""
+    """The value, if it is a mapping with text keys; otherwise raises `ConfigError`."""
     if not isinstance(value, dict):
         raise ConfigError(f"{key} is {value!r}; it must be a mapping")
     for name in value:
         if not isinstance(name, str):
-            raise ConfigError(f"{key} has {name!r}, which YAML does not take for text; put it into quotes")
+            raise ConfigError(f"{key} has {name!r}, which YAML does not read as text; quote it")
     return value
 
 
 def check_seeds(seeds: Any) -> list[int]:
-    """The seeds; raises `ConfigError` unless they are different whole numbers, at least one."""
+    """The seeds; raises `ConfigError` unless they are distinct whole numbers, at least one."""
     if not isinstance(seeds, list) or not seeds:
         raise ConfigError(f"seeds is {seeds!r}; it must be a list of at least one whole number")
     for seed in seeds:
         if type(seed) is not int or seed < 0:
             raise ConfigError(f"seeds has {seed!r}; it must be a whole number, at least 0")
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds is {seeds}; each can be there only once")
+        raise ConfigError(f"seeds is {seeds}; each may appear only once")
     return seeds
 
 
-def variants(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The overrides of each variant by its name, from `variants` or from all combinations of `grid`."""
-    if ("grid" in asked) == ("variants" in asked):
-        raise ConfigError("give grid or variants, one of them" + (", not both" if "grid" in asked else ""))
-    if "grid" in asked:
-        return combinations(mapping(asked["grid"], "grid"))
-    found = mapping(asked["variants"], "variants")
-    if not found:
+def variants(sweep: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Overrides of each variant by name, from `variants` or from all combinations of `grid`."""
+    if ("grid" in sweep) == ("variants" in sweep):
+        raise ConfigError("give grid or variants, one of them" + (", not both" if "grid" in sweep else ""))
+    if "grid" in sweep:
+        return combinations(mapping(sweep["grid"], "grid"))
+    overrides_of = mapping(sweep["variants"], "variants")
+    if not overrides_of:
         raise ConfigError("variants is empty; give at least one")
-    for name in found:
+    for name in overrides_of:
         if not SAFE.fullmatch(name) or name == COMPARISON:
             raise ConfigError(
-                f"variants has {name!r}, which is to be a folder's name: letters, digits and _.,=+- only, at most 100, "
-                f"no sign but _ at the beginning, and not {COMPARISON}"
+                f"variants has {name!r}, which cannot name a folder; use at most 100 letters, digits and _.,=+-, "
+                f"beginning with a letter, digit or _, and not {COMPARISON}"
             )
-    return {name: mapping(overrides or {}, f"variants.{name}") for name, overrides in found.items()}
+    return {name: mapping(overrides or {}, f"variants.{name}") for name, overrides in overrides_of.items()}
 
 
 def combinations(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every combination of a grid's values, by a name that says which, with keys as short as tells them apart.
+    """All combinations of a grid's values, by names with the shortest unambiguous keys.
 
     >>> list(combinations({"advantage.lam": [0, 1], "optim.lr": [0.1]}))
     ['lam=0,lr=0.1', 'lam=1,lr=0.1']
@@ -188,32 +188,32 @@ def combinations(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"grid.{key} is {values!r}; it must be a list of at least one value")
     if not grid:
         raise ConfigError("grid is empty; give at least one key")
-    found: dict[str, dict[str, Any]] = {}
+    named: dict[str, dict[str, Any]] = {}
     for values in itertools.product(*grid.values()):
         texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
         pairs = zip(short, texts, strict=True)
         name = ",".join(f"{key}={re.sub(r'[^A-Za-z0-9_.+-]+', '-', text).strip('-.') or '-'}" for key, text in pairs)
-        if name in found or not SAFE.fullmatch(name):
-            why = "twice" if name in found else "too long or not a folder's name"
-            raise ConfigError(f"grid gives the name {name} {why}; name its combinations yourself, under variants")
-        found[name] = dict(zip(grid, values, strict=True))
-    return found
+        if name in named or not SAFE.fullmatch(name):
+            why = "twice" if name in named else "too long or not a folder's name"
+            raise ConfigError(f"grid gives the name {name} {why}; name its combinations under variants instead")
+        named[name] = dict(zip(grid, values, strict=True))
+    return named
 
 
 def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with others laid over them; a list takes the place of a list."""
-    found = dict(base)
+    """Nested settings with overrides; a list replaces a list."""
+    settings = dict(base)
     for key, value in overrides.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = merged(found[key], value) if both else value
-    return found
+        both = isinstance(value, dict) and isinstance(settings.get(key), dict)
+        settings[key] = merged(settings[key], value) if both else value
+    return settings
 
 
 def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise `ConfigError` for the first key that is not known, is no group, or is the sweep's own to give."""
+    """Raise `ConfigError` for the first key that is unknown, no group, or set by the sweep itself."""
     for key, value in settings.items():
-        if prefix + key in GIVEN:
-            raise ConfigError(f"{prefix}{key} is given; a sweep gives it itself, from its key {GIVEN[prefix + key]}")
+        if prefix + key in SET_BY_SWEEP:
+            raise ConfigError(f"{prefix}{key} is set by the sweep; use its key {SET_BY_SWEEP[prefix + key]} instead")
         if key not in known:
             if moved := renamed([prefix + key]):
                 raise ConfigError(moved)
@@ -232,14 +232,14 @@ def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], prefix: st
 
 
 def refuse_changed(runs: Sequence[Run]) -> None:
-    """Raise `ConfigError` if a run was begun with other settings than its sweep asks for now."""
+    """Raise `ConfigError` if a run was begun with other settings than the sweep file has now."""
     for run in runs:
         file = run.folder / "config.yaml"
         if not file.is_file():
             continue
         if different := changes(file, run.config):
-            told = ", ".join(f"{key} is {now!r} and was {then!r}" for key, (then, now) in different.items())
+            changed = ", ".join(f"{key} is {now!r} and was {then!r}" for key, (then, now) in different.items())
             raise ConfigError(
-                f"{run.name} in {str(run.folder)!r} was begun with other settings: {told}; give the sweep another dir, "
-                "or move that run away"
+                f"{run.name} in {str(run.folder)!r} was begun with other settings: {changed}; give the sweep another "
+                "dir, or move that run away"
             )

@@ -1,4 +1,4 @@
-"""A sweep at work: its runs as processes, some at a time, until all are done; then their comparison."""
+"""Run a sweep: its runs as processes, some in parallel, then their comparison."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tokencredit.sweep.plan import COMPARISON, Run, refuse_changed
 from tokencredit.sweep.status import estimate, outcome, table, trouble
 
 PAUSE = 0.1
-"""Seconds between two looks at the processes."""
+"""Polling interval of the processes, in seconds."""
 Process = subprocess.Popen[bytes]
 
 
 def show(runs: Sequence[Run], jobs: int) -> None:
-    """Say what `sweep` would do, and how long it would take if the runs that are done tell.
+    """Print the runs and their states, and an estimate of the time left.
 
     Raises:
         ConfigError: a run was begun with other settings.
@@ -45,10 +45,10 @@ def show(runs: Sequence[Run], jobs: int) -> None:
 
 
 def export(runs: Sequence[Run], folder: Path, file: str) -> None:
-    """Write each run's whole configuration into a file of its own, and say what to do with them.
+    """Write each run's whole configuration to its own file, and print how to use them.
 
     Raises:
-        ConfigError: the folder is in use or cannot be made.
+        ConfigError: the folder is not empty, or cannot be made.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--export {str(folder)!r} holds files already; give another folder")
@@ -57,31 +57,31 @@ def export(runs: Sequence[Run], folder: Path, file: str) -> None:
     for run in runs:
         files.write(f"{run.variant}-seed-{run.seed}.yaml", dump_yaml(run.config))
     say(f"{len(runs)} files in {folder}; run each with: tokencredit {runs[0].world.command} --config FILE")
-    say(f"afterwards `tokencredit sweep {file}` does what is missing, and compares")
+    say(f"afterwards `tokencredit sweep {file}` runs what is missing, and compares")
 
 
 def sweep(runs: Sequence[Run], jobs: int, file: str) -> None:
-    """Do all runs that are not finished, then compare all that are, and say what came out.
+    """Train all runs that are not finished, then compare all that are, and print the outcomes.
 
     Args:
-        runs: of one sweep.
-        jobs: how many at a time.
+        runs: runs of one sweep.
+        jobs: number of runs in parallel.
         file: the sweep's file, for messages.
 
     Raises:
         ConfigError: a run was begun with other settings, or its folder cannot be made.
-        RunStopped: at least one run failed; the others were done.
-        KeyboardInterrupt: after Ctrl-C, once the runs have saved.
+        RunStopped: at least one run failed; the others are finished.
+        KeyboardInterrupt: after Ctrl-C, once the runs have written their checkpoints.
     """
     refuse_changed(runs)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if jobs > cores:
-        say(f"--jobs {jobs} is more than this machine's processor cores, {cores}; runs will wait for one another")
+        say(f"--jobs {jobs} exceeds this machine's {cores} CPU cores; runs will slow each other down")
     work = Work(runs, jobs, share(cores, jobs))
-    asked = work.do()
-    if asked:
-        say(f"go on with: tokencredit sweep {file}")
-        if asked == signal.SIGINT:
+    received = work.do()
+    if received:
+        say(f"resume with: tokencredit sweep {file}")
+        if received == signal.SIGINT:
             raise KeyboardInterrupt
         return
     done = [run for run in runs if run.state() == "finished"]
@@ -90,30 +90,30 @@ def sweep(runs: Sequence[Run], jobs: int, file: str) -> None:
     for run, failure in work.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
     if work.failures:
-        raise RunStopped(f"{len(work.failures)} of {len(runs)} runs failed; tokencredit sweep {file} tries them again")
+        raise RunStopped(f"{len(work.failures)} of {len(runs)} runs failed; retry them with: tokencredit sweep {file}")
 
 
 def say(text: str) -> None:
-    """One line, at once, also into a file."""
+    """Print a line and flush it."""
     print(visible(text), flush=True)
 
 
 def home(runs: Sequence[Run]) -> Path:
-    """The folder of a sweep."""
+    """The sweep's folder."""
     return runs[0].folder.parents[1]
 
 
 def share(cores: int, jobs: int) -> dict[str, str]:
-    """The environment of one of several processes that run at a time: its share of the threads, unless that is set."""
+    """The environment of one of several parallel processes, with its share of the threads unless that is set."""
     threads = {"OMP_NUM_THREADS": str(max(1, cores // jobs))} if jobs > 1 else {}
-    return threads | os.environ | {"PYTHONUNBUFFERED": "1"}  # so that what was said last stands last in the log
+    return threads | os.environ | {"PYTHONUNBUFFERED": "1"}  # so that the log ends with the last line printed
 
 
 class Work:
-    """The runs of a sweep that wait, those that are going on, and what went wrong in those that failed."""
+    """The runs of a sweep: waiting, running and failed."""
 
     def __init__(self, runs: Sequence[Run], jobs: int, environment: Mapping[str, str]):
-        """Plan the runs that are not finished, `jobs` at a time."""
+        """Queue the runs that are not finished, to run `jobs` in parallel."""
         self.runs, self.jobs, self.environment = runs, jobs, environment
         self.waiting = [run for run in runs if run.state() != "finished"]
         self.going: dict[Run, Process | None] = {}
@@ -121,40 +121,40 @@ class Work:
         self.failures: dict[Run, str] = {}
 
     def do(self) -> int | None:
-        """Work until nothing is left; the signal that asked to stop before, if one did."""
-        asked = None
+        """Train until nothing is left; returns the signal that stopped it, if any."""
+        received = None
         try:
             with Signals() as signals:
                 while self.going or self.waiting:
-                    if signals.received and not asked:
-                        asked = signals.received
+                    if signals.received and not received:
+                        received = signals.received
                         self.waiting = []
                         self.going = {run: process for run, process in self.going.items() if process}
-                        self.tell(asked)
+                        self.forward(received)
                     while self.waiting and len(self.going) < self.jobs:
                         run = self.waiting.pop(0)
                         self.begin(run)
                         if run in self.going and self.going[run] is None:
-                            say(f"{run.name}: a process that an earlier sweep began is still at it; waiting for it")
+                            say(f"{run.name}: a process of an earlier sweep is still running it; waiting for that")
                     for run, process in list(self.going.items()):
-                        self.look(run, process, stopping=asked is not None)
+                        self.look(run, process, stopping=received is not None)
                     time.sleep(PAUSE)
         except KeyboardInterrupt:  # the second signal: at once
-            self.tell(signal.SIGINT)
+            self.forward(signal.SIGINT)
             for process in filter(None, self.going.values()):
                 process.wait()
             return signal.SIGINT
-        return asked
+        return received
 
     def begin(self, run: Run) -> None:
-        """Start a run's process, unless one that an earlier sweep has left behind is still at it."""
+        """Start a run's process, unless one left behind by an earlier sweep is still running."""
         try:
             self.going[run] = start(run, self.environment)
         except OSError as error:
-            self.end(run, f"cannot begin: {error.strerror} ({error.filename})")
+            self.end(run, f"cannot start: {error.strerror} ({error.filename})")
 
     def look(self, run: Run, process: Process | None, stopping: bool) -> None:
-        """See whether a run has ended."""
+        """Check whether a run has ended."""
         if process is None and run.state() != "finished":
             self.begin(run)
         elif process is None or process.poll() is not None:
@@ -164,7 +164,7 @@ class Work:
             self.end(run, failure)
 
     def end(self, run: Run, failure: str | None) -> None:
-        """Write down and say what became of a run."""
+        """Record and print a run's outcome."""
         self.going.pop(run, None)
         if failure:
             self.failures[run] = failure
@@ -175,17 +175,17 @@ class Work:
         say(f"{run.name}: {failure or outcome(run)}")
         say(f"  {done} of {len(self.runs)} finished; {estimate(self.runs, left, self.jobs)}")
 
-    def tell(self, number: int) -> None:
-        """Pass a signal on; the processes are in sessions of their own, so a terminal's Ctrl-C has not reached them."""
+    def forward(self, number: int) -> None:
+        """Forward a signal: the processes have their own sessions, so a terminal's Ctrl-C does not reach them."""
         for process in filter(None, self.going.values()):
             process.send_signal(number)
 
 
 def start(run: Run, environment: Mapping[str, str]) -> Process | None:
-    """Start a run's process, or None if another one is at it, or has just finished it.
+    """Start a run's process; None if another one is running, or has just finished the run.
 
-    Whoever writes the log holds a lock on it. The lock belongs to the opened file, which the process inherits and this
-    one closes: it lasts exactly as long as the process, however this one ends.
+    The process that writes the log holds a lock on it. The lock belongs to the open file, which the child inherits and
+    this process closes, so it lasts exactly as long as the child.
     """
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("ab") as log:
@@ -196,19 +196,19 @@ def start(run: Run, environment: Mapping[str, str]) -> Process | None:
         state = run.state()
         if state == "finished":
             return None
-        how = ["--resume", str(run.folder)]
+        flags = ["--resume", str(run.folder)]
         if state == "to begin":
             clear(run)
             settings = run.folder.with_name(f"{run.folder.name}.yaml")
             RunFolder(str(settings.parent)).write(settings.name, dump_yaml(run.config))
-            how = ["--config", str(settings), "--run.dir", str(run.folder)]
-        command = [sys.executable, "-m", "tokencredit.cli", run.world.command, *how]
+            flags = ["--config", str(settings), "--run.dir", str(run.folder)]
+        command = [sys.executable, "-m", "tokencredit.cli", run.world.command, *flags]
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, **options, env=environment, start_new_session=True)
 
 
 def clear(run: Run) -> None:
-    """Remove what a process left that was killed before it could be resumed."""
+    """Remove the files of a process that was killed before its run could be resumed."""
     if (run.folder / "config.yaml").is_file():
         shutil.rmtree(run.folder)
     elif run.folder.is_dir():
@@ -216,7 +216,7 @@ def clear(run: Run) -> None:
 
 
 def compare(done: Sequence[Run], out: Path) -> None:
-    """Write the comparison of runs, if there is one."""
+    """Write the comparison of runs, if they can be compared."""
     from tokencredit.report.comparison_page import write_comparison  # Matplotlib and SciPy, at the end only
 
     try:

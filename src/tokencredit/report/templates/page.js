@@ -1,5 +1,5 @@
 const { curves, credit, audited, alternatives, audit } = data;
-const views = [...credit, ...audited]; // an audit is one more iteration
+const views = [...credit, ...audited]; // an audit is listed like an iteration
 const TRUTH = { advantage: "true advantage", value: "true value" };
 
 // Purple to orange, which people with any colour vision tell apart, ever thinner towards the middle.
@@ -14,8 +14,8 @@ const UNITS = {
   advantage: "in units of reward", value: "in units of reward", reward: "in units of reward",
   "true advantage": "in units of reward, from continuations", "true value": "in units of reward, from continuations",
   "log-probability": "nats", "log-ratio": "nats, log π − log reference",
-  "ratio after the update": "around 1, where nothing changed",
-  clipped: "1 where the update's gradient is cut off",
+  "ratio after the update": "around 1, which is no change",
+  clipped: "1 where the update's gradient is clipped",
 };
 const CENTRES = { "ratio after the update": 1 };
 
@@ -109,9 +109,9 @@ function creditView() {
 
   function draw() {
     const quantity = by("quantity").value, centre = CENTRES[quantity] ?? 0;
-    const everywhere = reach(views, quantity), own = by("scale").value === "sample";
-    by("low").textContent = own ? "− its largest" : format(centre - everywhere);
-    by("high").textContent = own ? "+ its largest" : format(centre + everywhere);
+    const shared = reach(views, quantity), own = by("scale").value === "sample";
+    by("low").textContent = own ? "− its largest" : format(centre - shared);
+    by("high").textContent = own ? "+ its largest" : format(centre + shared);
     by("unit").textContent = `${quantity}, ${UNITS[quantity]}`;
     const ramp = by("ramp").getContext("2d");
     ramp.clearRect(0, 0, 256, 1);
@@ -128,8 +128,8 @@ function creditView() {
         const values = sample.numbers[quantity] ?? sample.tokens.map(() => centre);
         return make("div", { className: "sample" },
           make("div", { className: "about" }, make("span", { textContent: `reward ${format(sample.reward)}` }),
-            make("span", { textContent: sample.truncated ? "cut off at the length limit" : `${sample.tokens.length} tokens` })),
-          tokens(sample, values, own ? reach([sample], quantity) : everywhere, centre, (i) => describe(sample, i), sample.numbers[TRUTH[quantity]]),
+            make("span", { textContent: sample.truncated ? "truncated at the length limit" : `${sample.tokens.length} tokens` })),
+          tokens(sample, values, own ? reach([sample], quantity) : shared, centre, (i) => describe(sample, i), sample.numbers[TRUTH[quantity]]),
           // none without a critic
           ...(sample.numbers.value ? [valueLine(sample.numbers.value, sample.numbers["true value"], sample.errors["true value"])] : []));
       }));
@@ -164,10 +164,10 @@ function whatIf() {
       const say = (i) => {
         by("numbers").textContent = `token ${i + 1}, “${sample.tokens[i]}”: advantage ${withError(values[i], error(i))} with ${label}${beside(i)}`;
       };
-      const judged = truth && audit.correlations[label] ? `, correlation with the truth ${withInterval(audit.correlations[label])} over the audit` : "";
+      const correlation = truth && audit.correlations[label] ? `, correlation with true advantages ${withInterval(audit.correlations[label])} over the audit` : "";
       return make("div", { className: "sample" },
         make("div", { className: "about" }, make("b", { textContent: label }),
-          make("span", { textContent: (known.length ? `mean ${format(mean)}, deviation ${format(deviation)}` : "not measured") + judged })),
+          make("span", { textContent: (known.length ? `mean ${format(mean)}, deviation ${format(deviation)}` : "not measured") + correlation })),
         tokens(sample, values, largest(values), 0, say, values === truth ? undefined : truth, truthScale));
     }));
   }

@@ -1,4 +1,4 @@
-"""Diagnosis of a run: problems that its metrics show, each with what to change."""
+"""Diagnosis of a run: problems visible in its metrics, each with what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Finding", "diagnose"]
 
 
 def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
-    """The findings on a run, the weightiest first.
+    """Findings on a run, most important first.
 
     Args:
         metrics: one mapping per iteration, as in metrics.jsonl.

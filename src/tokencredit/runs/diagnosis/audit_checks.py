@@ -1,16 +1,17 @@
-"""Checks of a run's audits; a bound of an interval has to be bad, not its middle, so that chance accuses nobody."""
+"""Checks of a run's audits. They test the bound of an interval, not its middle, so that chance gives no finding."""
 
 from __future__ import annotations
 
 from tokencredit.runs.diagnosis.evidence import Evidence, Finding
 
 FLAT = 0.3
-"""Deviation of a critic's values over that of the true ones, below which it is flat. Measured: `make doctor`."""
+"""Standard deviation of a critic's values relative to the true values, below which it is flat. Measured: `make
+doctor`."""
 GAIN = 0.05
-"""Correlation that another λ would gain, above which it is worth a change."""
+"""Gain in correlation from another λ, above which a change is worthwhile."""
 NOISY = 0.5
-"""Share of noise in the true advantages from which on correlations, and their intervals, are no evidence. Measured: a
-run whose critic was right was accused in an audit with a share of 0.73."""
+"""Share of noise in the true advantages from which on correlations and their intervals are no evidence. Measured: an
+audit with a share of 0.73 gave a false finding on a run with a correct critic."""
 
 
 def critic_worse(run: Evidence) -> Finding | None:
@@ -23,15 +24,14 @@ def critic_worse(run: Evidence) -> Finding | None:
         58,
         "the critic is worse than a constant",
         run.audited(name),
-        "Its values explain less of the true values' variance than one number for all states would: its errors go into "
-        "the advantages.",
+        "Its values are further from the true values than a constant would be, and its errors go into the advantages.",
         "give the critic more steps (critic.epochs), a model of its own (critic.kind: separate) or a head start "
         "(critic.warmup), or lower critic.lr if it overshoots",
     )
 
 
 def critic_flat(run: Evidence) -> Finding | None:
-    """The critic says nearly the same of states whose true values differ."""
+    """The critic predicts nearly the same value for states whose true values differ."""
     name = "audit/spread_high"
     if not run.in_audits(name, lambda high: high < FLAT):
         return None
@@ -39,8 +39,8 @@ def critic_flat(run: Evidence) -> Finding | None:
         "critic_flat",
         56,
         "the critic is flat where values are not",
-        f"{run.audited(name)}; 1 is as varied as the truth",
-        "Its values hardly tell states apart, so no token is credited for what it changed.",
+        f"{run.audited(name)}; 1 is the spread of the true values",
+        "Its values hardly distinguish states, so no token is credited for what it changed.",
         "raise critic.lr or critic.epochs, give the critic a model of its own (critic.kind: separate) or a head start "
         "(critic.warmup), and leave out critic.detach",
     )
@@ -56,9 +56,9 @@ def lam_low(run: Evidence) -> Finding | None:
         54,
         "λ leans on a critic that is wrong: raise it",
         f"{run.audited(name)}, with λ = {lam:g}",
-        "With λ = 1, which relies on the critic least, advantages would correlate better with the true ones by at "
+        "With λ = 1, which relies on the critic least, the correlation with the true advantages would rise by at "
         "least that much.",
-        f"raise advantage.lam{_of_gae(run)}, or mend the critic (critic.epochs, critic.kind: separate)",
+        f"raise advantage.lam{_of_gae(run)}, or improve the critic (critic.epochs, critic.kind: separate)",
     )
 
 
@@ -72,8 +72,8 @@ def lam_high(run: Evidence) -> Finding | None:
         28,
         "λ leans less than it could on a critic that is right: lower it",
         f"{run.audited(name)}, with λ = {lam:g}",
-        "With λ = 0, which relies on the critic alone, advantages would correlate better with the true ones by at "
-        "least that much: the critic knows more than the luck of what was sampled later.",
+        "With λ = 0, which relies on the critic alone, the correlation with the true advantages would rise by at "
+        "least that much: the critic predicts better than the sampled returns.",
         f"lower advantage.lam{_of_gae(run)}",
     )
 
@@ -84,7 +84,7 @@ def _gains(run: Evidence, name: str) -> bool:
 
 
 def _lam(run: Evidence) -> float | None:
-    """The run's λ, lately if it follows the critic; None with an estimator that has none."""
+    """The run's λ, the latest if it follows the critic; None for an estimator without one."""
     name, lam = run.setting("advantage.estimator"), run.setting("advantage.lam")
     if run.setting("advantage.lam_follows"):
         lam = run.last("lam")

@@ -1,4 +1,4 @@
-"""The checks of a run: each compares metrics of the first and of the last iterations, and names what to change."""
+"""Checks of a run: each compares metrics of the first and the last iterations, and names what to change."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tokencredit.runs.history import WINDOW
 Check = Callable[[Evidence], Finding | None]
 
 ROUNDING = 1e-3
-"""Largest `first_ratio_error` that is put down to rounding. Measured in float32: 8e-6."""
+"""Largest `first_ratio_error` attributed to rounding. Measured in float32: 8e-6."""
 
 ROUNDING_IN_BFLOAT16 = 0.2
-"""The same where passes compute in bfloat16. Measured: 8e-3 in the built-in world, 5e-2 with 24 random layers."""
+"""The same in bfloat16. Measured: 8e-3 with the built-in model, 5e-2 with 24 random layers."""
 
 
 def mismatch(run: Evidence) -> Finding | None:
-    """Sampling and training disagree about the probability of the same tokens."""
+    """Sampling and training disagree on the probability of the same tokens."""
     limit = ROUNDING_IN_BFLOAT16 if run.setting("model.dtype") == "bfloat16" else ROUNDING
     if not run.last("first_ratio_error") > limit:
         return None
@@ -28,14 +28,14 @@ def mismatch(run: Evidence) -> Finding | None:
         "sampling and training disagree",
         f"{run.where('first_ratio_error')}; rounding explains {limit:g}",
         "In the first minibatch of an update the policy is the one that sampled, so each ratio must be 1 up to "
-        "rounding. Where it is not, gradients point at something else than the reward.",
+        "rounding. Where it is not, gradients do not follow the reward.",
         "switch dropout off (model.dropout, model.lora.dropout), and look for code that changes the model between "
         "rollout and update",
     )
 
 
 def negative_kl(run: Evidence) -> Finding | None:
-    """The estimate of the KL to the reference is below 0 by more than chance."""
+    """The KL estimate is below 0 by more than chance."""
     if not run.last("kl") < -0.5:
         return None
     return Finding(
@@ -44,14 +44,14 @@ def negative_kl(run: Evidence) -> Finding | None:
         "the KL estimate is negative",
         run.where("kl"),
         "A KL divergence cannot be negative. Tokens were not drawn from the distribution whose log-probabilities were "
-        "recorded, as where sampling and training disagree.",
+        "recorded, as when sampling and training disagree.",
         "look for code that changes the model or the log-probabilities between rollout and update, or take "
         "kl.estimator: full",
     )
 
 
 def not_moved(run: Evidence) -> Finding | None:
-    """The policy is still its reference, up to rounding."""
+    """The policy still equals its reference, up to rounding."""
     moved = run.values("kl", slice(1 + (run.setting("critic.warmup") or 0), None))
     if len(moved) < SETTLED or not max(map(abs, moved)) < 1e-6 * run.last("length"):
         return None
@@ -60,13 +60,13 @@ def not_moved(run: Evidence) -> Finding | None:
         95,
         "the policy has not moved",
         run.where("kl"),
-        "Its KL to the reference is 0 but for rounding, so nothing of it is trained, or its gradient is 0.",
-        "raise optim.lr, see in the metrics whether steps and grad_norm are 0, and check what of the model is frozen",
+        "Its KL to the reference is 0 up to rounding: no parameter is trained, or the gradient is 0.",
+        "raise optim.lr, and check whether the metrics steps and grad_norm are 0 and which parameters are frozen",
     )
 
 
 def all_masked(run: Evidence) -> Finding | None:
-    """Nothing is left in the loss."""
+    """No completion is left in the loss."""
     if not run.last("masked") > 0.99:
         return None
     return Finding(
@@ -74,13 +74,13 @@ def all_masked(run: Evidence) -> Finding | None:
         95,
         "no completion is left in the loss",
         run.where("masked"),
-        "All were cut off at the length limit, and ppo.mask_truncated leaves those out: no step is taken.",
+        "All were truncated, and ppo.mask_truncated masks those out: no step is taken.",
         "raise rollout.max_new_tokens, or leave out ppo.mask_truncated",
     )
 
 
 def degenerate(run: Evidence) -> Finding | None:
-    """The reward rises while the texts fall apart."""
+    """The reward rises while the texts degenerate."""
     if len(run) < SETTLED or not run.gain() > 0.2:
         return None
     signs = {
@@ -90,23 +90,23 @@ def degenerate(run: Evidence) -> Finding | None:
         "length": run.last("length") < 0.4 * run.first("length"),
         "ref_logprob": run.last("ref_logprob") < run.first("ref_logprob") - 2.0,
     }
-    found = [name for name, is_so in signs.items() if is_so]
-    if not found:
+    degraded = [name for name, is_bad in signs.items() if is_bad]
+    if not degraded:
         return None
     return Finding(
         "degenerate",
         85,
         "the reward rises, and the texts fall apart",
-        "; ".join(map(run.where, [run.reward, *found])),
-        "The policy has found texts that the reward likes and people would not: repeated, shortened, or unlike "
+        "; ".join(map(run.where, [run.reward, *degraded])),
+        "The policy has found texts that the reward likes and people would not: repetitive, short, or unlike "
         "anything that the reference would write.",
-        "raise kl.coef or ppo.entropy_coef, lower optim.lr, add a term to the reward that such texts fail, or stop "
+        "raise kl.coef or ppo.entropy_coef, lower optim.lr, add a reward term that penalizes such texts, or stop "
         "earlier (stop.kl, stop.reward)",
     )
 
 
 def kl_runaway(run: Evidence) -> Finding | None:
-    """The policy is far from the reference, and goes on leaving."""
+    """The policy is far from the reference and moving away."""
     if len(run) < SETTLED or not run.last("length") > 0:
         return None
     per_token, half = run.last("kl") / run.last("length"), len(run) // 2
@@ -117,14 +117,13 @@ def kl_runaway(run: Evidence) -> Finding | None:
         75,
         "the KL to the reference runs away",
         f"{run.where('kl')}, {per_token:.2f} nats per token",
-        "The policy no longer writes like the model it came from, and what the reward model says of such texts is a "
-        "guess.",
+        "The policy no longer writes like the model it came from, and reward models are unreliable on such texts.",
         "raise kl.coef, set kl.target, lower optim.lr, or stop earlier (stop.kl)",
     )
 
 
 def entropy_collapse(run: Evidence) -> Finding | None:
-    """Hardly anything is left to chance."""
+    """Sampling has become nearly deterministic."""
     first, last = run.first("entropy"), run.last("entropy")
     if len(run) < SETTLED or not (first > 0.05 and last < 0.1 * first):
         return None
@@ -133,13 +132,13 @@ def entropy_collapse(run: Evidence) -> Finding | None:
         70,
         "the entropy has collapsed",
         run.where("entropy"),
-        "The policy writes the same thing each time, so it explores nothing more.",
+        "The policy writes nearly the same text each time, so it no longer explores.",
         "raise ppo.entropy_coef or kl.coef, or lower optim.lr",
     )
 
 
 def clip_high(run: Evidence) -> Finding | None:
-    """Most tokens leave the trust region."""
+    """Most tokens leave the clip range."""
     if len(run) < WINDOW or not run.last("clip_fraction") > 0.4:
         return None
     return Finding(
@@ -147,13 +146,13 @@ def clip_high(run: Evidence) -> Finding | None:
         55,
         "most of an update is clipped",
         run.where("clip_fraction"),
-        "The policy leaves the range in which the surrogate means anything within a few steps.",
+        "Within a few steps the policy leaves the range in which the surrogate objective is valid.",
         "lower optim.lr, ppo.epochs or ppo.minibatches, or set ppo.target_kl",
     )
 
 
 def clip_low(run: Evidence) -> Finding | None:
-    """Nothing ever reaches the clip range."""
+    """No ratio reaches the clip range."""
     if len(run) < SETTLED or run.setting("algorithm") == "policy_gradient":
         return None
     steps = (run.setting("ppo.epochs") or 1) * (run.setting("ppo.minibatches") or 1)
@@ -178,15 +177,14 @@ def explained_variance(run: Evidence) -> Finding | None:
         50,
         "the critic explains nothing",
         run.where("explained_variance"),
-        "Its values are further from the returns than their own mean would be, so advantages carry more noise than "
-        "without it.",
+        "Its values are further from the returns than their mean is, so advantages carry more noise than without it.",
         "raise critic.lr or critic.coef, give the critic a head start (critic.warmup; critic.pretrain for texts), or "
-        "normalise the score (score.normalize)",
+        "normalize the score (score.normalize)",
     )
 
 
 def pretraining(run: Evidence) -> Finding | None:
-    """The critic learned nothing before the first iteration."""
+    """The critic learned nothing in pretraining."""
     batches, explained = run.first("pretrain/batches"), run.first("pretrain/explained_variance")
     if not (batches > 1 and explained <= 0):
         return None
@@ -195,14 +193,14 @@ def pretraining(run: Evidence) -> Finding | None:
         52,
         "the critic's pretraining was in vain",
         f"pretrain/explained_variance {explained:.3g} after {batches:.0f} batches",
-        "On batches that it had not learned from, its values are no closer to the returns than their mean. It learned "
-        "too little, or nothing in the texts tells their returns apart before the end.",
+        "On new batches, its values are no closer to the returns than their mean. It learned too little, or the "
+        "texts do not predict their returns before the end.",
         "raise critic.pretrain, critic.lr or rollout.batch_size, or take critic.kind: separate",
     )
 
 
 def value_loss(run: Evidence) -> Finding | None:
-    """The value loss grows without end."""
+    """The value loss keeps growing."""
     if len(run) < SETTLED:
         return None
     last, early = run.last("value_loss"), run.mean("value_loss", slice(0, SETTLED))
@@ -213,9 +211,9 @@ def value_loss(run: Evidence) -> Finding | None:
         65,
         "the value loss explodes",
         run.where("value_loss"),
-        "Returns grow faster than the critic can follow; a reward on every step that adds up, or a critic that "
-        "learns from its own values, does this.",
-        "pay the reward at the end, normalise it (score.normalize), lower critic.lr, or set critic.clip",
+        "Returns grow faster than the critic can follow. Rewards on every step that add up can cause this, or a "
+        "critic that bootstraps from its own values.",
+        "pay the reward at the end, normalize it (score.normalize), lower critic.lr, or set critic.clip",
     )
 
 
@@ -229,13 +227,13 @@ def truncated(run: Evidence) -> Finding | None:
         40,
         "most completions are cut off",
         run.where("truncated"),
-        "The reward judges texts without an end, and the policy never learns to finish.",
+        "The reward scores unfinished texts, and the policy never learns to finish.",
         "raise rollout.max_new_tokens" + ("" if handled else ", or set score.missing_eos_penalty"),
     )
 
 
 def constant_term(run: Evidence) -> Finding | None:
-    """A term of the reward says the same of everything."""
+    """A reward term is constant."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
     flat = [name for name in names if len(run) >= WINDOW and run.last(name) < 1e-8]
     if not flat:
@@ -245,13 +243,13 @@ def constant_term(run: Evidence) -> Finding | None:
         80,
         f"the reward's term {flat[0].removeprefix('reward_std/')} does not vary",
         run.where(flat[0]),
-        "It says the same of every completion, so nothing can be learnt from it.",
-        "check what it reads and returns, on a few texts by hand",
+        "It gives every completion the same score, so nothing can be learned from it.",
+        "check its inputs and outputs by hand on a few texts",
     )
 
 
 def dominant_term(run: Evidence) -> Finding | None:
-    """One of several terms decides everything."""
+    """One of several reward terms decides alone."""
     terms = run.setting("reward") or []
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
     if len(run) < WINDOW or len(names) < 2 or len(names) != len(terms):
@@ -265,14 +263,14 @@ def dominant_term(run: Evidence) -> Finding | None:
         "dominant_term",
         35,
         f"the reward's term {largest.removeprefix('reward_std/')} drowns the others",
-        f"{share:.0%} of the terms' weighted deviations; {run.where(largest)}",
-        "What the other terms say hardly changes which completion is the better one.",
-        "lower its weight, or raise that of the others",
+        f"{share:.0%} of the terms' weighted standard deviations; {run.where(largest)}",
+        "The other terms hardly affect which completion is better.",
+        "lower its weight, or raise the others'",
     )
 
 
 def always_clipped(run: Evidence) -> Finding | None:
-    """The gradient is longer than allowed in every step."""
+    """The gradient norm exceeds its limit in every step."""
     limit = run.setting("optim.max_grad_norm")
     norms = run.values("grad_norm", slice(-2 * SETTLED, None))
     if limit is None or len(norms) < 2 * SETTLED or not min(norms) > 2 * limit:
@@ -282,13 +280,13 @@ def always_clipped(run: Evidence) -> Finding | None:
         25,
         "the gradient is always clipped",
         f"{run.where('grad_norm')}; optim.max_grad_norm {limit:g}",
-        "Each step has the same length, whatever the gradient says, so the learning rate alone decides.",
-        "raise optim.max_grad_norm, or lower critic.coef if it is the critic's",
+        "Every gradient is scaled to the same norm, so the learning rate alone sets the step size.",
+        "raise optim.max_grad_norm, or lower critic.coef if the critic dominates it",
     )
 
 
 def flat_reward(run: Evidence) -> Finding | None:
-    """Nothing was learnt."""
+    """The reward has not risen."""
     if len(run) < 2 * SETTLED or not run.gain() < 0.2:
         return None
     return Finding(
@@ -296,13 +294,13 @@ def flat_reward(run: Evidence) -> Finding | None:
         60,
         "the reward has not risen",
         run.where(run.reward),
-        "It ends less than a fifth of one completion's deviation above where it began.",
-        "raise optim.lr, lower kl.coef, take larger batches, and check that the reward can tell good from bad",
+        "It rose by less than a fifth of a single completion's standard deviation.",
+        "raise optim.lr, lower kl.coef, take larger batches, and check that the reward separates good from bad",
     )
 
 
 def still_warming(run: Evidence) -> Finding | None:
-    """The learning rate never got where it should."""
+    """The learning-rate warm-up outlasted the run."""
     warmup = run.setting("optim.warmup") or 0
     if not warmup >= len(run):
         return None
@@ -311,7 +309,7 @@ def still_warming(run: Evidence) -> Finding | None:
         45,
         "the learning rate was still warming up at the end",
         f"optim.warmup {warmup}, iterations {len(run)}",
-        "The run never trained at the rate it was given.",
+        "The run never reached its learning rate.",
         "shorten optim.warmup, or run longer",
     )
 

@@ -1,4 +1,4 @@
-"""Metrics and settings of a run as its checks read them, and the findings that they return."""
+"""Metrics and settings of a run for the checks, and the findings that they return."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tokencredit.runs.jsonl import is_number
 from tokencredit.settings.world import world_of
 
 SETTLED = 10
-"""Iterations before which a run is too young to judge."""
+"""Iterations before which a run is too short to judge."""
 AUDITS = 2
-"""Last audits that a check looks at; a finding needs all of them, so that one interval in many accuses nobody."""
+"""Number of last audits that a check looks at; all must agree, so that one interval by chance gives no finding."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a run."""
+    """A problem of a run."""
 
     name: str
     weight: int
-    """The larger, the more it matters: above 80, the other numbers of the run cannot be trusted."""
+    """Importance; above 80, the run's other numbers cannot be trusted."""
     title: str
     evidence: str
-    """Which metrics, of which iterations."""
+    """Metrics, with iterations."""
     meaning: str
     advice: str
 
     def line(self) -> str:
-        """All in one line, for a run that goes on."""
+        """The finding in one line, for a run in progress."""
         return f"{self.title} ({self.evidence}); {self.advice}"
 
 
 class Evidence:
-    """Metrics of the iterations so far, one column at a time."""
+    """Metrics of the iterations so far, by column."""
 
     def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
         """`config` is the run's configuration in plain dicts."""
@@ -46,7 +46,7 @@ class Evidence:
         self.reward = self.world.headline
 
     def __len__(self) -> int:
-        """Iterations."""
+        """Number of iterations."""
         return len(self.metrics)
 
     def setting(self, key: str) -> Any:
@@ -57,23 +57,23 @@ class Evidence:
         return value
 
     def values(self, name: str, part: slice) -> list[float]:
-        """The finite numbers of a metric in some iterations."""
+        """A metric's finite numbers in some iterations."""
         return list(finite(self.column(name)[part]))
 
     def column(self, name: str) -> Sequence[Any]:
-        """A metric in all iterations; what is no finite number stands for nothing."""
+        """A metric in all iterations; non-finite values count as missing."""
         if isinstance(self.metrics, History):
             return self.metrics.column(name)
         return [row.get(name) for row in self.metrics]
 
     def audits(self) -> list[int]:
-        """Rows of the last audits of a settled run, the newest first."""
+        """Rows of the last audits of a settled run, newest first."""
         column = self.column("audit/noise")
-        found = (row for row in range(len(column) - 1, SETTLED - 2, -1) if is_number(column[row]))
-        return list(islice(found, AUDITS))
+        rows = (row for row in range(len(column) - 1, SETTLED - 2, -1) if is_number(column[row]))
+        return list(islice(rows, AUDITS))
 
     def in_audits(self, name: str, bad: Callable[[float], bool]) -> bool:
-        """True if there are audits, and all of the last ones have a number for a metric that is bad."""
+        """True if there are audits, and in all of the last ones the metric is bad."""
         column = self.column(name)
         numbers = [column[row] for row in self.audits()] if len(column) else []
         return bool(numbers) and all(is_number(x) and bad(x) for x in numbers)
@@ -87,16 +87,16 @@ class Evidence:
         return f"{name} {numbers} in {where} {iterations}"
 
     def mean(self, name: str, part: slice) -> float:
-        """Their mean; NaN if there are none."""
+        """A metric's mean over some iterations; NaN if it has no number there."""
         value = mean(self.values(name, part))
         return math.nan if value is None else value
 
     def first(self, name: str) -> float:
-        """Its mean over the first iterations."""
+        """A metric's mean over the first iterations."""
         return self.mean(name, slice(0, WINDOW))
 
     def last(self, name: str) -> float:
-        """Its mean over the last iterations."""
+        """A metric's mean over the last iterations."""
         return self.mean(name, slice(-WINDOW, None))
 
     def where(self, name: str) -> str:
@@ -107,7 +107,7 @@ class Evidence:
         return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"
 
     def gain(self) -> float:
-        """Rise of the reward in deviations of a single completion at the beginning; NaN if unknown."""
+        """Rise of the reward in standard deviations of a single completion at the start; NaN if unknown."""
         deviation = self.first(self.world.deviation)
         rise = self.last(self.reward) - self.first(self.reward)
         return rise / deviation if deviation > 0 else math.nan
