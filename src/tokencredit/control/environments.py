@@ -193,10 +193,10 @@ def make_envs(
             f"env.id: its observations are {envs.single_observation_space}; "
             "Box, Discrete, MultiDiscrete and Dict are supported"
         )
-    return wrap_copies(envs, args, gamma, training)
+    return wrapped(envs, args, gamma, training)
 
 
-def wrap_copies(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> VectorEnv:
+def wrapped(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> VectorEnv:
     """Add the vector wrappers: episode statistics, flat float32 observations, optional normalisation."""
     envs = RecordEpisodeStatistics(envs, buffer_length=1)
     if not isinstance(envs.single_observation_space, spaces.Box) or len(envs.single_observation_space.shape) != 1:

@@ -1,6 +1,6 @@
-"""How a review speaks of a film as a whole: openings, turns, judgements of its parts, closings.
+"""Phrase templates about a film as a whole: openings, turns, judgements of aspects, closings.
 
-Where phrases come as a pair, the key is the verdict: True for praise, False for blame. Slots: {film}, {genre},
+In dicts of phrases the key is the verdict: True for positive, False for negative. Slots: {film}, {genre},
 {genres}, {theme}; {adj}, {adj2} words for the whole film; {best} "best" or "worst"; {A}, {B} parts that share the
 verdict and {O} a part that goes against it, each with {A_adj}, {A_adj2}, {A_was}, {A_bare} ("sharp script") and
 {A_some} ("a sharp script").
