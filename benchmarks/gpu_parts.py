@@ -222,7 +222,7 @@ class Bench:
             yield self.resumed(shape, batch)
 
     def agreement(self, shape: Shape, trainer: PPOTrainer, on_cpu: ActorCritic) -> Iterator[Row]:
-        """The same uniforms with both caches and on a CPU; the same texts in both dtypes."""
+        """Sampling accuracy: the same uniforms with both caches and on a CPU; the same texts in both dtypes."""
         settings = trainer.args.rollout
         prompts, uniforms = trainer.stream.take()
         engine = trainer.pipeline.engine
@@ -400,7 +400,7 @@ class Bench:
         yield from self.decoded(shape, trainer, "compiled static cache")
 
     def side_by_side(self) -> Iterator[Row]:
-        """The same work by other code: a bare training step, and Transformers' samplers with bfloat16 weights."""
+        """Reference times of the same work: a bare training step, and Transformers' samplers with bfloat16 weights."""
         shape, new = self.size.main, self.size.compared
         lm = self.model(shape)
         yield self.bare_step(shape, lm)

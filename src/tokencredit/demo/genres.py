@@ -271,7 +271,7 @@ GENRES = (
     ),
 )
 
-# Whom a story follows, with the pronoun that later sentences use.
+# Leads of the plots, with the pronoun that later sentences use.
 LEADS = (
     *(
         (name, "he")
