@@ -1,9 +1,9 @@
 """How fast is GAE? `python benchmarks/advantages.py` prints a table against the usual loop over time.
 
-The loop is the one that most PPO code has: one Python step a time step, on a column of all rows. It is given what it
-needs in the simplest form, [batch, time] without masks or flags; `gae` is measured on the same, and again with a mask,
-which the loop does without. Each shape is measured in rounds, every contestant once a round, so that whatever else
-the machine does falls on all of them; a row shows medians, and the ratio is the median of the rounds' ratios.
+The loop is that of most PPO code: one Python iteration per time step, on a column of all rows. Its inputs are plain
+[batch, time] tensors without masks or flags; `gae` is measured on the same inputs, and again with a mask. Each shape is
+measured in rounds, every contestant once per round, so that other load on the machine affects all of them; a row shows
+medians, and the ratio is the median of the rounds' ratios.
 
 Measured with one thread and with all. On a busy machine only the first means much: PyTorch splits work on large tensors
 over its threads and waits for the slowest, while the loop's columns are too short to be split.
@@ -44,8 +44,8 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def warm_up_allocator() -> None:
-    """Bring the C allocator to where any training run has it: keeping the memory of large tensors instead of
-    handing it back to the system after every call, which would be most of what is measured."""
+    """Warm up the C allocator, so that it keeps the memory of large tensors as in a training run; returning it to the
+    system after every call would dominate the measurement."""
     for _ in range(3):
         torch.ones(8 * 2**20 - 4096)
 
@@ -73,7 +73,7 @@ def compare(shape: tuple[int, int], rounds: int) -> None:
 
 
 def linearity(rounds: int) -> None:
-    """Nanoseconds an element, which would be the same on every line if time were exactly linear."""
+    """Print nanoseconds per element, which are constant if time is exactly linear."""
     inputs = {shape: torch.randn(2, *shape) for shape in LINEARITY}
     times: dict[tuple[int, int], list[float]] = {shape: [] for shape in LINEARITY}
     for _ in range(rounds + 2):
@@ -81,7 +81,7 @@ def linearity(rounds: int) -> None:
             times[shape].append(seconds(lambda r=rewards, v=values: gae(r, v, gamma=GAMMA, lam=LAM)))
     for shape, measured in times.items():
         element = statistics.median(measured[2:]) / (shape[0] * shape[1])
-        print(f"{shape[0]:>5} × {shape[1]:>6,} {element * 1e9:>10.2f} ns an element")
+        print(f"{shape[0]:>5} × {shape[1]:>6,} {element * 1e9:>10.2f} ns per element")
 
 
 def main() -> None:

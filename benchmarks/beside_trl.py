@@ -3,9 +3,9 @@
     TRL_PYTHON benchmarks/beside_trl.py [--seeds 1 2 3 4 5]
 
 Runs in an environment with `torch==2.13.0 trl==1.9.2`, with the main job's settings: 40 iterations of 64 completions of
-24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that falls, λ = 0.95, a KL price of 0.05. What differs: TRL has one
-rate for policy and critic, which falls to 0 without a warm-up, a critic of the policy's size that starts from it, and
-no clip of the gradient. Figures go to benchmarks/findings-data/beside-trl.json; runs that stand there are kept.
+24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, λ = 0.95, a KL coefficient of 0.05. Differences: TRL
+uses one rate for policy and critic, which decays to 0 without a warm-up, a critic of the policy's size, initialised
+from it, and no gradient clipping. Figures go to benchmarks/findings-data/beside-trl.json; runs already there are kept.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WORLD = Path(__file__).parents[1] / "src" / "tokencredit" / "demo" / "reviews"
 PROMPT = "This movie was really"
 ITERATIONS, BATCH, TOKENS = 40, 64, 24
 PADDING = 255
-"""A byte that no review holds: the policy gives it 1e-8 per token."""
+"""A byte that occurs in no review; the policy gives it probability 1e-8 per token."""
 
 
 class Judge(nn.Module):
-    """The world's classifier in the form that TRL asks for: a backbone whose hidden state `score` turns into a reward.
+    """The built-in classifier in TRL's form: a backbone, and a `score` layer from hidden states to rewards.
 
     The classifier has a vocabulary of its own, so texts are decoded and read anew, as Tokencredit does.
     """
@@ -54,7 +54,7 @@ class Judge(nn.Module):
         self.words, self.tokenizer = AutoTokenizer.from_pretrained(WORLD / "sentiment"), tokenizer
 
     def backbone(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> SimpleNamespace:
-        """P(negative), which the main job rewards, as a hidden state `[batch, time, 1]` of the same at every token."""
+        """P(negative), the main job's reward, as a hidden state `[batch, time, 1]`, equal at every token."""
         rows = zip(input_ids, attention_mask.bool(), strict=True)
         texts = [self.tokenizer.decode(ids[own], skip_special_tokens=True) for ids, own in rows]
         logits = self.classifier(**self.words(texts, return_tensors="pt", padding=True, truncation=True)).logits
@@ -76,10 +76,10 @@ class Course(TrainerCallback):
 
 
 def run(seed: int, folder: str) -> dict[str, list[float]]:
-    """Train once; returns the course of the run."""
+    """Train once; returns the metrics per iteration."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(WORLD / "policy", padding_side="left")
-    # TRL takes padding away from texts, so the end of text cannot be it, as in the world, nor a token that is sampled.
+    # TRL strips padding from texts, so padding can be neither the end-of-text token nor any token that is sampled.
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PADDING)
     policy, reference, critic = (
         kind.from_pretrained(WORLD / "policy", dtype=torch.float32, **options)
@@ -132,7 +132,7 @@ def run(seed: int, folder: str) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    """Do the runs that are missing."""
+    """Run the missing seeds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What do agents reach? `python benchmarks/control.py --keep FOLDER` prints a table beside Stable-Baselines3.
+"""Returns of trained agents: `python benchmarks/control.py --keep FOLDER` prints a table beside Stable-Baselines3.
 
 Each recipe of `recipes/control/` is run with each seed, a process with one thread each, as many at once as `--jobs`
 says; where a comparison is wanted, Stable-Baselines3's PPO runs with the same networks and settings. A result is the
@@ -31,7 +31,7 @@ CLEANRL = {  # its documentation's tables; the environments there are those of v
 
 
 def ours(config: ControlConfig, folder: Path) -> dict[str, float]:
-    """A recipe, as the command runs it."""
+    """Train a recipe, as the command does."""
     from tokencredit.control.trainer import ControlTrainer
 
     config.run.dir, config.run.trackers = str(folder), []
@@ -41,7 +41,7 @@ def ours(config: ControlConfig, folder: Path) -> dict[str, float]:
 
 
 def theirs(config: ControlConfig, folder: Path) -> dict[str, float]:
-    """The same with Stable-Baselines3."""
+    """Train a recipe with Stable-Baselines3."""
     import stable_baselines3 as sb3
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
@@ -85,7 +85,7 @@ def theirs(config: ControlConfig, folder: Path) -> dict[str, float]:
 
 
 def one(name: str, library: str, seed: int, keep: Path) -> None:
-    """Run once, and write down what was reached."""
+    """Run once, and record the returns."""
     import torch
 
     torch.set_num_threads(1)
@@ -97,14 +97,14 @@ def one(name: str, library: str, seed: int, keep: Path) -> None:
 
 
 def spread(results: list[dict[str, float]], key: str) -> str:
-    """Mean and deviation over seeds, and each seed."""
+    """Mean and standard deviation over seeds, and each seed's result."""
     values = [result[key] for result in results]
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.1f} ± {deviation:.1f} ({', '.join(f'{x:.1f}' for x in values)})"
 
 
 def verdict(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
-    """What was wanted of every seed, or beside the other library, and whether it is so."""
+    """The target, per seed or relative to the other library, and whether it was met."""
     own = [result["return"] for result in runs["ours"]]
     if name in COMPARED:
         met = statistics.mean(own) >= statistics.mean(result["return"] for result in runs["theirs"])

@@ -1,7 +1,7 @@
-"""Environment steps a second beside Stable-Baselines3: `python benchmarks/control_speed.py`.
+"""Environment steps per second, compared with Stable-Baselines3: `python benchmarks/control_speed.py`.
 
-Both learn in this process and take turns, some iterations each; the table shows medians, and the ratio is the median of
-the turns' ratios. Settings are the same: environments, network, batch, epochs, minibatches, optimiser. Both are given
+Both train in this process and take turns, some iterations each; the table shows medians, and the ratio is the median of
+the turns' ratios. Settings are the same: environments, network, batch, epochs, minibatches, optimiser. Both use
 one thread: these networks are too small for two.
 """
 
@@ -21,7 +21,7 @@ from tokencredit.control.trainer import ControlTrainer
 from tokencredit.settings.control import AgentCriticConfig, ControlConfig, EnvConfig
 from tokencredit.settings.training import AdvantageConfig, RunConfig, UpdateConfig
 
-# id, copies, steps, epochs, minibatches, iterations a turn, wanted ratio
+# id, copies, steps, epochs, minibatches, iterations per turn, target ratio
 SETTINGS = [
     ("CartPole-v1", 4, 128, 4, 4, 20, 2.0),
     ("CartPole-v1", 40, 128, 4, 4, 4, None),
@@ -30,7 +30,7 @@ SETTINGS = [
 
 
 def ours(folder: Path, env: str, copies: int, steps: int, epochs: int, minibatches: int) -> Callable[[int], None]:
-    """Some iterations of this library."""
+    """Prepare this library; the result runs some iterations."""
     trainer = ControlTrainer(
         ControlConfig(
             env=EnvConfig(env, number=copies),
@@ -50,7 +50,7 @@ def ours(folder: Path, env: str, copies: int, steps: int, epochs: int, minibatch
 
 
 def theirs(env: str, copies: int, steps: int, epochs: int, minibatches: int) -> Callable[[int], None]:
-    """Some iterations of Stable-Baselines3."""
+    """Prepare Stable-Baselines3; the result runs some iterations."""
     batch = copies * steps
     model = sb3.PPO(
         "MlpPolicy",
@@ -83,7 +83,7 @@ def main() -> None:
                 theirs(env, copies, steps, epochs, minibatches),
             ]
             rates: list[list[float]] = [[], []]
-            for turn in range(turns + 1):  # the first warms up
+            for turn in range(turns + 1):  # the first is a warm-up
                 for run, rate in zip(contestants, rates, strict=True):
                     started = time.perf_counter()
                     run(iterations)

@@ -48,9 +48,9 @@ VARIANTS = {
     f"LoRA, rank {RANK}, separate critic": Setup("separate", lora_rank=RANK),
 }
 USABLE = 0.9
-"""Share of a card's memory that settings may fill by the formula."""
+"""Share of a GPU's memory that settings may use, by the formula."""
 CARDS = (8, 24, 80, 141)
-"""Memory of cards, in GB."""
+"""Memory of GPUs, in GB."""
 MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
 MFU = 0.4
 STAGES = ("rollout", "re-evaluation", "reference", "update")
@@ -63,7 +63,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def giga(size: float) -> str:
-    """Bytes in GB."""
+    """Format bytes as GB."""
     return f"{size / 1e9:.2f}" if size < 1e9 else f"{size / 1e9:.1f}"
 
 
@@ -135,7 +135,7 @@ def results_tables() -> dict[str, str]:
 
 
 def choose(shape: Shape, card: float, critic: Literal["shared", "separate"], batch: Batch) -> Setup | None:
-    """The first settings that fit into a card's GB; None if none does.
+    """The first settings that fit into a GPU's memory, in GB; None if none does.
 
     The whole model comes before LoRA, smaller micro-batches before checkpointing; a micro-batch holds the longest row.
     """
@@ -185,7 +185,7 @@ def docs_tables() -> dict[str, str]:
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """The page with each table between its two comments."""
+    """Insert each table between its two comments in the page."""
     for name, text in tables.items():
         pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page, places = pattern.subn(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
@@ -195,7 +195,7 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print tables, or write them into their pages."""
+    """Print the tables, or write them into their pages."""
     if "--write" in arguments:
         for page, tables in ((RESULTS, results_tables()), (DOCS, docs_tables())):
             page.write_text(fill(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -35,7 +35,7 @@ class Shape:
     mlp: int
     positions: int
     tied: bool = True
-    """The input embedding is the output projection."""
+    """The input embedding is tied to the output projection."""
 
     @property
     def queries(self) -> int:
@@ -81,9 +81,9 @@ class Device(NamedTuple):
 
 
 H200 = Device(141e9, 4.8e12, 989e12)
-"""By its datasheet."""
+"""By the datasheet."""
 COPY = H200._replace(bandwidth=4.3e12)
-"""The same with the bandwidth that copies reach."""
+"""With the bandwidth that copies reach."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """Tokens that a pass reads per row: no pass reads the last one."""
+        """Tokens per row in a forward pass: the last one is never an input."""
         return self.prompt + self.new - 1
 
     @property
@@ -109,7 +109,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that decide what is computed and kept."""
+    """The settings that determine computation and memory."""
 
     critic: Literal["shared", "separate", "none"] = "shared"
     lora_rank: int = 0
@@ -233,7 +233,7 @@ def iteration_flops(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float
 
 
 def decode_weight_bytes(shape: Shape) -> int:
-    """Weights read per decoding step, in bfloat16, each once: trunk matrices and vocabulary projection."""
+    """Bytes of weights read per decoding step, in bfloat16, each once: trunk matrices and vocabulary projection."""
     return HALF * (trunk_matrices(shape) + projection(shape))
 
 
@@ -312,20 +312,20 @@ def head_activation_bytes(shape: Shape) -> int:
 
 
 def frozen_bytes(shape: Shape) -> int:
-    """A frozen model: the trunk's matrices in bfloat16; embeddings, projection, biases and norms in float32."""
+    """Bytes of a frozen model: trunk matrices in bfloat16; embeddings, projection, biases and norms in float32."""
     half = trunk_matrices(shape)
     return HALF * half + FLOAT * (parameters(shape) - half)
 
 
 def trained_parameters(shape: Shape, setup: Setup) -> int:
-    """Parameters that are trained: model or adapter, value head, trunk of a separate critic."""
+    """Number of trained parameters: model or adapter, value head, trunk of a separate critic."""
     model = lora_parameters(shape, setup.lora_rank) if setup.lora_rank else parameters(shape)
     head = 0 if setup.critic == "none" else head_parameters(shape)
     return model + head + (trunk_parameters(shape) if setup.critic == "separate" else 0)
 
 
 def memory(shape: Shape, batch: Batch, setup: Setup) -> dict[str, dict[str, float]]:
-    """Bytes by part: `kept` all the time, beside them those of `update`, `sampling` or `scoring`.
+    """Bytes by part: `kept` throughout, and in addition those of `update`, `sampling` or `scoring`.
 
     Left out are reward models, the CUDA context (about half a GB) and memory that is fragmented.
     """
@@ -367,7 +367,7 @@ def memory(shape: Shape, batch: Batch, setup: Setup) -> dict[str, dict[str, floa
 
 
 def peak(parts: Mapping[str, Mapping[str, float]]) -> float:
-    """Largest memory: what is kept, and the largest of the stages."""
+    """Peak memory: the kept part plus the largest stage."""
     kept, *stages = (sum(part.values()) for part in parts.values())
     return kept + max(stages)
 

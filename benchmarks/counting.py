@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TO_PYTHON = {"item", "tolist", "numpy", "cpu", "is_nonzero"}
 TO_PYTHON |= {"__bool__", "__int__", "__float__", "__index__", "__array__"}
-"""Methods of a tensor that hand its numbers to Python."""
+"""Tensor methods that copy numbers to Python."""
 SIZED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
-"""Operations whose result's size, or whose answer, is known only when they have run."""
+"""Operations with a data-dependent output size or result."""
 WITHOUT_KERNEL = {"detach", "alias", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -44,7 +44,7 @@ class Counts:
             mode.__exit__(*error)
 
     def sync(self, name: str) -> None:
-        """Note a sync at the nearest line of Python that is not PyTorch's."""
+        """Record a sync at the nearest Python line outside PyTorch."""
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and __file__ != f.filename]
         where = frames[-1]
         self.syncs[f"{name} at {'/'.join(where.filename.split('/')[-3:])}:{where.lineno}"] += 1
@@ -57,11 +57,11 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name == "tensor" and (kwargs or {}).get("device") is not None:  # Python waits until a GPU has copied them
+        if name == "tensor" and (kwargs or {}).get("device") is not None:  # Python waits for the copy to the GPU
             self.counts.sync(name)
         if name in TO_PYTHON and args and isinstance(args[0], Tensor):
             self.counts.sync(name)
-            self.counts._inside = True  # the operations beneath are this sync
+            self.counts._inside = True  # nested operations belong to this sync
             try:
                 return function(*args, **(kwargs or {}))
             finally:

@@ -1,4 +1,4 @@
-"""Train every family of causal language models that the installed Transformers knows: a table.
+"""Train a tiny model of every causal language model family in the installed Transformers, and print a table.
 
     python benchmarks/families.py [FAMILY ...] [--write FILE]
 
@@ -43,9 +43,9 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.loading import resolve
 
 SECONDS = 60
-"""Longest time of a family."""
+"""Time limit per family."""
 LARGEST = 4_000_000
-"""Most parameters of a model that is still tiny."""
+"""Largest number of parameters of a tiny model."""
 TOLERANCE = 1e-3
 """Largest error, in nats or of a ratio, of a family that trains."""
 TEMPERATURE = 0.8
@@ -95,11 +95,11 @@ EXTRA: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 16, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Settings that a family needs beside `SIZES`."""
+"""Settings that a family needs in addition to `SIZES`."""
 
 
 class Row(NamedTuple):
-    """What came of a family."""
+    """Result of a family."""
 
     family: str
     result: str
@@ -112,7 +112,7 @@ class Row(NamedTuple):
 
 
 def main() -> None:
-    """Measure the families of the command line, or all, and write the table."""
+    """Measure the families given on the command line, or all, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     parser.add_argument("--write", type=Path, help="File for the table.")
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def measure(family: str, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Build, sample from and train a family's model; whatever goes wrong is in the row."""
+    """Build, sample from and train a family's model; errors go into the row."""
     try:
         with time_limit():
             lm = build(family, tokenizer)
@@ -168,7 +168,7 @@ def measure(family: str, tokenizer: PreTrainedTokenizerBase) -> Row:
 
 
 def build(family: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A random model of a family, with weights large enough for each token to count."""
+    """A random model of a family, with weights large enough that every token matters."""
     config = tiny(CONFIG_MAPPING[family])
     ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": 0}
     for part in (config, config.get_text_config()):
@@ -184,14 +184,14 @@ def build(family: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.3)
     with torch.no_grad():
-        lm.eval()(input_ids=torch.tensor([[300, 301, 302]]))  # sizes that do not fit are a fault of this program
+        lm.eval()(input_ids=torch.tensor([[300, 301, 302]]))  # invalid sizes are an error of this program
     if lm.generation_config is not None:
         lm.generation_config.eos_token_id = list(range(len(tokenizer) // 8))  # so that rows end early
     return lm
 
 
 def tiny(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The configuration of a small model, and those of its parts."""
+    """Configuration of a small model, and of its sub-models."""
     default = kind()
     names = vars(default).keys() | type(default).attribute_map.keys()
     sizes = {name: size for name, size in SIZES.items() if name in names}
@@ -245,7 +245,7 @@ def own_error(lm: PreTrainedModel, rollout: Rollout) -> float:
 
 
 def table(rows: list[Row], counts: Counter[str]) -> str:
-    """The rows as a page."""
+    """Format the rows as a Markdown page."""
     versions = (
         f"Python {platform.python_version()}, PyTorch {torch.__version__}, Transformers {transformers.__version__}"
     )
@@ -266,7 +266,7 @@ def table(rows: list[Row], counts: Counter[str]) -> str:
 
 
 def brief(error: Exception) -> str:
-    """An error in a line."""
+    """Format an error on one line."""
     text = " ".join(str(error).replace("|", "/").split())
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     return kind + (text if len(text) <= 300 else text[:297] + "...")
@@ -274,7 +274,7 @@ def brief(error: Exception) -> str:
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """Raise `TimeoutError` in what takes longer than a family may."""
+    """Raise `TimeoutError` when a family exceeds its time limit."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} s")

@@ -1,6 +1,6 @@
 """The figures and tables of docs/findings.md, from the metrics in benchmarks/findings-data/ (`make findings`).
 
-benchmarks/study.py runs what they are of and keeps them there.
+benchmarks/study.py runs the studies and stores the metrics there.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ DATA = HERE / "findings-data"
 PAGE = HERE.parent / "docs" / "findings.md"
 FIGURES = HERE.parent / "docs" / "figures"
 LATELY = 5
-"""Iterations of the mean that the study of true credit takes."""
+"""Iterations averaged in the study of true credit."""
 LAST = 10
-"""Iterations at the end whose mean counts as what came out."""
+"""Number of final iterations averaged as the result."""
 
 Run = Mapping[str, list[float | None]]
 Study = Mapping[str, Mapping[str, Run]]
 """Variants, seeds, metrics."""
 Columns = Mapping[str, tuple[Callable[[Run, str], float], str]]
-"""Of a table: a title, a measure of a run, and the metric that it measures."""
+"""A table column: title, measure of a run, and the metric that it measures."""
 
 
 def read(study: str) -> Study:
-    """A study that was kept."""
+    """Load a stored study."""
     return json.loads((DATA / f"{study}.json").read_text(encoding="utf-8"))
 
 
@@ -57,12 +57,12 @@ def early(run: Run, metric: str) -> float:
 
 
 def first(run: Run, metric: str) -> float:
-    """What the first iteration says, before anything is learned."""
+    """The value of the first iteration, before any training."""
     return average(run[metric][:1])
 
 
 def peak(run: Run, metric: str) -> float:
-    """The largest of all iterations."""
+    """The maximum over all iterations."""
     return max((value for value in run.get(metric, []) if value is not None), default=math.nan)
 
 
@@ -110,7 +110,7 @@ def unsteadiness(run: Run, metric: str) -> float:
 
 
 def figures(study: Study, variant: str, measure: Callable[[Run, str], float], metric: str) -> list[float]:
-    """A measure of each run of a variant, where it is known."""
+    """A measure of each run of a variant, where defined."""
     values = [measure(run, metric) for run in study[variant].values()]
     return [value for value in values if math.isfinite(value)]
 
@@ -133,7 +133,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, flo
 
 
 def number(value: float, digits: int = 3, sign: str = "") -> str:
-    """So many digits, and no exponent: 0.0123, 1,230."""
+    """Format with this many digits and no exponent: 0.0123, 1,230."""
     return f"{float(f'{value:.{digits}g}'):{sign},.10g}"
 
 
@@ -142,7 +142,7 @@ def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
     cells = []
     for measure, metric in columns.values():
         mean, half = interval(figures(study, variant, measure, metric))
-        shown = number(mean) if math.isfinite(mean) else "–"  # nothing, where there is no reference to ask
+        shown = number(mean) if math.isfinite(mean) else "–"  # no figure without a reference model
         cells.append(shown + (f" ± {number(half, 2)}" if math.isfinite(half) else ""))
     if base is not None:
         cells.append("" if variant == base else less(study, variant, base, *next(iter(columns.values()))))
@@ -150,7 +150,7 @@ def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
 
 
 def less(study: Study, variant: str, other: str, measure: Callable[[Run, str], float], metric: str) -> str:
-    """How much more one variant has of a figure than another, with the interval where there is one; * is without 0."""
+    """Difference of a figure between two variants, with its interval; * marks intervals that exclude 0."""
     delta, low, high = difference(figures(study, variant, measure, metric), figures(study, other, measure, metric))
     if not math.isfinite(low):
         return number(delta, sign="+")
@@ -158,7 +158,7 @@ def less(study: Study, variant: str, other: str, measure: Callable[[Run, str], f
 
 
 def table(study: Study, columns: Columns, base: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> str:
-    """All variants, a line each.
+    """All variants, one per line.
 
     With a base, the last column is the first figure's difference to it; each of `pairs` adds a line, whose every figure
     is the first one's less the second one's.
@@ -173,7 +173,7 @@ def table(study: Study, columns: Columns, base: str | None = None, pairs: Sequen
 
 
 def draw(study: Study, metric: str, name: str, base: str | None, title: str, log: bool = False) -> None:
-    """Small pictures beside one another, a variant each: every run a line, and the base's mean behind them."""
+    """Small multiples, one per variant: a line per run, and the base's mean behind them."""
     variants = [variant for variant in study if variant != base]
     across = min(5, len(variants))
     down = -(-len(variants) // across)
@@ -199,13 +199,13 @@ def draw(study: Study, metric: str, name: str, base: str | None, title: str, log
 
 
 def mean_curve(runs: Mapping[str, Run], metric: str) -> np.ndarray:
-    """The mean over runs, as far as the shortest goes."""
+    """The mean over runs, up to the length of the shortest."""
     shortest = min(len(run[metric]) for run in runs.values())
     return np.mean([np.array(run[metric][:shortest], dtype=float) for run in runs.values()], axis=0)
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """The page with each table between its two comments."""
+    """Insert each table between its two comments in the page."""
     for name, text in tables.items():
         pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page, places = pattern.subn(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
@@ -253,7 +253,7 @@ def draw_truth(study: Study) -> None:
 
 
 def smooth(values: Sequence[float | None]) -> list[float]:
-    """Means over five iterations, fewer at the beginning."""
+    """Running means over five iterations, fewer at the start."""
     return [average(values[max(0, end - LATELY) : end]) for end in range(1, len(values) + 1)]
 
 
@@ -307,7 +307,7 @@ def estimate(values: Sequence[float]) -> str:
 
 def draw_planted(study: Study) -> None:
     """The share of the credit on the deciding word by the length of the texts, a line per method."""
-    plt.rcParams["svg.hashsalt"] = "planted-credit"  # the same file every time
+    plt.rcParams["svg.hashsalt"] = "planted-credit"  # reproducible file
     picture, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
     methods, truth = by_length(study), exact_shares(study)
     exact = [float(np.mean(values)) for values in truth.values()]
@@ -343,7 +343,7 @@ Studies = Mapping[str, Study]
 
 
 def studies() -> Studies:
-    """All studies that were kept."""
+    """All stored studies."""
     return {path.stem: read(path.stem) for path in DATA.glob("*.json")}
 
 
@@ -463,7 +463,7 @@ def tables(found: Studies) -> dict[str, str]:
 
 
 def main() -> int:
-    """Draw all figures and fill all tables."""
+    """Draw all figures and fill in all tables."""
     found = studies()
     draw_truth(found["truth"])
     draw(found["negative-sentiment"], "reward", "kl", "base", "reward (grey: mean of base)")
@@ -487,7 +487,7 @@ def main() -> int:
 
 
 def texts(study: Study) -> str:
-    """The last kept completion of each run; as code, since nobody has checked them."""
+    """The last stored completion of each run; as code, since nobody has checked them."""
     rows = ["| variant | the last completion of each seed |", "|---|---|"]
     for variant, runs in study.items():
         last = [run["last_text"] for run in runs.values()]

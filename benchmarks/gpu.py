@@ -1,4 +1,4 @@
-"""How exact, how fast and in how much memory is PPO on a GPU? One command, at most 8 minutes, a table.
+"""Accuracy, speed and memory of PPO on a GPU: one command, at most 8 minutes, a table.
 
     python benchmarks/gpu.py [--out gpu.json] [--size full] [--minutes 8] [--parts …] [--wheels FOLDER]
     python benchmarks/gpu.py --table gpu.json
@@ -6,7 +6,7 @@
 It needs PyTorch, Transformers, Accelerate, PEFT and Rich, and this checkout, which need not be installed; no network.
 `--wheels` first installs the wheels of a folder, for a machine that lacks one. Models have random weights and the
 public shapes of costs.py; completions never end early. Each row is printed and written to `--out` as soon as it is
-measured. Parts that no time is left for are named. gpu_parts.py has the measurements; `--size smallest`, the
+measured. Parts skipped for lack of time are named. gpu_parts.py has the measurements; `--size smallest`, the
 default without a GPU, runs every part on tiny models. `--table` prints a file's rows in Markdown, for RESULTS.md.
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measured(bench: object, part: str) -> Iterator[dict]:
-    """The rows of a part; what it raises is its last one, and the next part begins anew."""
+    """The rows of a part; an exception becomes its last row, and the next part starts afresh."""
     try:
         for row in getattr(bench, part)():
             yield {"part": part, **row._asdict()}
@@ -79,7 +79,7 @@ def measured(bench: object, part: str) -> Iterator[dict]:
 
 
 def line(row: dict) -> str:
-    """A row as text."""
+    """Format a row as text."""
     return cells(row["part"], *texts(row))
 
 
@@ -93,13 +93,13 @@ def texts(row: dict) -> tuple[str, str, str, str, str]:
 
 
 def table(results: dict) -> str:
-    """The rows of a file as a table."""
+    """Format the rows of a file as a table."""
     header = [", ".join(results["machine"].values()), "", "| model | | | | goal |", "|---|---|---|---|---|"]
     return "\n".join([*header, *(f"| {' | '.join(texts(row))} |" for row in results["rows"])])
 
 
 def cells(*texts: str) -> str:
-    """Texts in columns."""
+    """Format texts in columns."""
     return "  ".join(f"{text:{width}}" for text, width in zip(texts, WIDTHS, strict=True)).rstrip()
 
 
@@ -118,7 +118,7 @@ def machine() -> dict[str, str]:
 
 
 def install(folder: Path) -> None:
-    """Install the wheels of a folder where this process alone finds them."""
+    """Install the wheels of a folder for this process only."""
     target = tempfile.mkdtemp()
     options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--target", target]
     wheels = [str(wheel) for wheel in sorted(folder.glob("*.whl"))]

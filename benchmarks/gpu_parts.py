@@ -1,4 +1,4 @@
-"""The measurements of gpu.py, a method per part."""
+"""The measurements of gpu.py, one method per part."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 class Row(NamedTuple):
-    """A measurement; `met` tells whether its goal is reached."""
+    """A measurement; `met` is true if its goal is reached."""
 
     model: str
     name: str
@@ -77,11 +77,11 @@ class Size:
     others: tuple[Shape, ...]
     small: tuple[Shape, ...]
     batch: Batch
-    """Of iterations; a minibatch is one micro-batch."""
+    """Shape of iterations; a minibatch is one micro-batch."""
     new: int
     """Tokens of the decoding row."""
     compared: int
-    """Tokens per completion beside other samplers."""
+    """Tokens per completion in comparisons with other samplers."""
     repeats: int
     growth: int
 
@@ -113,7 +113,7 @@ SIZES = {
 
 
 class PeakMemory(Callback):
-    """Peak of allocated bytes in each stage, on a GPU."""
+    """Peak allocated bytes of each stage, on a GPU."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
@@ -135,18 +135,18 @@ class Bench:
         self.runs = 0
 
     def release(self) -> None:
-        """Free what the last part held."""
+        """Free the memory of the last part."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
 
     def wait(self) -> None:
-        """Let the device finish."""
+        """Synchronise the device."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], Any], repeats: int | None = None) -> float:
-        """Median time of a call after one to warm up."""
+        """Median time of a call, after one warm-up call."""
         run()
         times = []
         for _ in range(repeats or self.size.repeats):
@@ -194,11 +194,11 @@ class Bench:
         )
 
     def iterations(self, trainer: PPOTrainer, count: int) -> list[dict[str, float]]:
-        """Metrics of iterations after one to warm up."""
+        """Metrics of iterations, after one warm-up iteration."""
         return [trainer.iteration(number)[0] for number in range(1, count + 2)][1:]
 
     def ceilings(self) -> Iterator[Row]:
-        """What the device reaches: a copy of memory and a matrix product."""
+        """Measured ceilings of the device: memory copy and matrix product."""
         side, numbers = (8192, 2**30) if self.cuda else (512, 2**22)
         a, b = (torch.empty(numbers, device=self.device).normal_() for _ in range(2))
         bandwidth = 8 * numbers / self.seconds(lambda: b.copy_(a), 5)
@@ -222,7 +222,7 @@ class Bench:
             yield self.resumed(shape, batch)
 
     def agreement(self, shape: Shape, trainer: PPOTrainer, on_cpu: ActorCritic) -> Iterator[Row]:
-        """The same uniforms with both caches and on a CPU; the same texts in both dtypes."""
+        """Sampling accuracy: the same uniforms with both caches and on a CPU; the same texts in both dtypes."""
         settings = trainer.args.rollout
         prompts, uniforms = trainer.stream.take()
         engine = trainer.pipeline.engine
@@ -245,12 +245,12 @@ class Bench:
         yield Row(shape.name, "log-probs in bfloat16 and float32, largest", float((half - full).abs().max()), "nats")
 
     def first_ratio(self, shape: Shape, trainer: PPOTrainer, dtype: str, goal: float) -> Row:
-        """How far the ratio of an update's first minibatch is from 1."""
+        """Deviation of the ratio of an update's first minibatch from 1."""
         error = trainer.iteration(1)[0]["first_ratio_error"]
         return Row(shape.name, f"first ratio error, {dtype}", error, "", f"≤ {goal:g}", error <= goal)
 
     def resumed(self, shape: Shape, batch: Batch) -> Row:
-        """Whether two iterations, a checkpoint and two more are four iterations, bit for bit, in float32."""
+        """True if two iterations, a checkpoint and two more equal four iterations, bit for bit, in float32."""
         results = []
         for name, parts in (("whole", (4,)), ("resumed", (2, 4))):
             for number, iterations in enumerate(parts):
@@ -271,13 +271,13 @@ class Bench:
         yield from self.speed(self.size.main, self.size.batch)
 
     def others(self) -> Iterator[Row]:
-        """Those of the other shapes."""
+        """Iterations of the other shapes."""
         for shape in self.size.others:
             yield from self.speed(shape, self.size.batch)
             self.release()
 
     def speed(self, shape: Shape, batch: Batch) -> Iterator[Row]:
-        """Rollout, update and what is outside, memory by stage, kernels and waits."""
+        """Time of rollout, update and the rest; memory by stage; kernels and syncs."""
         memory = PeakMemory() if self.cuda else None
         trainer = self.trainer(shape, batch, callbacks=[memory] if memory else ())
         metrics = self.iterations(trainer, self.size.repeats)
@@ -305,7 +305,7 @@ class Bench:
         yield from self.minibatch_counts(shape, batch, trainer)
 
     def minibatch_counts(self, shape: Shape, batch: Batch, trainer: PPOTrainer) -> Iterator[Row]:
-        """Kernels and waits of a minibatch: those of two passes less those of one."""
+        """Kernels and syncs of a minibatch: those of two passes minus those of one."""
         _, experience = trainer.credit.give(trainer.collect())
         counts = []
         for epochs in (1, 2):
@@ -315,7 +315,7 @@ class Bench:
             yield Row(shape.name, f"{name} per minibatch", (twice - once) / batch.minibatches)
 
     def counted(self, run: Callable[[], Any]) -> tuple[int, int]:
-        """Launches and waits of a call: by the profiler on a GPU, elsewhere by the dispatcher."""
+        """Kernel launches and syncs of a call: by the profiler on a GPU, else by the dispatcher."""
         if not self.cuda:
             with Counts() as counts:
                 run()
@@ -352,7 +352,7 @@ class Bench:
         yield Row(shape.name, f"{name}, waits per step", waits, "", *self.goal("≤ 0.1", waits <= 0.1))
 
     def sampler(self, trainer: PPOTrainer, new: int, static: bool = True) -> Callable[[], Any]:
-        """Sampling of `new` tokens per row, without the pass over the whole text that comes after it."""
+        """Sample `new` tokens per row, without the scoring pass after it."""
         settings = replace(trainer.args.rollout, max_new_tokens=new)
         prompts = trainer.prompts.batch(0, ROWS).to(self.device)
         uniforms = torch.rand(ROWS, new, device=self.device)
@@ -403,7 +403,7 @@ class Bench:
         yield from self.decoded(shape, trainer, "compiled static cache")
 
     def side_by_side(self) -> Iterator[Row]:
-        """The same work elsewhere: a bare training step, and Transformers' samplers with bfloat16 weights."""
+        """Reference times of the same work: a bare training step, and Transformers' samplers with bfloat16 weights."""
         shape, new = self.size.main, self.size.compared
         lm = self.model(shape)
         yield self.bare_step(shape, lm)
@@ -456,7 +456,7 @@ class Bench:
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A word per token."""
+    """A tokenizer with one word per token."""
     words = {f"w{i}": i for i in range(vocabulary)}
     raw = Tokenizer(WordLevel(words, unk_token="w0"))
     raw.pre_tokenizer = WhitespaceSplit()

@@ -1,9 +1,9 @@
-"""The main job, `tokencredit train` as it comes, over several seeds, against what it must reach.
+"""The main job, `tokencredit train` with default settings, over several seeds, compared with its targets.
 
     python benchmarks/main_job.py [--seeds 1 2 3 4 5]
 
-Each run is a process of its own. Afterwards 100 completions of the trained policy are held against 100 of the model it
-started from, both measured by that model.
+Each run is a separate process. Afterwards 100 completions of the trained policy are compared with 100 of the starting
+model, both scored by the starting model.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def write(pipeline: Pipeline, seed: int) -> Scored:
 
 
 def load(run: Path, which: str) -> Pipeline:
-    """A policy of a run, beside the model that it started from."""
+    """The policy of a run, with its starting model as the reference."""
     config, processes = read_config(run / "config.yaml", PPOConfig), Processes()
     models = load_run_models(run, config, which, processes, reference=True)
     return build_pipeline(config, models, build_terms(config.reward, processes.device), processes)
@@ -101,7 +101,7 @@ def measure(seed: int, folder: Path) -> dict[str, float]:
 
 
 def warnings(folder: Path) -> int:
-    """How many different things the diagnosis named, while the run went on and at its end."""
+    """Number of distinct findings of the diagnosis, during the run and at its end."""
     run = read_run(folder, samples=False)
     last = len(run.metrics)
     found = (diagnose(run.metrics[:n], run.config, ended=n == last) for n in range(1, last + 1))
@@ -109,7 +109,7 @@ def warnings(folder: Path) -> int:
 
 
 def met(name: str, value: float) -> bool:
-    """Whether a figure is within its target."""
+    """True if a figure meets its target."""
     sign, limit = TARGETS[name].split()
     return value <= float(limit) if sign == "≤" else value >= float(limit)
 

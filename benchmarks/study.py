@@ -1,6 +1,6 @@
 """Run the studies behind docs/findings.md, and keep their metrics in benchmarks/findings-data/ (`make study`).
 
-Each study is a recipe's sweep, which goes on where it was; a kept file is written anew, with the finished runs alone.
+Each study is a recipe's sweep, which resumes where it stopped; its file is rewritten with the finished runs.
 `python benchmarks/study.py hacking --seeds 3 --jobs 2` does one of them with the first three seeds.
 """
 
@@ -32,7 +32,7 @@ PLANTED = RECIPES / "planted-credit" / "world.py"
 PLANTED_STUDIES = ("planted-credit", "planted-kinds")
 PLANTED_KEPT = ("reward", "explained_variance")
 SIZES = ("tiny", "small", "large")
-"""Of the scaling study's policies, those that are not built in."""
+"""Policies of the scaling study that are not built in."""
 STUDIES = {
     "negative-sentiment": "negative-sentiment/sweep.yaml",
     "at-kl-0.5": "negative-sentiment/at-kl-0.5.yaml",
@@ -53,7 +53,7 @@ WORDS = 4
 
 
 def run(study: str, seeds: int | None, jobs: int) -> int:
-    """Do what is missing of a study, from the root of the repository; return the exit code."""
+    """Run the missing runs of a study, from the repository's root; returns the exit code."""
     commands = [[str(PLANTED)]] if study in PLANTED_STUDIES else []
     if study == "scaling":
         missing = [size for size in SIZES if not (MODELS / size / "policy" / "README.md").is_file()]
@@ -98,7 +98,7 @@ def planted_credit(folder: Path, run: Run) -> dict[str, float | None]:
 
 
 def shorter(value: float | None) -> float | None:
-    """Four digits, which no figure shows more of."""
+    """Round to four digits, the most that a figure shows."""
     return None if value is None else float(f"{value:.4g}")
 
 
@@ -109,7 +109,7 @@ def mean_value(samples: Sequence[Mapping[str, object]]) -> float | None:
 
 
 def known_share(samples: Sequence[Mapping[str, str]]) -> float | None:
-    """The share of the texts' four words in a row that the reviews hold of which the built-in models learned.
+    """Share of the texts' 4-grams that occur in the training reviews of the built-in models.
 
     It asks no model, so it judges models of all sizes alike. Fresh reviews of the same grammar reach 0.977.
     """
@@ -120,19 +120,19 @@ def known_share(samples: Sequence[Mapping[str, str]]) -> float | None:
 
 
 def in_a_row(text: str) -> list[tuple[str, ...]]:
-    """Each four words that follow each other, punctuation left on them."""
+    """All word 4-grams of a text, with punctuation."""
     words = text.split()
     return list(zip(*(words[start:] for start in range(WORDS)), strict=False))
 
 
 @cache
 def known_words() -> frozenset[tuple[str, ...]]:
-    """All four words in a row of the reviews that the built-in models were trained on."""
+    """All 4-grams of the reviews that the built-in models were trained on."""
     return frozenset(words for review in reviews(REVIEWS, seed=0) for words in in_a_row(review.text))
 
 
 def main() -> int:
-    """Run and keep the named studies, or all."""
+    """Run and store the named studies, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none is named")
     parser.add_argument("--seeds", type=int, help="only so many of each recipe's seeds, the first ones")
@@ -152,5 +152,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the sweep to answer, which lets its runs save
+    signal.signal(signal.SIGINT, lambda *_: None)  # the sweep handles Ctrl-C, so that its runs can save
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""How long does a PPO iteration take, and in how much memory? `make bench` prints tables beside TRL 1.9.2.
+"""Time and memory of a PPO iteration, compared with TRL 1.9.2: `make bench` prints the tables.
 
     python benchmarks/text_step.py --trl TRL_PYTHON [--tables tiny mini small growth lengths] [--rounds 5]
 
 TRL_PYTHON is the interpreter of an environment with `torch==2.13.0 trl==1.9.2`; `make bench` builds one. Models and
-prompts are random; every response has full length. Each contestant is a process, and they take turns, an iteration
-each, after one to warm up; the tables show medians, and a ratio is the median of the rounds' ratios. Peak memory is
+prompts are random; every response has full length. Each contestant is a process; they take turns, one iteration
+each, after a warm-up; the tables show medians, and a ratio is the median of the rounds' ratios. Peak memory is
 that of the whole process, libraries included.
 
 `growth` compares long responses with short ones, and `lengths` responses that end where they end (geometric, mean a
@@ -89,7 +89,7 @@ def make(folder: Path, shape: Shape) -> None:
 
 @torch.no_grad()
 def end_sometimes(model: GPT2LMHeadModel, end: int, probability: float) -> None:
-    """Give the end token a nearly constant probability: one direction of the hidden states is its own."""
+    """Give the end token a nearly constant probability, with a direction of the hidden states reserved for it."""
     weight, bias = model.transformer.wte.weight, model.transformer.ln_f.bias
     direction = torch.zeros_like(bias)
     direction[0] = 1
@@ -101,7 +101,7 @@ def end_sometimes(model: GPT2LMHeadModel, end: int, probability: float) -> None:
 
 
 class Contestant:
-    """A process that runs iterations when told to."""
+    """A process that runs iterations on request."""
 
     def __init__(self, python: str, name: str, size: str, folder: Path):
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -130,12 +130,12 @@ class Contestant:
         self.laps.append(self.answer())
 
     def stop(self) -> None:
-        """Let it end."""
+        """Close the process."""
         self.process.stdin.close()
         self.process.wait()
 
     def seconds(self) -> list[float]:
-        """Of each lap."""
+        """Seconds of each lap."""
         return [lap["seconds"] for lap in self.laps]
 
     def stages(self) -> dict[str, float]:
@@ -205,9 +205,9 @@ def report(size: str, races: dict[tuple[str, str], dict[str, Contestant]]) -> li
 
 
 def growth(rounds: int) -> list[str]:
-    """Time a token of long responses against that of short ones."""
+    """Time per token of long responses, compared with short ones."""
     lines = ["### growth: 32 × (16 + 64) against 32 × (16 + 1,024) tokens", ""]
-    lines += ["| new tokens | seconds | milliseconds a token | peak GB | stages |", "|---|---|---|---|---|"]
+    lines += ["| new tokens | seconds | milliseconds per token | peak GB | stages |", "|---|---|---|---|---|"]
     each = {}
     for name in ("short", "long"):
         shape = SHAPES[name]
@@ -221,7 +221,7 @@ def growth(rounds: int) -> list[str]:
 
 
 def lengths(rounds: int) -> list[str]:
-    """Responses as they end against responses of full length."""
+    """Responses of varying length, compared with responses of full length."""
     runners = race("uneven", ["as_it_comes", "as_they_end"], None, rounds)
     lines = [
         "### lengths: 32 × (16 + at most 256) tokens",

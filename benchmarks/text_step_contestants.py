@@ -1,8 +1,8 @@
-"""Those whom `text_step.py` measures, a process each: `python text_step_contestants.py NAME SHAPE FOLDER`.
+"""The contestants of `text_step.py`, one process each: `python text_step_contestants.py NAME SHAPE FOLDER`.
 
 Every contestant repeats a PPO iteration and calls `lap` after each. Between laps it waits for a line on its standard
-input, so that the iterations of all contestants can be interleaved. TRL lives in another environment than the rest;
-nothing outside the standard library is imported before its contestant runs.
+input, so that the iterations of all contestants can be interleaved. TRL lives in a separate environment;
+libraries are imported only when their contestant runs.
 """
 
 import json
@@ -47,7 +47,7 @@ SHAPES |= {
     "uneven": replace(SHAPES["mini"], new=256),
 }
 Lap = Callable[..., None]
-"""Ends an iteration, given the seconds of its stages and, as keywords, other figures."""
+"""Reports an iteration: the seconds of its stages and, as keywords, other figures."""
 
 
 def tokencredit(
@@ -94,22 +94,22 @@ def tokencredit(
 
 
 def same_work(shape: Shape, folder: Path, lap: Lap) -> None:
-    """This library doing what TRL does: a critic of its own, float32, no clipping of gradients."""
+    """This library with TRL's settings: a separate critic, float32, no gradient clipping."""
     tokencredit(shape, folder, lap, max_grad_norm=None, dtype="float32", kind="separate", head="linear")
 
 
 def as_it_comes(shape: Shape, folder: Path, lap: Lap) -> None:
-    """This library with the trunk shared by policy and critic, and the number format left to it."""
+    """This library with a trunk shared by policy and critic, and its default dtype."""
     tokencredit(shape, folder, lap)
 
 
 def as_they_end(shape: Shape, folder: Path, lap: Lap) -> None:
-    """The same with responses that end where they end."""
+    """This library with responses of varying length."""
     tokencredit(shape, folder, lap, stop_at_eos=True)
 
 
 def floor(shape: Shape, folder: Path, lap: Lap) -> None:
-    """The passes of an iteration, written down plainly, with nothing around them."""
+    """The bare passes of an iteration in plain PyTorch: a floor on its time."""
     import torch
     from torch.nn.functional import log_softmax
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -124,7 +124,7 @@ def floor(shape: Shape, folder: Path, lap: Lap) -> None:
     start = shape.prompt - 1
 
     def logprobs_of(model, rows):
-        # The projection is asked for at the response's positions only.
+        # Logits at the response's positions only.
         logits = model(rows[:, :-1], logits_to_keep=shape.new).logits
         return log_softmax(logits, dim=-1).gather(-1, rows[:, shape.prompt :, None]).squeeze(-1)
 
@@ -180,7 +180,7 @@ def floor(shape: Shape, folder: Path, lap: Lap) -> None:
 
 
 def trl(shape: Shape, folder: Path, lap: Lap) -> None:
-    """TRL's PPOTrainer, as it was when it had one."""
+    """TRL's PPOTrainer, from a version that still has one."""
     from datasets import load_dataset
     from transformers import (
         AutoModelForCausalLM,
@@ -239,7 +239,7 @@ CONTESTANTS = {f.__name__: f for f in (trl, floor, same_work, as_it_comes, as_th
 
 
 def peak_gigabytes() -> float:
-    """The most memory that this process has held so far (Linux)."""
+    """Peak memory of this process so far (Linux)."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / 1e9
 
@@ -248,7 +248,7 @@ def main() -> None:
     name, shape, folder = sys.argv[1:]
     started = time.perf_counter()
     answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints is no answer
+    sys.stdout = sys.stderr  # keep library output out of the protocol
 
     def lap(stages: dict[str, float], **figures: float) -> None:
         nonlocal started

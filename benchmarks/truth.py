@@ -1,10 +1,10 @@
-"""Is the credit true? The main job with several critics, audited while it trains, over several seeds (`make truth`).
+"""Truth of the credit: the main job with several critics, audited during training, over several seeds (`make truth`).
 
     python benchmarks/truth.py [--variants default separate …] [--seeds 1 2 3 4 5]
 
-Each run is a process of its own. Its figures go to benchmarks/findings-data/truth.json, from which `make findings`
-makes the first chapter of docs/findings.md; runs that stand there with the same settings are not done again. Times are
-without audits.
+Each run is a separate process. Its figures go to benchmarks/findings-data/truth.json, from which `make findings`
+makes the first chapter of docs/findings.md; runs already there with the same settings are skipped. Times exclude
+audits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT = (5, 10, 20, 40)
 COMPLETIONS, STATES = 96, 5
 """Size of an audit: many completions, since late in a run few of them hold all that values differ by."""
 CONTINUATIONS = {5: 8, 10: 8, 20: 16, 40: 16}
-"""Per state; more of them where values hardly vary."""
+"""Continuations per state; more where values hardly vary."""
 RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml").read_text())
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ class Audits(Callback):
     def after_iteration(self, trainer: PPOTrainer, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         number = int(metrics["iteration"])
         self.clock.append(time.perf_counter() - self.began - self.apart)
-        if number not in AT or trainer.policy.critic is None:  # audits of others say what their estimators are worth
+        if number not in AT or trainer.policy.critic is None:  # audit variants with a critic only
             return
         began = time.perf_counter()
         settings = AuditConfig(every=1, completions=COMPLETIONS, continuations=CONTINUATIONS[number], states=STATES)
@@ -102,14 +102,14 @@ def settings_of(variant: str) -> dict[str, Any]:
 
 
 def study_settings(variant: str) -> dict[str, Any]:
-    """The settings of a variant and of its audits, as they are kept with its runs."""
+    """The settings of a variant and of its audits, as stored with its runs."""
     continuations = {str(number): count for number, count in CONTINUATIONS.items()}
     audit = {"completions": COMPLETIONS, "states": STATES, "continuations": continuations}
     return settings_of(variant) | {"audit": audit}
 
 
 def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The figures of audits that are kept, by iteration."""
+    """The stored figures of audits, by iteration."""
     kept: dict[str, Any] = {}
     for number, audit in found.items():
         critic, credit = audit["critic"], audit["credit"]
@@ -125,7 +125,7 @@ def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Do the runs that are missing, each in a process of its own."""
+    """Run the missing runs, each in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
@@ -154,7 +154,7 @@ def main() -> int:
 
 
 def line(variant: str, seed: int, figures: dict[str, Any]) -> str:
-    """One run in a line: correlation of shown with true advantages and explained variance after each of `AT`."""
+    """Format a run on one line: correlation of shown with true advantages and explained variance after each of `AT`."""
     cells = []
     for number, audit in figures["audits"].items():
         shown, critic = audit["correlations"][audit["shown"]], audit["critic"]

@@ -167,7 +167,7 @@ def test_an_environment_that_cannot_be_brought_back_is_named_and_begins_anew(tmp
     args = control(tmp_path / "run", env=EnvConfig(id="Elsewhere-v0", number=2))
     cut(ControlTrainer, args, 3)
     trainer = resumed(ControlTrainer, args)
-    assert any("environments 0, 1 could not be brought back" in event for event in events(tmp_path / "run"))
+    assert any("environments 0, 1 could not be restored" in event for event in events(tmp_path / "run"))
     assert [m["iteration"] for m in chaos.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert set(trainer.episodes) == {(30.0, 30)}, "no episode is counted that was not whole"
 

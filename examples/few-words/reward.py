@@ -1,10 +1,10 @@
-"""A review in few words: whole sentences, and no more words than asked for."""
+"""Reward short reviews: complete sentences within a word limit."""
 
 PRICE_OF_A_WORD = 0.1
 
 
 def few_words(prompts, completions, limit, **columns):
-    """1 for a completion that ends its sentence within `limit` words, less for every word more, 0 for a cut-off one."""
+    """1 for a complete sentence within `limit` words, less per extra word; 0 for a truncated completion."""
     rewards = []
     for completion in completions:
         excess = max(0, len(completion.split()) - limit)

@@ -1,7 +1,7 @@
 """Teach the built-in model to write JSON, badly: `python examples/json/make_model.py`.
 
-It learns from records of which most have one mistake: a quote, comma or colon that is missing, one brace too few, a
-comma too many. What comes out writes something like JSON, and now and then JSON.
+Most of its training records contain one mistake: a missing quote, comma, colon or brace, or an extra comma. The
+resulting model writes text that resembles JSON, and is valid only now and then.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SOUND = 0.3
 
 
 def record(rng):
-    """A record as text, without the prompt; most have one mistake."""
+    """A random record as text, without the prompt; most have one mistake."""
     verdict = rng.choice(list(VERDICTS))
     stars = rng.randint(*VERDICTS[verdict])
     text = f' "{rng.choice(FILMS)}", "verdict": "{verdict}", "stars": {stars}}}'
@@ -29,7 +29,7 @@ def record(rng):
 
 
 def broken(text, rng):
-    """The text with one mistake."""
+    """Add one mistake to the text."""
     if rng.random() < 0.2:
         return text[:-1] + ",}"
     place = rng.choice([place for place, character in enumerate(text) if character in '",:}'])
@@ -37,7 +37,7 @@ def broken(text, rng):
 
 
 def train(model, tokenizer, steps, rng):
-    """Next-token training on new records at every step; returns the last loss."""
+    """Train on next-token prediction, with new records at every step; returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     prompt = tokenizer(PROMPT)["input_ids"]
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""JSON that parses, with the keys that were asked for."""
+"""Reward valid JSON with the expected keys."""
 
 import json
 
@@ -13,13 +13,13 @@ def parses(prompts, completions, **columns):
 
 
 def graded(prompts, completions, **columns):
-    """1 for a JSON object with the right keys; else up to ½, by how far the parser came before it gave up."""
+    """1 for a JSON object with the right keys; else up to ½, by the share of the text that parses."""
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     return [1.0 if is_record(text) else 0.5 * share_parsed(text) for text in texts]
 
 
 def is_record(text):
-    """Whether a text is a JSON object with the right keys."""
+    """True if the text is a JSON object with the right keys."""
     try:
         record = json.loads(text)
     except ValueError:
@@ -28,7 +28,7 @@ def is_record(text):
 
 
 def share_parsed(text):
-    """How far the parser came, as a share of the text."""
+    """Share of the text before the first parse error."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""A review of the kind that its row of the data set asks for."""
+"""Reward reviews with the verdict that the dataset row specifies."""
 
 import functools
 
@@ -7,7 +7,7 @@ from tokencredit.text.rewards.models import Classifier
 
 @functools.cache
 def classifier(label):
-    """What the built-in classifier says of a label, reading the completion alone."""
+    """The built-in classifier's probability of a label, from the completion only."""
     return Classifier("builtin:reviews", label, "probability", text="completion")
 
 

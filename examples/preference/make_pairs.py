@@ -1,7 +1,7 @@
-"""A small preference set: `python examples/preference/make_pairs.py`.
+"""Make a small preference dataset: `python examples/preference/make_pairs.py`.
 
-Of two reviews from the built-in grammar the one that speaks of the acting is preferred. The file has TRL's format, one
-pair a line: {"chosen": "...", "rejected": "..."}.
+Pairs two reviews from the built-in grammar and prefers the one that mentions the acting. The file has TRL's format, one
+pair per line: {"chosen": "...", "rejected": "..."}.
 """
 
 import argparse
@@ -15,7 +15,7 @@ PREFERRED = re.compile(r"(?i)\b(acting|actors?|cast|performances?)\b")
 
 
 def pairs(count, seed):
-    """Pairs of a review that speaks of the acting and one that does not."""
+    """Pairs of a review that mentions the acting and one that does not."""
     chosen, rejected = [], []
     while min(len(chosen), len(rejected)) < count:
         for review in reviews(count, seed):

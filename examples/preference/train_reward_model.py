@@ -16,7 +16,7 @@ BUILT_IN = HERE.parents[1] / "src" / "tokencredit" / "demo" / "reviews" / "polic
 
 
 def main():
-    """Train, measure on the pairs held out, and save model and tokenizer."""
+    """Train, evaluate on held-out pairs, and save model and tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", default=str(HERE / "pairs.jsonl"))
     parser.add_argument("--model", default=str(BUILT_IN))
@@ -45,7 +45,7 @@ def main():
     )
     trainer.train()
     print({name: value for name, value in trainer.evaluate().items() if "accuracy" in name or "loss" in name})
-    trainer.save_model(args.out)  # the tokenizer with it
+    trainer.save_model(args.out)  # saves the tokenizer too
 
 
 if __name__ == "__main__":

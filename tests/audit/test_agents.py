@@ -14,7 +14,7 @@ from gymnasium import spaces
 from tokencredit.audit.sampling import generator
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
-from tokencredit.control.audit.auditing import Auditor, Measured, starts
+from tokencredit.control.audit.auditing import Auditor, PairedReturns, starts
 from tokencredit.control.audit.randomness import generators, redraw
 from tokencredit.control.audit.replays import NotReplayed
 from tokencredit.control.audit.running import audit_run
@@ -130,7 +130,7 @@ def test_in_a_grid_the_audit_is_within_its_standard_error_of_the_exact_values(co
         for seed in range(100):
             random = generator(seed, 0)
             episodes = auditor.episodes(replays, settings.episodes, random)
-            measured = Measured(auditor.rollout(replays, episodes, random), choices=True)
+            measured = PairedReturns(auditor.rollout(replays, episodes, random), choices=True)
             auditor.play(replays, measured, starts(episodes, settings, random, None))
             truth = measured.truth()
             for row, episode in enumerate(episodes):
@@ -245,7 +245,7 @@ def test_an_episode_is_played_again_to_the_last_bit_and_goes_on_as_chance_has_it
         for each in (copy, other):
             replays.follow(each, episode, middle)
         redraw(other, 5)
-        rewards = [[float(each.step(action)[1]) for action in episode.taken[middle:]] for each in (copy, other)]
+        rewards = [[float(each.step(action)[1]) for action in episode.env_actions[middle:]] for each in (copy, other)]
     assert rewards[0] == episode.rewards[middle:]
     if "Drift" in env.id or "Shaken" in env.id:
         assert all(one != two for one, two in zip(*rewards, strict=True)), "nothing of it is drawn again"
@@ -276,7 +276,7 @@ def test_an_environment_whose_chance_follows_from_no_seed_is_refused_before_trai
         audit=AgentAuditConfig(every=1),
         run=RunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[]),
     )
-    with pytest.raises(ConfigError, match=r"audit\.every is 1, and env\.id Drift-v0 cannot be audited: with the seed"):
+    with pytest.raises(ConfigError, match=r"audit\.every is 1, and env\.id Drift-v0 cannot be audited: replayed"):
         ControlTrainer(args)
     agent, envs = agent_of(args)
     with pytest.raises(NotReplayed, match=r"that differs from the episode's"):
@@ -316,7 +316,7 @@ def test_an_agent_sees_in_an_audit_what_it_sees_in_training(env, agent):
     auditor = Auditor(args, policy, envs)
     with auditor._replays() as replays:
         (episode,) = auditor.episodes(replays, 1, generator(0, 1))
-        seen, paid_ = replays.seen(episode.observations), replays.paid(episode.rewards)
+        seen, paid_ = replays.normalized(episode.observations), replays.scaled_rewards(episode.rewards)
     layer = envs
     while layer is not None:  # the training's own wrappers, no longer learning
         if hasattr(layer, "update_running_mean"):
@@ -326,7 +326,7 @@ def test_an_agent_sees_in_an_audit_what_it_sees_in_training(env, agent):
         layer = getattr(layer, "env", None)
     observation, _ = envs.reset(seed=episode.seed)
     torch.testing.assert_close(torch.from_numpy(observation[0]), seen[0], rtol=1e-6, atol=1e-7)
-    for step, action in enumerate(episode.taken):
+    for step, action in enumerate(episode.env_actions):
         observation, reward, *_ = envs.step(np.asarray([action]))
         torch.testing.assert_close(torch.from_numpy(observation[0]), seen[step + 1], rtol=1e-6, atol=1e-7)
         assert reward[0] == pytest.approx(paid_[step], rel=1e-6)
@@ -337,11 +337,11 @@ def test_continuations_go_on_past_a_time_limit_until_what_is_left_weighs_little(
     for env in ("Cut-v0", "Drift-v0"):
         args = config(EnvConfig(env, kwargs={"by": "truncation", "steps": 6 if env == "Drift-v0" else 50}), gamma=0.5)
         auditor, opened = replays_of(args)
-        assert auditor._least() == 5
+        assert auditor._min_steps() == 5
         with opened as replays:
             episodes = auditor.episodes(replays, 3, generator(0, 1))
             begin = list(starts(episodes, AgentAuditConfig(states=None, continuations=2), generator(0, 2), None))
-            played = list(replays.play(iter(begin), auditor._least()))
+            played = list(replays.play(iter(begin), auditor._min_steps()))
             lengths = {start.at: len(x.rewards) for start, x in played}
         steps = {len(x.rewards) for x in episodes}
         if env == "Cut-v0":
@@ -358,7 +358,7 @@ def test_what_is_left_after_a_cut_is_the_critics_value():
     with opened as replays:
         (episode,) = auditor.episodes(replays, 1, generator(0, 1))
         total, weight = auditor._return(replays, episode)
-        last = float(auditor.agent.values(replays.seen(episode.observations[-1:])).detach())
+        last = float(auditor.agent.values(replays.normalized(episode.observations[-1:])).detach())
     assert weight == pytest.approx(0.9**3)
     rewards = episode.rewards
     assert total == pytest.approx(rewards[0] + 0.9 * rewards[1] + 0.81 * rewards[2] + 0.729 * last)
@@ -469,7 +469,7 @@ def test_what_an_audit_cannot_use_stops_it_in_words(monkeypatch):
     args = config("Bad-v0")
     with pytest.raises(RunStopped, match=r"env\.id Bad-v0 gave a reward that is not finite, in step 3"):
         Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
-    monkeypatch.setattr("tokencredit.control.audit.replays.LONGEST", 20)
+    monkeypatch.setattr("tokencredit.control.audit.replays.MAX_REPLAY_STEPS", 20)
     args = config(EnvConfig("Drift-v0", kwargs={"steps": 50}))
     with pytest.raises(RunStopped, match=r"an episode of env\.id Drift-v0 has not ended after 20 steps; .*max_episode"):
         Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
@@ -489,10 +489,10 @@ def test_an_action_that_is_certain_has_no_advantage():
         random_ = generator(0, 1)
         episodes = auditor.episodes(replays, 3, random_)
         assert all(int(action) == 1 for episode in episodes for action in episode.actions)
-        measured = Measured(auditor.rollout(replays, episodes, random_), choices=True)
+        measured = PairedReturns(auditor.rollout(replays, episodes, random_), choices=True)
         played = []
         for start, trajectory in replays.play(starts(episodes, AgentAuditConfig(states=1), random_, None)):
-            played.append((start.own, int(trajectory.actions[0])))
+            played.append((start.keeps_action, int(trajectory.actions[0])))
             measured.add(start, *auditor._return(replays, trajectory))
     assert {own for own, action in played if action == 1} == {True}
     assert {action for own, action in played if not own} == {0, 2, 3}, "another action is drawn"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tokencredit.control.environments import follow_trails, leave_trails, make_envs, statistics
+from tokencredit.control.environments import make_envs, restore_envs, save_envs, statistics
 from tokencredit.settings.control import EnvConfig
 
 
@@ -70,16 +70,16 @@ def test_the_first_rewards_by_hand():
 def test_copies_brought_elsewhere_go_on_with_the_same_scale():
     envs, others = make("cut", 2, normalize_rewards=True), make("cut", 2, normalize_rewards=True)
     rewards(envs, 9)
-    assert follow_trails(others, deepcopy(leave_trails(envs))) == []
+    assert restore_envs(others, deepcopy(save_envs(envs))) == []
     assert rewards(others, 20) == rewards(envs, 20)
 
 
 def test_a_copy_that_cannot_be_brought_back_begins_a_new_return():
     envs, others = make("cut", normalize_rewards=True), make("cut", normalize_rewards=True)
     rewards(envs, 4)
-    trails = leave_trails(envs)
-    trails["copies"][0]["observation"] = np.array([7.0])
-    assert follow_trails(others, trails) == [0]
+    state = save_envs(envs)
+    state["copies"][0]["observation"] = np.array([7.0])
+    assert restore_envs(others, state) == [0]
     before = statistics(others)["rewards"].count
     assert rewards(others, 1) == [[0.0]]
     assert statistics(others)["rewards"].count == before

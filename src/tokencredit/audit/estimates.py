@@ -1,4 +1,4 @@
-"""The estimators that an audit compares, by label: the run's own and all others that its data allow."""
+"""The estimators that an audit compares: the run's own, and all others that its data allow."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Variant(NamedTuple):
     name: str
     options: Mapping[str, Any]
     critic: bool = True
-    """The critic's values are handed to it."""
+    """Uses the critic's values."""
 
 
 def label(name: str, options: Mapping[str, Any]) -> str:
-    """A variant in a table: `gae, λ = 0.95`."""
+    """Label of a variant in tables, such as `gae, λ = 0.95`."""
     if name in ("gae", "td", "monte_carlo"):
         lam = {"td": 0.0, "monte_carlo": 1.0}[name] if name != "gae" else float(options["lam"])
         return {0.0: TD, 1.0: MONTE_CARLO}.get(lam, f"gae, λ = {lam:g}")
@@ -36,10 +36,10 @@ def variants(name: str, options: Mapping[str, Any], *, values: bool, texts: bool
 
     Args:
         name: the run's estimator.
-        options: the settings of all estimators, as the run has them.
-        values: a critic's values are there.
-        texts: rows have one score each, which estimators without a critic compare.
-        groups: several completions of each prompt are there.
+        options: the run's settings of all estimators.
+        values: the run has a critic.
+        texts: rows have one score each, as critic-free estimators need.
+        groups: the rollout holds several completions per prompt.
     """
     listed = [Variant(name, options)]
     listed += [Variant(other, options) for other in ("td", "monte_carlo", "n_step", "length_adaptive_gae")]
@@ -49,8 +49,8 @@ def variants(name: str, options: Mapping[str, Any], *, values: bool, texts: bool
         listed.append(Variant("uniform", options, critic=False))
     if groups:
         listed += [Variant(other, options, critic=False) for other in ("group_relative", "leave_one_out")]
-    found: dict[str, Variant] = {}
+    by_label: dict[str, Variant] = {}
     for variant in listed:
         if values or ESTIMATORS[variant.name].critic != "required":
-            found.setdefault(label(variant.name, variant.options), variant)
-    return found
+            by_label.setdefault(label(variant.name, variant.options), variant)
+    return by_label

@@ -1,4 +1,4 @@
-"""Numbers of an audit as files and metrics hold them: audit.json, `audit/…` in metrics.jsonl."""
+"""Format an audit's numbers for audit.json and for the `audit/…` metrics in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DECIMALS = 6
 
 
 def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics of an audit; a figure that cannot be known is left out.
+    """The metrics of an audit, without undefined figures.
 
     Returns:
         `audit/correlation` of the shown advantages with the true ones, with the bounds of its interval
-        (`audit/correlation_low`, `audit/correlation_high`), and `audit/trust`, the share of their variance
-        that is real; `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, the
-        lower bounds of what the correlation would gain with λ = 1 and λ = 0; of the critic `audit/explained_variance`,
-        its upper bound `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper
-        bound, and `audit/ranking`.
+        (`audit/correlation_low`, `audit/correlation_high`), and `audit/trust`, the share of their variance that is
+        real; `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, lower bounds
+        of the gain in correlation with λ = 1 and λ = 0. For the critic: `audit/explained_variance` and its upper bound
+        `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper bound, and
+        `audit/ranking`.
     """
     estimators, shown = credit["estimators"], credit["estimators"][credit["shown"]]
     correlation = shown["correlation"]["value"]
-    found: dict[str, float | None] = {
+    figures: dict[str, float | None] = {
         "correlation": correlation,
         "correlation_low": shown["correlation"]["low"],
         "correlation_high": shown["correlation"]["high"],
@@ -38,15 +38,16 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
     }
     for name, label in {"raise_lam": MONTE_CARLO, "lower_lam": TD}.items():
         if label in estimators and label != credit["shown"]:
-            found[name] = estimators[label]["gain"]["low"]
+            figures[name] = estimators[label]["gain"]["low"]
     if critic is not None:
-        found |= {name: critic[name]["value"] for name in ("explained_variance", "slope", "bias", "spread", "ranking")}
-        found |= {f"{name}_high": critic[name]["high"] for name in ("explained_variance", "spread")}
-    return {f"audit/{name}": value for name, value in found.items() if value is not None}
+        names = ("explained_variance", "slope", "bias", "spread", "ranking")
+        figures |= {name: critic[name]["value"] for name in names}
+        figures |= {f"{name}_high": critic[name]["high"] for name in ("explained_variance", "spread")}
+    return {f"audit/{name}": value for name, value in figures.items() if value is not None}
 
 
 def true_numbers(truth: Truth, row: int, length: int) -> dict[str, list[float | None]]:
-    """The truth of a row's steps: `true_values`, `true_advantages` and the standard errors of both; None if unknown."""
+    """True values and advantages of a row's steps, with standard errors; None where unknown."""
     names = {
         "true_values": truth.values,
         "true_value_errors": truth.value_errors,

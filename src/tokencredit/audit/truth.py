@@ -1,4 +1,4 @@
-"""The true value of states and the true advantage of steps, from returns sampled anew from each state."""
+"""Monte-Carlo estimates of the true value of states and the true advantage of steps, from fresh continuations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Truth:
-    """Monte-Carlo estimates with their standard errors, `[rows, time]` each, in float64; NaN where nothing is known.
+    """Monte-Carlo estimates with their standard errors, `[rows, time]` each, in float64; NaN where unknown.
 
     A row is a completion or an episode.
     """
@@ -24,22 +24,22 @@ class Truth:
 
 
 class Samples:
-    """Numbers sampled at states, summed as they come: their means with standard errors."""
+    """Online means and standard errors of samples at states."""
 
     def __init__(self, rows: int, time: int):
-        """Begin with nothing sampled at any of `[rows, time]` states."""
+        """Start without samples at any of `[rows, time]` states."""
         self.counts = torch.zeros(rows, time, dtype=torch.float64)
-        """`[rows, time]`: samples of each state."""
+        """`[rows, time]`: number of samples of each state."""
         self._shift, self._sum, self._squares = torch.zeros(3, rows, time, dtype=torch.float64).unbind()
 
     def add(self, rows: Tensor, at: int | Tensor, samples: Tensor) -> None:
-        """Take in samples `[n, count]` of the states at steps `at` (one, or `[n]`) of rows `[n]`, no state twice."""
+        """Add samples `[n, count]` of the states at steps `at` (one, or `[n]`) of rows `[n]`, no state twice."""
         samples = samples.double().cpu()
-        # The first sample is taken off, so that squares of small differences are summed.
+        # Shifted by the first sample, so that the squares summed are those of small differences.
         self._shift[rows, at] = torch.where(self.counts[rows, at] == 0, samples[:, 0], self._shift[rows, at])
-        rest = samples - self._shift[rows, at].unsqueeze(1)
-        self._sum[rows, at] += rest.sum(1)
-        self._squares[rows, at] += rest.square().sum(1)
+        shifted = samples - self._shift[rows, at].unsqueeze(1)
+        self._sum[rows, at] += shifted.sum(1)
+        self._squares[rows, at] += shifted.square().sum(1)
         self.counts[rows, at] += samples.shape[1]
 
     def mean(self) -> Tensor:
@@ -48,66 +48,66 @@ class Samples:
         return means
 
     def with_errors(self) -> tuple[Tensor, Tensor]:
-        """Means and their standard errors s / √n, with the sample deviation s; NaN of fewer than two samples."""
+        """Means and their standard errors s / √n, with the sample deviation s; NaN for fewer than two samples."""
         count = torch.where(self.counts >= 2, self.counts, torch.nan)
-        rest = self._sum / count
-        variance = ((self._squares - self._sum * rest) / (count - 1)).clamp(min=0.0)
-        return self._shift + rest, (variance / count).sqrt()
+        shifted_mean = self._sum / count
+        variance = ((self._squares - self._sum * shifted_mean) / (count - 1)).clamp(min=0.0)
+        return self._shift + shifted_mean, (variance / count).sqrt()
 
 
 class Returns:
-    """Sampled returns from each state, and from the step before it where that step is given.
+    """Sampled returns from each state, and from the step that leads to it.
 
-    Continuations from the state after step t are samples of V(sₜ₊₁) by their return from t + 1 on, and of Q(sₜ, aₜ) by
-    their return from t on, which holds the reward of the step itself. That is so where the step decides the state after
-    it, as a token does.
+    A continuation from the state after step t is a sample of V(sₜ₊₁) by its return from t + 1 on, and of Q(sₜ, aₜ) by
+    its return from t on, which includes the reward of the step itself. This requires deterministic transitions, as with
+    tokens.
     """
 
     def __init__(self, rows: int, time: int):
-        """Begin with nothing sampled.
+        """Start without samples.
 
         Args:
-            rows: completions.
-            time: tokens of the longest.
+            rows: number of completions.
+            time: tokens of the longest one.
         """
         self._values, self._actions = Samples(rows, time + 1), Samples(rows, time)
 
     @property
     def counts(self) -> Tensor:
-        """`[rows, time + 1]`: continuations of each state; the last state is the one after the last step."""
+        """`[rows, time + 1]`: number of continuations of each state; the last state is the one after the last step."""
         return self._values.counts
 
     def add(self, rows: Tensor, at: Tensor, values: Tensor, actions: Tensor) -> None:
-        """Take in continuations from the states before steps `at`, no state twice.
+        """Add continuations from the states before steps `at`, no state twice.
 
         Args:
-            rows: `[n]`, the rows whose states they continue.
+            rows: `[n]`, the rows of the states.
             at: `[n]`, the steps.
             values: `[n, continuations]`, returns from those steps on.
-            actions: the same from the steps before them on; anything where there is none.
+            actions: `[n, continuations]`, returns from the preceding steps on; ignored at step 0.
         """
         self._values.add(rows, at, values)
-        later = at > 0
-        self._actions.add(rows[later], at[later] - 1, actions[later])
+        has_action = at > 0
+        self._actions.add(rows[has_action], at[has_action] - 1, actions[has_action])
 
     def means(self) -> Tensor:
-        """Mean return from each state, `[rows, time]`; NaN where none was sampled."""
+        """Mean return from each state, `[rows, time]`; NaN without samples."""
         return self._values.mean()[:, :-1]
 
     def truth(self, last_rewards: Tensor, lengths: Tensor) -> Truth:
-        """True values and advantages of the states with two continuations or more.
+        """True values and advantages of the states with at least two continuations.
 
-        SE(A)² = SE(Q)² + SE(V)², since Q and V are of continuations of their own. The Q of a row's last step is its
-        reward, which is known.
+        SE(A)² = SE(Q)² + SE(V)², since Q and V come from independent continuations. The Q of a row's last step is its
+        reward, which is known exactly.
 
         Args:
-            last_rewards: `[rows]`, the return from each row's last step on, with its bootstrap if it has one.
+            last_rewards: `[rows]`, the return from each row's last step on, including a bootstrap.
             lengths: `[rows]`, steps of each row.
         """
         means, errors = self._values.with_errors()
         actions, action_errors = self._actions.with_errors()
-        everyone = torch.arange(len(lengths))
-        actions[everyone, lengths - 1] = last_rewards.double().cpu()
-        action_errors[everyone, lengths - 1] = 0.0
+        row_indices = torch.arange(len(lengths))
+        actions[row_indices, lengths - 1] = last_rewards.double().cpu()
+        action_errors[row_indices, lengths - 1] = 0.0
         means, errors = means[:, :-1], errors[:, :-1]
         return Truth(means, errors, actions - means, torch.hypot(action_errors, errors))

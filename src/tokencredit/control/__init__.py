@@ -1,1 +1,1 @@
-"""The Gymnasium world: agents trained on the same `core/` and `learn/` as language models."""
+"""Gymnasium agents, trained with the same `core/` and `learn/` as language models."""

@@ -1,6 +1,6 @@
-"""Distributions of actions, from a network's outputs: for Discrete, MultiDiscrete and Box spaces.
+"""Action distributions from a network's outputs, for Discrete, MultiDiscrete and Box spaces.
 
-Actions are `[..., parts]`: one part a discrete choice, or a number of a continuous action.
+Actions are `[..., parts]`; a part is one discrete choice, or one component of a continuous action.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Categorical(nn.Module):
-    """Independent choices, each from its own logits."""
+    """Independent categorical choices, each with its own logits."""
 
     def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete):
         super().__init__()
@@ -28,43 +28,43 @@ class Categorical(nn.Module):
         self.space, self.parts, self.outputs = space, len(self.sizes), sum(self.sizes)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """The random numbers that `sample` turns into actions, `[*shape, outputs]`: Gumbel's, −log(−log u)."""
+        """Gumbel noise for `sample`, −log(−log u), `[*shape, outputs]`."""
         exponential = torch.empty(*shape, self.outputs).exponential_(generator=generator)
         return exponential.log_().neg_()
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """Actions, as the largest of logits plus Gumbel noise: two operations on small tensors, and no softmax."""
+        """Sample actions with the Gumbel-max trick: two operations on small tensors, and no softmax."""
         return self.greedy(logits + noise)
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """The likeliest actions."""
+        """The most likely actions."""
         if self.parts == 1:
             return logits.argmax(-1, keepdim=True)
         return torch.stack([part.argmax(-1) for part in logits.split(self.sizes, -1)], -1)
 
     def logprobs(self, logits: Tensor, actions: Tensor) -> Tensor:
-        """Log-probabilities of actions, `[...]`, nats."""
+        """Log-probabilities of actions, `[...]`, in nats."""
         parts = zip(logits.split(self.sizes, -1), actions.split(1, -1), strict=True)
         logprobs = [part.log_softmax(-1).gather(-1, action).squeeze(-1) for part, action in parts]
         total: Tensor = sum(logprobs[1:], logprobs[0])
         return total
 
     def entropy(self, logits: Tensor) -> Tensor:
-        """Entropies, `[...]`, nats."""
+        """Entropies, `[...]`, in nats."""
         log_p = [part.log_softmax(-1) for part in logits.split(self.sizes, -1)]
         entropies = [-(x.exp() * x).sum(-1) for x in log_p]
         total: Tensor = sum(entropies[1:], entropies[0])
         return total
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        """Actions `[copies, parts]` as the environment takes them."""
+        """Convert actions `[copies, parts]` to the environment's format."""
         if isinstance(self.space, spaces.Discrete):
             return actions[:, 0] + self.space.start
         return actions.reshape(len(actions), *self.space.shape) + self.space.start
 
 
 class Gaussian(nn.Module):
-    """Independent normal numbers whose deviation does not depend on the state."""
+    """Independent normal components with a state-independent standard deviation."""
 
     def __init__(self, space: spaces.Box, log_std: float, mapping: str):
         super().__init__()
@@ -73,15 +73,15 @@ class Gaussian(nn.Module):
         self.log_std = nn.Parameter(torch.full((self.parts,), float(log_std)))
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """The random numbers that `sample` turns into actions, `[*shape, parts]`."""
+        """Standard normal noise for `sample`, `[*shape, parts]`."""
         return torch.randn(*shape, self.parts, generator=generator)
 
     def sample(self, mean: Tensor, noise: Tensor) -> Tensor:
-        """Actions from standard normal numbers."""
+        """Sample actions from standard normal noise."""
         return mean + self.log_std.exp() * noise
 
     def greedy(self, mean: Tensor) -> Tensor:
-        """The likeliest actions."""
+        """The most likely actions."""
         return mean
 
     def logprobs(self, mean: Tensor, actions: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Gaussian(nn.Module):
         return (self.log_std.sum() + self.parts * (HALF_LOG_2PI + 0.5)).expand(mean.shape[:-1])
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
-        """Actions `[copies, parts]` within the environment's bounds."""
+        """Convert actions `[copies, parts]` to the environment's format, within its bounds."""
         actions = actions.reshape(len(actions), *self.space.shape)
         low, high = self.space.low, self.space.high
         if self.mapping == "scale":
@@ -104,15 +104,15 @@ class Gaussian(nn.Module):
 
 
 def actions_of(space: spaces.Space[Any], log_std: float, mapping: str) -> Categorical | Gaussian:
-    """The distribution for a space of actions.
+    """The action distribution for an action space.
 
     Raises:
-        ConfigError: there is none for such a space, or its bounds cannot be scaled to.
+        ConfigError: the space is not supported, or actions cannot be scaled to its bounds.
     """
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return Categorical(space)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         if mapping == "scale" and not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
-            raise ConfigError(f"agent.actions is scale, but the bounds of {space} are not finite; take clip")
+            raise ConfigError(f"agent.actions is scale, but the bounds of {space} are not finite; use clip")
         return Gaussian(space, log_std, mapping)
     raise ConfigError(f"env.id: its actions are {space}; Discrete, MultiDiscrete and continuous Box are supported")

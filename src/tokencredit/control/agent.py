@@ -1,4 +1,4 @@
-"""The actor-critic of the Gymnasium world, on flat observations: multilayer perceptrons, or transformers."""
+"""Actor-critic for Gymnasium on flat observations: multilayer perceptrons or transformers."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Agent(nn.Module):
-    """An actor and, unless there is none, a critic."""
+    """An actor and, optionally, a critic."""
 
     def __init__(
         self, observations: spaces.Space[Any], actions: spaces.Space[Any], args: AgentConfig, critic: str = "separate"
     ):
-        """Make the layers, orthogonal with gains √2 inside, 0.01 for the actor's last layer and 1 for the critic's.
+        """Build the layers with orthogonal weights: gain √2 for hidden layers, 0.01 for the actor's head, 1 for values.
 
         Huang et al. 2022, "The 37 implementation details of PPO", core detail 2.
 
         Args:
-            observations: a flat Box, of `args.observations()` observations one after another.
-            actions: the environment's space.
-            args: sizes and kinds.
-            critic: `separate`, `shared` with the actor's hidden layers, or `none`.
+            observations: a flat Box of `args.observations()` stacked observations.
+            actions: the environment's action space.
+            args: the agent's architecture.
+            critic: `separate`, `shared` (on the actor's hidden layers), or `none`.
 
         Raises:
-            ConfigError: actions of a kind that is not supported.
+            ConfigError: the action space is not supported.
         """
         super().__init__()
         self.distribution = actions_of(actions, args.log_std, args.actions)
@@ -53,15 +53,15 @@ class Agent(nn.Module):
         self.critic_head = linear(width, 1, 1.0) if critic != "none" else None
 
     def actor_parts(self) -> nn.ModuleList:
-        """The layers of the actor, some of which a critic may share, and the deviation of its actions."""
+        """Layers of the actor, including shared ones, and its log standard deviation."""
         return nn.ModuleList([self.distribution, self.actor_body, self.actor_head])
 
     def critic_parts(self) -> nn.ModuleList:
-        """The layers that belong to the critic alone."""
+        """Layers of the critic that the actor does not share."""
         return nn.ModuleList(filter(None, (self.critic_body, self.critic_head)))
 
     def outputs(self, observations: Tensor) -> Tensor:
-        """The actor's outputs, from which `distribution` makes actions."""
+        """The actor's outputs: parameters of the action distribution."""
         outputs: Tensor = self.actor_head(self.actor_body(observations))
         return outputs
 
@@ -73,7 +73,7 @@ class Agent(nn.Module):
         return values
 
     def critic_values(self, observations: Tensor) -> Tensor:
-        """The same of `[batch, time, size]`, with a gradient for the layers that belong to the critic alone."""
+        """Values of observations `[batch, time, size]`, with a gradient only for the critic's own layers."""
         assert self.critic_head is not None
         rows = observations.flatten(0, 1)
         with torch.set_grad_enabled(self.critic_body is not None):
@@ -84,16 +84,16 @@ class Agent(nn.Module):
     def forward(
         self, observations: Tensor, actions: Tensor, policy_loss: PolicyLoss, entropy: bool = False
     ) -> PolicyOutputs:
-        """Evaluate steps again: what an update needs of each.
+        """Policy loss, log-probabilities, values and entropies of steps.
 
         Args:
             observations: `[batch, time, size]`.
             actions: `[batch, time, parts]`.
-            policy_loss: what to minimise of the actions' log-probabilities and entropies.
-            entropy: whether the loss needs the entropies.
+            policy_loss: loss of the actions' log-probabilities and entropies.
+            entropy: the loss needs the entropies.
         """
         shape = observations.shape[:2]
-        rows = observations.flatten(0, 1)  # a layer on three dimensions takes twice the operations
+        rows = observations.flatten(0, 1)  # a linear layer on three dimensions takes twice the operations
         outputs = self.outputs(rows)
         logprobs = self.distribution.logprobs(outputs, actions.flatten(0, 1))
         entropies = self.distribution.entropy(outputs) if entropy else None
@@ -108,7 +108,7 @@ class Agent(nn.Module):
 
 
 def body(size: int, args: AgentConfig) -> nn.Module:
-    """The hidden layers, from observations of this size."""
+    """Hidden layers for observations of this size."""
     if args.policy == "transformer":
         return Transformer(size, args)
     return Perceptron([size, *args.hidden], ACTIVATIONS[args.activation])
@@ -123,14 +123,14 @@ class Perceptron(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """States `[..., width]` of observations; functions, since in a network this small each module called shows."""
+        """Hidden states `[..., width]` of observations; functional calls, since module calls are slow at this size."""
         for layer in self.layers:
             x = self.activation(nn.functional.linear(x, layer.weight, layer.bias))  # type: ignore[arg-type]
         return x
 
 
 class Transformer(nn.Module):
-    """A causal transformer on the last observations; what it says of the last one."""
+    """A causal transformer over the last observations; returns the hidden state of the newest one."""
 
     def __init__(self, size: int, args: AgentConfig):
         super().__init__()
@@ -153,7 +153,7 @@ class Transformer(nn.Module):
         self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(args.context), persistent=False)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """States `[..., width]` from observations `[..., context · size]`, the oldest first."""
+        """Hidden states `[..., width]` of observations `[..., context · size]`, the oldest first."""
         leading = observations.shape[:-1]
         x = self.embedding(observations.reshape(-1, *self.shape)) + self.positions
         for block in self.blocks:
@@ -163,7 +163,7 @@ class Transformer(nn.Module):
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """A layer that starts with orthogonal weights of this gain and no bias."""
+    """A linear layer with orthogonal initial weights of this gain and zero bias."""
     layer = nn.Linear(inputs, outputs)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)

@@ -1,4 +1,4 @@
-"""Gymnasium's vector environments, made as a configuration asks, with flat observations."""
+"""Build Gymnasium vector environments with flat observations from a configuration, and save and restore their state."""
 
 from __future__ import annotations
 
@@ -34,75 +34,76 @@ from tokencredit.control.reward_scale import ScaleReward
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import EnvConfig
 
-EXPECTED = (
+EXPECTED_WARNINGS = (
     "ERROR: ",
     "precision lowered by casting to float32",
     "Overwriting existing videos",
     ".* is deprecated and will be removed",
 )
-"""Beginnings of warnings about what is meant so, or what an exception says again."""
+"""Prefixes of warnings about intended behaviour, or that repeat an exception."""
 
 
-LONGEST = 100_000
-"""Steps of an episode that are remembered; one that is longer begins anew when a run is resumed."""
+MAX_REPLAY_STEPS = 100_000
+"""Recorded steps per episode; a longer episode restarts when a run is resumed."""
 
 
 class EnvironmentRaised(RuntimeError):
-    """An exception of an environment's own, as text, since it may come from another process."""
+    """An exception raised by an environment, as text, since it may come from another process."""
 
 
-class Witness(gym.Wrapper):
-    """The outermost wrapper of one environment: knows how it came to be where it is.
+class ReplayWrapper(gym.Wrapper):
+    """Outermost wrapper of one environment, which records how to replay the current episode.
 
-    So it can say which environment raised an exception, when and where; and, since no environment can be saved as it
-    is, lead another one there: to the randomness that its episode began with, and on through the episode's actions.
+    An environment's state cannot be saved directly. Instead, another copy is seeded as the episode was and replays its
+    actions. The wrapper also reports in which environment and step an exception was raised.
 
-    It keeps back `info`, which nobody here reads: to gather a few numbers of MuJoCo's from all copies at each step
-    takes as long as the step itself.
+    It drops `info`, which nothing here reads: gathering a few of MuJoCo's numbers from all copies at each step takes as
+    long as the step itself.
     """
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
         self.seed: int | None = None
         self.steps = 0
-        self.began: dict[str, Any] = {}
+        self.initial_rng: dict[str, Any] = {}
         self.actions: list[Any] = []
         self.observation: Any = None
         self.ended = self.must_reset = False
-        self.trail: dict[str, Any] = {}
-        """Where `follow` leads."""
+        self.saved_state: dict[str, Any] = {}
+        """State for `restore`."""
 
-    def leave_trail(self) -> dict[str, Any]:
-        """What `follow` needs to come here."""
-        if self.ended:  # all that is left of it is the randomness of the episodes to come
-            return {"seed": self.seed, "ended": True, "began": self._beginning(None)}
-        here = {"steps": self.steps, "observation": self.flat_observation()}
-        return {"seed": self.seed, "ended": False, "began": self.began, "actions": np.array(self.actions)} | here
+    def save_state(self) -> dict[str, Any]:
+        """The state for `restore`: seed, initial RNG state and actions of the episode."""
+        if self.ended:  # only the randomness of later episodes is left
+            return {"seed": self.seed, "ended": True, "began": self._rng(None)}
+        position = {"steps": self.steps, "observation": self.flat_observation()}
+        actions = np.array(self.actions)
+        return {"seed": self.seed, "ended": False, "began": self.initial_rng, "actions": actions} | position
 
-    def follow(self) -> bool:
-        """Go where `trail` leads; False if that failed. The next step is then a reset, as after an episode's end."""
-        trail, began = self.trail, self.trail["began"]
+    def restore(self) -> bool:
+        """Replay to `saved_state`; False on failure. The next step is then a reset, as after an episode's end."""
+        state, rng = self.saved_state, self.saved_state["began"]
         self.must_reset = True
-        if began["seed"] is None and began["random"] is None:
+        if rng["seed"] is None and rng["random"] is None:
             return False
-        if began["random"] is not None:
-            self.unwrapped.np_random.bit_generator.state = began["random"]
-        if trail["ended"]:
-            self.seed = trail["seed"]
+        if rng["random"] is not None:
+            self.unwrapped.np_random.bit_generator.state = rng["random"]
+        if state["ended"]:
+            self.seed = state["seed"]
             return True
-        self.reset(seed=began["seed"])
-        for action in trail["actions"]:
+        self.reset(seed=rng["seed"])
+        for action in state["actions"]:
             self.step(action)
-        self.seed = trail["seed"]
+        self.seed = state["seed"]
         self.must_reset = not (
-            self.steps == trail["steps"] and np.array_equal(self.flat_observation(), trail["observation"])
+            self.steps == state["steps"] and np.array_equal(self.flat_observation(), state["observation"])
         )
         return not self.must_reset
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        """Reset, and remember the seed that the environment's randomness goes back to."""
+        """Reset, and record the seed or RNG state that the episode starts with."""
         self.seed, self.steps = self.seed if seed is None else seed, 0
-        self.began, self.actions, self.ended, self.must_reset = self._beginning(seed), [], False, False
+        self.initial_rng, self.actions, self.ended, self.must_reset = self._rng(seed), [], False, False
         try:
             self.observation, _ = self.env.reset(seed=seed, options=options)
         except Exception as error:
@@ -110,11 +111,11 @@ class Witness(gym.Wrapper):
         return self.observation, {}
 
     def step(self, action: Any) -> Any:
-        """Step, and count."""
+        """Step, and record the action."""
         if self.must_reset:
             return self.reset()[0], 0.0, False, False, {}
         self.steps += 1
-        if self.steps <= LONGEST:
+        if self.steps <= MAX_REPLAY_STEPS:
             self.actions.append(action)
         try:
             self.observation, reward, terminated, truncated, _ = self.env.step(action)
@@ -123,14 +124,14 @@ class Witness(gym.Wrapper):
         self.ended = bool(terminated or truncated)
         return self.observation, reward, terminated, truncated, {}
 
-    def _beginning(self, seed: int | None) -> dict[str, Any]:
-        """What decides the episode that a reset with this seed would begin now."""
+    def _rng(self, seed: int | None) -> dict[str, Any]:
+        """The randomness of an episode that starts now with this seed: the seed, or the RNG state without one."""
         generator = getattr(self.unwrapped, "np_random", None)
         state = generator.bit_generator.state if seed is None and isinstance(generator, np.random.Generator) else None
         return {"seed": seed, "random": state}
 
     def flat_observation(self) -> np.ndarray:
-        """The last observation in one row."""
+        """The last observation, flattened."""
         return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
 
     def _raised(self, error: Exception) -> EnvironmentRaised:
@@ -152,22 +153,22 @@ def make_envs(
 ) -> VectorEnv:
     """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
 
-    Inside out: the episodes' own returns are recorded, observations become flat float32, and observations and rewards
-    are normalised if asked for, rewards only in training.
+    From the inside out, the wrappers record episode returns, flatten observations to float32, and normalise
+    observations and, in training, rewards, if the settings say so.
 
     Args:
-        args: which environment, and how.
-        number: of copies.
-        gamma: of the discounted return whose deviation rewards are divided by.
-        stack: how many of the last observations are one, the oldest first; an episode's first one is repeated.
-        training: whether rewards are normalised, and processes used.
-        videos: the folder in which every episode is recorded; None records none.
-        prefix: of the videos' names.
+        args: the environment's settings.
+        number: number of copies.
+        gamma: discount of the return whose standard deviation scales rewards.
+        stack: number of stacked observations, the oldest first; an episode's first one is repeated.
+        training: allow reward normalisation and worker processes.
+        videos: folder for a video of every episode; None for no videos.
+        prefix: prefix of the videos' names.
 
     Raises:
-        ConfigError: no such environment, something that it needs is missing, or observations that are not supported.
+        ConfigError: unknown environment, missing dependency, or unsupported observation space.
     """
-    layers: list[Callable[[gym.Env], gym.Env]] = [deaf_to_ctrl_c]
+    layers: list[Callable[[gym.Env], gym.Env]] = [ignore_sigint]
     rendered = {}
     if videos is not None:
         rendered = {"render_mode": "rgb_array"}
@@ -175,13 +176,13 @@ def make_envs(
             partial(RecordVideo, video_folder=str(videos), name_prefix=prefix, episode_trigger=lambda _: True)
         )
     if stack > 1:
-        layers += [flat, partial(FrameStackObservation, stack_size=stack)]
-    layers.append(Witness)
+        layers += [flatten, partial(FrameStackObservation, stack_size=stack)]
+    layers.append(ReplayWrapper)
     envs = make_copies(
         args,
         num_envs=number,
         vectorization_mode="async" if args.processes and training else "sync",
-        # Whoever steps them copies the observations that it keeps.
+        # No copies: callers copy the observations that they keep.
         vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False},
         wrappers=layers,
         **rendered,
@@ -196,7 +197,7 @@ def make_envs(
 
 
 def wrapped(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> VectorEnv:
-    """The wrappers around all copies: episodes' returns, flat float32 observations, normalisation if asked for."""
+    """Add the vector wrappers: episode statistics, flat float32 observations, optional normalisation."""
     envs = RecordEpisodeStatistics(envs, buffer_length=1)
     if not isinstance(envs.single_observation_space, spaces.Box) or len(envs.single_observation_space.shape) != 1:
         envs = FlattenObservation(envs)
@@ -212,12 +213,12 @@ def wrapped(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> V
 
 
 def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
-    """What `gymnasium.make_vec` makes of the environment with these options, or a `ConfigError` that says why not."""
+    """Call `gymnasium.make_vec`; turns its errors into a `ConfigError`."""
     try:
         return gym.make_vec(args.id, **options, **args.kwargs)
     except gym.error.DependencyNotInstalled as error:
         raise ConfigError(
-            f"env.id {args.id} needs what is not installed ({error}): pip install tokencredit[control]"
+            f"env.id {args.id} needs a package that is not installed ({error}): pip install tokencredit[control]"
         ) from error
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
         near = difflib.get_close_matches(args.id, gym.registry, n=3)
@@ -231,23 +232,23 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
         ) from error
 
 
-def flat(env: gym.Env) -> gym.Env:
-    """The environment with observations in one row."""
+def flatten(env: gym.Env) -> gym.Env:
+    """Flatten the environment's observations."""
     space = env.observation_space
     return env if isinstance(space, spaces.Box) and len(space.shape) == 1 else FlattenOne(env)
 
 
 @contextmanager
 def expected_warnings(args: EnvConfig) -> Iterator[None]:
-    """Silence the warnings of Gymnasium and MuJoCo that are no news, in here alone.
+    """Silence expected warnings of Gymnasium and MuJoCo within this context.
 
-    MuJoCo's messages become Python's warnings, instead of lines on the screen and in a file.
+    MuJoCo's messages become Python warnings, instead of output on the screen and in a file.
     """
     with warnings.catch_warnings():
-        for message in EXPECTED:
+        for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", f".*{message}", UserWarning)
         uses_mujoco = "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", ""))
-        if not uses_mujoco or importlib.util.find_spec("mujoco") is None:  # Gymnasium says what is missing
+        if not uses_mujoco or importlib.util.find_spec("mujoco") is None:  # Gymnasium reports what is missing
             yield
             return
         import mujoco
@@ -260,23 +261,23 @@ def expected_warnings(args: EnvConfig) -> Iterator[None]:
             mujoco.set_mju_user_warning(before)
 
 
-def leave_trails(envs: VectorEnv) -> dict[str, Any]:
-    """What `follow_trails` needs to bring other copies of these environments where they are: plain values and arrays.
+def save_envs(envs: VectorEnv) -> dict[str, Any]:
+    """The environments' state for `restore_envs`, as plain values and arrays.
 
-    Of each copy its trail, and of each wrapper around all of them the arrays and running statistics that it holds.
+    Holds the replay state of each copy, and the arrays and running statistics of each vector wrapper.
     """
     return {
-        "copies": list(copies(envs).call("leave_trail")),
-        "layers": [memory(layer) for layer in vector_layers(envs)],
+        "copies": list(base_env(envs).call("save_state")),
+        "layers": [wrapper_state(layer) for layer in vector_wrappers(envs)],
     }
 
 
-def follow_trails(envs: VectorEnv, trails: dict[str, Any]) -> list[int]:
-    """Bring environments where others were; returns the copies that cannot be brought there, and will be reset."""
-    copies(envs).set_attr("trail", trails["copies"])
-    lost = [copy for copy, arrived in enumerate(copies(envs).call("follow")) if not arrived]
-    for layer, remembered in zip(vector_layers(envs), trails["layers"], strict=True):
-        for name, value in remembered.items():
+def restore_envs(envs: VectorEnv, state: dict[str, Any]) -> list[int]:
+    """Restore the result of `save_envs`; returns the copies that could not be replayed and will be reset."""
+    base_env(envs).set_attr("saved_state", state["copies"])
+    lost = [copy for copy, restored in enumerate(base_env(envs).call("restore")) if not restored]
+    for layer, saved in zip(vector_wrappers(envs), state["layers"], strict=True):
+        for name, value in saved.items():
             if isinstance(value, dict):
                 vars(getattr(layer, name)).update(value)
             else:
@@ -286,50 +287,50 @@ def follow_trails(envs: VectorEnv, trails: dict[str, Any]) -> list[int]:
     return lost
 
 
-def copies(envs: VectorEnv) -> SyncVectorEnv | AsyncVectorEnv:
-    """The vector environment inside all wrappers, whose `call` reaches each copy."""
+def base_env(envs: VectorEnv) -> SyncVectorEnv | AsyncVectorEnv:
+    """The vector environment inside all wrappers; its `call` reaches each copy."""
     inner = envs.unwrapped
     assert isinstance(inner, SyncVectorEnv | AsyncVectorEnv)  # the two that `make_copies` makes
     return inner
 
 
-def vector_layers(envs: VectorEnv) -> list[VectorEnv]:
+def vector_wrappers(envs: VectorEnv) -> list[VectorEnv]:
     """The wrappers around all copies."""
     return [layer for layer in wrappers(envs) if layer is not envs.unwrapped]
 
 
-def memory(layer: VectorEnv) -> dict[str, Any]:
-    """The arrays that a wrapper holds itself, and what its running statistics hold, each a dict."""
-    held: dict[str, Any] = {}
+def wrapper_state(layer: VectorEnv) -> dict[str, Any]:
+    """A wrapper's arrays, and its running statistics as dicts."""
+    state: dict[str, Any] = {}
     for name, value in vars(layer).items():
         if isinstance(value, np.ndarray):
-            held[name] = value
+            state[name] = value
         elif isinstance(value, RunningMeanStd):
-            # A number of Python's must stay one: with one of NumPy's, sums with float32 would become float64.
-            held[name] = {part: np.asarray(x) if isinstance(x, np.generic) else x for part, x in vars(value).items()}
-    return held
+            # Python numbers must stay Python numbers: NumPy's would promote sums with float32 to float64.
+            state[name] = {part: np.asarray(x) if isinstance(x, np.generic) else x for part, x in vars(value).items()}
+    return state
 
 
-def deaf_to_ctrl_c(env: gym.Env) -> gym.Env:
-    """The environment as it is; a process of its own leaves Ctrl-C to the one that trains."""
+def ignore_sigint(env: gym.Env) -> gym.Env:
+    """Ignore Ctrl-C in a worker process, which leaves it to the training process; returns the environment."""
     if multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return env
 
 
 def statistics(envs: VectorEnv) -> dict[str, Any]:
-    """The running statistics of the normalising wrappers, by name."""
-    found = {}
+    """Running statistics of the normalising wrappers, by name."""
+    by_name = {}
     for layer in wrappers(envs):
         if isinstance(layer, NormalizeObservation):
-            found["observations"] = layer.obs_rms
+            by_name["observations"] = layer.obs_rms
         if isinstance(layer, ScaleReward):
-            found["rewards"] = layer.return_rms
-    return found
+            by_name["rewards"] = layer.return_rms
+    return by_name
 
 
 def share_statistics(envs: VectorEnv, source: VectorEnv) -> None:
-    """Let one environment normalise observations with the statistics of another, without changing them."""
+    """Normalise observations with another environment's statistics, without updating them."""
     for layer in wrappers(envs):
         if isinstance(layer, NormalizeObservation):
             layer.obs_rms = statistics(source)["observations"]
@@ -337,7 +338,7 @@ def share_statistics(envs: VectorEnv, source: VectorEnv) -> None:
 
 
 def wrappers(envs: VectorEnv) -> Iterator[VectorEnv]:
-    """The environment's wrappers from the outside in, and at last the environment."""
+    """The environment's wrappers from the outside in, then the environment itself."""
     layer: VectorEnv | None = envs
     while layer is not None:
         yield layer

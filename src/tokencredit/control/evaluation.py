@@ -1,4 +1,4 @@
-"""Whole episodes with an agent as it is: how good it is, and what it looks like."""
+"""Evaluate an agent on whole episodes, and record videos."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from safetensors.torch import load_file, save_file
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import expected_warnings, make_envs, share_statistics, statistics
-from tokencredit.control.rollout import blamed
+from tokencredit.control.rollout import environment_errors
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
 
 COPIES = 10
-"""How many episodes are played beside one another."""
+"""Episodes that are played in parallel."""
 AGENT_FILE = "agent.safetensors"
 MOMENTS = ("mean", "var", "count")
 
 
 class Player:
-    """Plays episodes with an agent; the training's statistics normalise its observations, and stay as they are."""
+    """Plays episodes with an agent; normalises observations with the training statistics, which it does not change."""
 
     def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv):
-        """Nothing is made before it is needed.
+        """Store the arguments; environments are made on demand.
 
         Args:
-            args: the environment and the agent's form.
-            agent: whose actions are taken.
-            training: the environments that the agent is trained in, which know the statistics.
+            args: settings of the environment and the agent.
+            agent: the agent that acts.
+            training: the training environments, which hold the statistics.
         """
         self.args, self.agent, self.training = args, agent, training
 
@@ -50,7 +50,7 @@ class Player:
             envs.close()
 
     def record(self, settings: EpisodesConfig, seed: int, folder: Path, prefix: str) -> None:
-        """Play `settings.videos` further episodes, each a film in the folder."""
+        """Play `settings.videos` further episodes, and record a video of each in the folder."""
         with no_display():
             envs = self._envs(1, videos=folder, prefix=prefix)
             try:
@@ -68,14 +68,14 @@ class Player:
 
 @torch.no_grad()
 def play(envs: VectorEnv, agent: Agent, count: int, greedy: bool, seed: int) -> list[tuple[float, int]]:
-    """Return and length of `count` whole episodes, the first that each copy finishes before the second."""
+    """Returns and lengths of `count` episodes, an equal number per copy so that short ones are not favoured."""
     generator = torch.Generator().manual_seed(seed)
     distribution = agent.distribution
-    share = [count // envs.num_envs + (i < count % envs.num_envs) for i in range(envs.num_envs)]
-    episodes: list[list[tuple[float, int]]] = [[] for _ in share]
-    with blamed():
+    quota = [count // envs.num_envs + (i < count % envs.num_envs) for i in range(envs.num_envs)]
+    episodes: list[list[tuple[float, int]]] = [[] for _ in quota]
+    with environment_errors():
         observation, _ = envs.reset(seed=seed)
-        while any(len(done) < wanted for done, wanted in zip(episodes, share, strict=True)):
+        while any(len(done) < target for done, target in zip(episodes, quota, strict=True)):
             outputs = agent.outputs(torch.from_numpy(observation))
             if greedy:
                 actions = distribution.greedy(outputs)
@@ -83,13 +83,13 @@ def play(envs: VectorEnv, agent: Agent, count: int, greedy: bool, seed: int) -> 
                 actions = distribution.sample(outputs, distribution.noise((envs.num_envs,), generator))
             observation, _, _, _, info = envs.step(distribution.to_env(actions.numpy()))
             for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
-                if len(episodes[copy]) < share[copy]:
+                if len(episodes[copy]) < quota[copy]:
                     episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
     return [episode for done in episodes for episode in done]
 
 
 def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str, float]:
-    """Mean and deviation of returns, and mean length; NaN before the first episode has ended."""
+    """Mean and standard deviation of returns, and mean length; NaN without episodes."""
     if not episodes:
         return {f"{prefix}/{name}": math.nan for name in ("average_return", "std_return", "average_length")}
     returns, lengths = zip(*episodes, strict=True)
@@ -102,21 +102,21 @@ def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str,
 
 @contextmanager
 def no_display() -> Iterator[None]:
-    """Let pygame, which draws for a film, look for no screen, unless the user has chosen one."""
-    name, chosen = "SDL_VIDEODRIVER", "SDL_VIDEODRIVER" in os.environ
+    """Let pygame render without a display, unless the user has set a video driver."""
+    name, user_set = "SDL_VIDEODRIVER", "SDL_VIDEODRIVER" in os.environ
     os.environ.setdefault(name, "dummy")
     try:
         yield
     finally:
-        if not chosen:
+        if not user_set:
             del os.environ[name]
 
 
 def check_videos(args: ControlConfig) -> None:
-    """Make sure that the environment can be filmed, before hours of training.
+    """Check, before hours of training, that the environment can be recorded.
 
     Raises:
-        ConfigError: something that filming needs is missing, or the environment has no picture.
+        ConfigError: a dependency of video recording is missing, or the environment renders no image.
     """
     try:
         import moviepy  # noqa: F401
@@ -128,14 +128,14 @@ def check_videos(args: ControlConfig) -> None:
             env.close()
     except (ImportError, gym.error.DependencyNotInstalled) as error:
         raise ConfigError(f"eval.videos: {error}; pip install tokencredit[video]") from error
-    except Exception as error:  # what a graphics library raises where there is no screen has no common type
+    except Exception as error:  # graphics libraries without a display raise errors of many types
         raise ConfigError(f"eval.videos: {args.env.id} could not be drawn: {type(error).__name__}: {error}") from error
     if not isinstance(frame, np.ndarray):
         raise ConfigError(f"eval.videos: {args.env.id} draws no pictures in the mode rgb_array")
 
 
 def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
-    """Write the agent's weights and the statistics of its environments; its form stands in the run's config.yaml."""
+    """Write the agent's weights and its environments' statistics; the run's config.yaml holds the architecture."""
     folder.mkdir(exist_ok=True)
     tensors = {f"agent.{name}": value.contiguous() for name, value in agent.state_dict().items()}
     for name, rms in statistics(envs).items():
@@ -144,10 +144,10 @@ def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
 
 
 def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
-    """What `save_agent` wrote: the agent, and one copy of its environment with the statistics of its training.
+    """Load the result of `save_agent`: the agent, and one environment with the training statistics.
 
     Raises:
-        ConfigError: no agent is there, or one of another shape than the configuration's.
+        ConfigError: the folder holds no agent, or its shape does not fit the configuration.
     """
     envs = make_envs(args.env, 1, args.advantage.gamma, stack=args.agent.observations())
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
@@ -165,10 +165,10 @@ def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
 
 
 def play_run(run: Path, args: ControlConfig, settings: EpisodesConfig, seed: int) -> dict[str, float]:
-    """Play with the agent that a run trained, and print what it reached; videos go to the run's folder.
+    """Play episodes with a run's trained agent and print the mean return; videos go to the run's folder.
 
     Raises:
-        ConfigError: the run holds no agent, or cannot be filmed.
+        ConfigError: the run holds no agent, or its environment cannot be recorded.
         RunStopped: an environment raised.
     """
     with expected_warnings(args.env):

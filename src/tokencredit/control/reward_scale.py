@@ -1,4 +1,4 @@
-"""Rewards divided by the running deviation of the discounted return."""
+"""Reward scaling by the running standard deviation of the discounted return."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from gymnasium.wrappers.vector import NormalizeReward
 
 
 class ScaleReward(NormalizeReward):
-    """Divide rewards by the running deviation of the discounted return, which begins anew with each episode.
+    """Divide rewards by the running standard deviation of the discounted return, which restarts with each episode.
 
-    As OpenAI's baselines do (`VecNormalize`): R ← γ R + r over the steps of an episode, its last one included, however
-    it ends. Gymnasium's own carries R on over truncations, and after a termination begins with the last step's reward.
+    As in OpenAI's baselines (`VecNormalize`): R ← γ R + r over the steps of an episode, including its last one, however
+    it ends. Gymnasium's own wrapper carries R across truncations, and after a termination starts with the last step's
+    reward.
     """
 
     def step(self, actions: Any) -> Any:
-        """Step all copies; the step after an episode's end is a reset, and none of the next episode's."""
+        """Step all copies; the step after an episode's end is a reset and does not count."""
         observation, reward, terminated, truncated, info = self.env.step(actions)
         reset = self._prev_dones.astype(bool)
         self.accumulated_reward[:] = np.where(reset, 0.0, self.gamma * self.accumulated_reward + reward)

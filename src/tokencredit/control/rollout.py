@@ -1,4 +1,4 @@
-"""Rollouts: an agent steps copies of an environment, and everything comes back as `[copies, time]`."""
+"""Rollouts: an agent steps copies of an environment; all tensors are `[copies, time]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environments import EnvironmentRaised, follow_trails, leave_trails
+from tokencredit.control.environments import EnvironmentRaised, restore_envs, save_envs
 from tokencredit.core.advantages import estimate
 from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
@@ -22,37 +22,37 @@ from tokencredit.settings.training import AdvantageConfig
 
 
 class NonFiniteReward(RunStopped):
-    """A reward that is NaN or infinite, with the rollout's observations and rewards, `[time, copies, …]`."""
+    """A reward is NaN or infinite; holds the rollout's observations and rewards, `[time, copies, …]`."""
 
-    def __init__(self, wrong: str, observations: np.ndarray, rewards: np.ndarray):
-        super().__init__(wrong)
+    def __init__(self, message: str, observations: np.ndarray, rewards: np.ndarray):
+        super().__init__(message)
         self.observations, self.rewards = observations, rewards
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Steps of several copies, `[copies, time]`, each with what it was decided on."""
+    """Steps of several copies of an environment, `[copies, time]`."""
 
     observations: Tensor
-    """`[copies, time, size]`, as the agent saw them."""
+    """`[copies, time, size]`, as the agent received them."""
     actions: Tensor
-    """`[copies, time, parts]`, as drawn, before the environment's bounds."""
+    """`[copies, time, parts]`, as sampled, before the environment's bounds."""
     mask: Tensor
-    """False where a copy was reset: that step is no transition."""
+    """False where a copy was reset: that step is not a transition."""
     logprobs: Tensor
     values: Tensor | None
     """None without a critic."""
     rewards: Tensor
     terminated: Tensor
     truncated: Tensor
-    """Where an episode was cut off: by its time limit, or because the rollout ended before it did."""
+    """True where an episode was cut off, by its time limit or by the end of the rollout."""
     bootstrap: Tensor | None
-    """The value of the observation after each step; of the true last one where an episode was cut off."""
+    """Value of the observation after each step; at truncation, of the episode's true last observation."""
     episodes: list[tuple[float, int]]
     """Return and length, before any normalisation, of each episode that ended."""
 
     def credit(self, args: AdvantageConfig) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, `[copies, time]`; what was cut off is worth its bootstrap, what ended is worth 0."""
+        """Advantages and returns, `[copies, time]`; bootstraps truncated episodes, not terminated ones."""
         return estimate(
             args.estimator,
             self.rewards,
@@ -65,7 +65,7 @@ class Rollout:
         )
 
     def experience(self, advantages: Tensor, returns: Tensor) -> Experience:
-        """The steps that are transitions, a row of one step each, with their credit."""
+        """The transitions with their credit, as rows of one step each."""
 
         def rows(x: Tensor) -> Tensor:
             return x[self.mask].unsqueeze(1)
@@ -83,22 +83,22 @@ class Rollout:
 
 
 class Collector:
-    """Steps an environment, and remembers where it stands between rollouts."""
+    """Steps an environment, and keeps its state between rollouts."""
 
     def __init__(self, envs: VectorEnv, agent: Agent, seed: int):
         """Reset all copies; their seeds are `seed`, `seed` + 1, ….
 
         Args:
-            envs: with flat float32 observations, resetting on the step after an episode's end.
-            agent: whose actions are taken.
-            seed: of the environments and of the actions.
+            envs: environments with flat float32 observations that reset on the step after an episode's end.
+            agent: the agent that acts.
+            seed: seed of the environments and of the action sampling.
 
         Raises:
             RunStopped: an environment raised.
         """
         self.envs, self.agent = envs, agent
         self.generator = torch.Generator().manual_seed(seed)
-        with blamed():
+        with environment_errors():
             self.observation, _ = envs.reset(seed=seed)
         self.ended = np.zeros(envs.num_envs, dtype=bool)
 
@@ -107,7 +107,7 @@ class Collector:
         """Take `steps` steps with every copy.
 
         Raises:
-            NonFiniteReward: a reward is not finite; the environments have made their steps all the same.
+            NonFiniteReward: a reward is not finite; the environments have taken their steps nevertheless.
             RunStopped: an observation is not finite, or an environment raised.
         """
         copies, size = self.observation.shape
@@ -116,34 +116,34 @@ class Collector:
         rewards = np.zeros((steps, copies), dtype=np.float32)
         acted, terminated, truncated = (np.zeros((steps, copies), dtype=bool) for _ in range(3))
         noise = distribution.noise((steps, copies), self.generator)
-        seen = torch.from_numpy(observations)
-        drawn, episodes = [], []
-        with blamed(), torch.inference_mode():  # which costs less than no_grad
-            for t, (frame, chance) in enumerate(zip(seen[:-1].unbind(), noise.unbind(), strict=True)):
+        frames = torch.from_numpy(observations)
+        sampled, episodes = [], []
+        with environment_errors(), torch.inference_mode():  # cheaper than no_grad
+            for t, (frame, step_noise) in enumerate(zip(frames[:-1].unbind(), noise.unbind(), strict=True)):
                 observations[t] = self.observation
                 acted[t] = ~self.ended
-                drawn.append(distribution.sample(self.agent.outputs(frame), chance))
-                taken = distribution.to_env(drawn[t].numpy())
-                self.observation, rewards[t], terminated[t], truncated[t], info = self.envs.step(taken)
+                sampled.append(distribution.sample(self.agent.outputs(frame), step_noise))
+                env_actions = distribution.to_env(sampled[t].numpy())
+                self.observation, rewards[t], terminated[t], truncated[t], info = self.envs.step(env_actions)
                 self.ended = terminated[t] | truncated[t]
                 if "episode" in info:
-                    told = info["episode"]
-                    episodes += [(float(told["r"][i]), int(told["l"][i])) for i in np.flatnonzero(info["_episode"])]
+                    stats = info["episode"]
+                    episodes += [(float(stats["r"][i]), int(stats["l"][i])) for i in np.flatnonzero(info["_episode"])]
         observations[steps] = self.observation
-        actions = torch.stack(drawn)
-        if wrong := not_finite("an observation", observations):
-            raise RunStopped(wrong)
-        if wrong := not_finite("a reward", rewards):
-            raise NonFiniteReward(wrong, observations, rewards)
+        actions = torch.stack(sampled)
+        if message := non_finite_message("an observation", observations):
+            raise RunStopped(message)
+        if message := non_finite_message("a reward", rewards):
+            raise NonFiniteReward(message, observations, rewards)
 
-        # One pass over everything for what sampling did not need; so the ratio starts at exactly 1.
-        logprobs = distribution.logprobs(self.agent.outputs(seen[:-1]), actions)
-        values = self.agent.values(seen)
+        # One batched forward pass for the log-probs and values, as in the update; so the ratio starts at exactly 1.
+        logprobs = distribution.logprobs(self.agent.outputs(frames[:-1]), actions)
+        values = self.agent.values(frames)
         truncated[-1] |= ~terminated[-1]  # the rollout ends here, the episode does not
         flags = (torch.from_numpy(x).T for x in (acted, terminated & acted, truncated & acted))
         mask, ends, cuts = (x.contiguous() for x in flags)
         return Rollout(
-            observations=seen[:-1].transpose(0, 1),
+            observations=frames[:-1].transpose(0, 1),
             actions=actions.transpose(0, 1),
             mask=mask,
             logprobs=logprobs.T,
@@ -156,34 +156,34 @@ class Collector:
         )
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as plain values and arrays."""
+        """Resumable state, as plain values and arrays."""
         return {
             "generator": to_text(self.generator.get_state()),
             "observation": self.observation,
             "ended": self.ended,
-            "envs": leave_trails(self.envs),
+            "envs": save_envs(self.envs),
         }
 
     def load(self, state: dict[str, Any]) -> list[int]:
-        """Go on from what `state` gave; returns the copies that could not be brought back, and begin an episode."""
-        with blamed():
-            lost = follow_trails(self.envs, state["envs"])
+        """Restore the result of `state`; returns the copies that could not be restored and start a new episode."""
+        with environment_errors():
+            lost = restore_envs(self.envs, state["envs"])
         self.generator.set_state(from_text(state["generator"]))
         self.observation, self.ended = state["observation"], state["ended"]
         self.ended[lost] = True
         return lost
 
 
-def not_restored(lost: Sequence[int]) -> str:
-    """What to say of copies that a resumed run could not bring back."""
+def not_restored_message(lost: Sequence[int]) -> str:
+    """Event for copies that a resumed run could not restore."""
     return (
-        f"environments {', '.join(map(str, lost))} could not be brought back to where they were (what they do does not "
-        "follow from seed and actions alone); they begin a new episode"
+        f"environments {', '.join(map(str, lost))} could not be restored (seed and actions do not determine their "
+        "course); they start a new episode"
     )
 
 
-def not_finite(name: str, array: np.ndarray) -> str | None:
-    """Which copy gave, at which step, something of `[time, copies, …]` that is not finite, in words."""
+def non_finite_message(name: str, array: np.ndarray) -> str | None:
+    """Error message for the first non-finite element of `[time, copies, …]`; None if all are finite."""
     if np.isfinite(array.sum()) or np.isfinite(array).all():
         return None
     step, copy = np.argwhere(~np.isfinite(array))[0][:2]
@@ -191,8 +191,8 @@ def not_finite(name: str, array: np.ndarray) -> str | None:
 
 
 @contextmanager
-def blamed() -> Iterator[None]:
-    """Turn what an environment raised, or the end of its process, into one message."""
+def environment_errors() -> Iterator[None]:
+    """Turn an environment's exception, or the death of its process, into `RunStopped`."""
     try:
         yield
     except EnvironmentRaised as error:

@@ -1,4 +1,4 @@
-"""From a configuration to the learner of an agent."""
+"""Build the learner of an agent from a configuration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tokencredit.settings.control import AgentConfig, ControlConfig
 
 
 def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Learner:
-    """The learner of an agent: optimizer, schedule, objective and the generator that shuffles.
+    """The learner of an agent: optimizer, schedule, objective and shuffling RNG.
 
     Raises:
-        ConfigError: a setting that the agent's actions do not read.
+        ConfigError: a setting has no effect with the environment's actions.
     """
     check_actions(args.agent, agent)
     entropy = args.ppo.entropy_coef > 0
@@ -45,7 +45,7 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
 
 
 def check_actions(args: AgentConfig, agent: Agent) -> None:
-    """Raise `ConfigError` for a setting of continuous actions where those of the environment are discrete."""
+    """Raise `ConfigError` for a setting of continuous actions if the environment's actions are discrete."""
     for key in ("log_std", "actions"):
         value = getattr(args, key)
         if isinstance(agent.distribution, Categorical) and value != getattr(AgentConfig(), key):
@@ -53,11 +53,11 @@ def check_actions(args: AgentConfig, agent: Agent) -> None:
 
 
 def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Optimizer:
-    """One optimizer for actor and critic; at equal rates they are one group, which takes half the time of two."""
+    """One optimizer for actor and critic; at equal rates a single group, which takes half the time of two."""
     actor, critic = (list(part.parameters()) for part in (agent.actor_parts(), agent.critic_parts()))
     constant = args.critic.schedule == "constant"
-    of_critic = {"lr": args.critic.lr, "metric": "value_lr", "constant": constant}
-    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, **of_critic}]
+    critic_options = {"lr": args.critic.lr, "metric": "value_lr", "constant": constant}
+    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, **critic_options}]
     if args.optim.lr == args.critic.lr and not constant:
         groups = [{"params": actor + critic, "lr": args.optim.lr}]
     return build_optimizer(
@@ -69,6 +69,6 @@ def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Opti
 
 
 def build_update(args: ControlConfig) -> UpdateSettings:
-    """The course of an agent's updates; a policy gradient takes one step on the whole batch."""
+    """Update settings of an agent; a plain policy gradient takes one step on the whole batch."""
     one_step = {"epochs": 1, "minibatches": 1} if args.algorithm == "policy_gradient" else {}
     return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim) | one_step)

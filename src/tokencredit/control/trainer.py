@@ -1,4 +1,4 @@
-"""Policy gradients for Gymnasium environments: one iteration, and the run around it."""
+"""The trainer for Gymnasium environments: one iteration, and the run around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokencredit.control.agent import Agent
 from tokencredit.control.audit.auditing import Auditor
 from tokencredit.control.environments import expected_warnings, make_envs
 from tokencredit.control.evaluation import Player, check_videos, episode_metrics, save_agent
-from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not_restored
+from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not_restored_message
 from tokencredit.control.setup import build_learner
 from tokencredit.core.masked import moments, whiten
 from tokencredit.errors import ConfigError, NotInstalled
@@ -34,27 +34,27 @@ from tokencredit.settings.fields import require_config
 from tokencredit.settings.world import CONTROL
 
 EPISODES = 100
-"""How many of the last training episodes train/average_return is the mean of."""
+"""Number of recent training episodes averaged in train/average_return."""
 EVALUATION_SEED = 10_000
-"""Added to the run's seed, so that evaluations meet other episodes than training."""
+"""Added to the run's seed, so that evaluation episodes differ from training episodes."""
 
 
 class ControlTrainer:
     """Trains an agent in an environment; `ControlTrainer().train()` is what `tokencredit control` does.
 
-    PyTorch's threads, warning filters and the global random generators are left as they were.
+    Restores PyTorch's thread count, warning filters and the global RNG state.
     """
 
     def __init__(self, args: ControlConfig | None = None):
-        """Make environments, agent and optimizer; the run's folder is made by `train`.
+        """Make environments, agent and optimizer; `train` makes the run's folder.
 
         Raises:
-            ConfigError: a setting, environment or folder that cannot be used.
+            ConfigError: a setting, environment or folder cannot be used.
         """
         self.args = args = require_config(args, ControlConfig)
         processes = Processes()
         if processes.count > 1:
-            raise ConfigError("agents are trained by one process; env.processes gives each environment one of its own")
+            raise ConfigError("agents train in a single process; env.processes runs each environment in its own")
         self.record = RunRecord(args.run, processes, CONTROL)
         with preserved(), threads(args.threads), expected_warnings(args.env):
             torch.manual_seed(args.seed)
@@ -74,15 +74,15 @@ class ControlTrainer:
         self.steps = 0
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
-        """Run all iterations, leave the run's folder behind, and return its summary.
+        """Run all iterations, write the run's folder, and return the summary.
 
         Args:
-            resume_from_checkpoint: go on in `run.dir` where a run was cut short; docs/resuming.md says how.
+            resume_from_checkpoint: resume an interrupted run in `run.dir`; see docs/resuming.md.
 
         Raises:
-            ConfigError: `run.dir` is in use, or holds nothing that can go on with these settings.
-            RunStopped: numbers were not finite several times in a row, or an environment raised; the agent is kept.
-            KeyboardInterrupt: likewise; after a second Ctrl-C nothing more is written.
+            ConfigError: `run.dir` is in use, or cannot be resumed with these settings.
+            RunStopped: numbers were not finite several times in a row, or an environment raised; the agent is saved.
+            KeyboardInterrupt: Ctrl-C; the agent is saved, except after a second Ctrl-C.
         """
         weights = memory_of(self.agent.parameters())
         with preserved(), threads(self.args.threads), expected_warnings(self.args.env):
@@ -90,7 +90,7 @@ class ControlTrainer:
             return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Collect, give credit, update, evaluate if it is time to: returns metrics, and no samples."""
+        """Collect a rollout, compute credit, update, evaluate if due; returns metrics, and no samples."""
         started, args = time.perf_counter(), self.args
         metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
         try:
@@ -98,23 +98,23 @@ class ControlTrainer:
             collected, episodes = time.perf_counter(), rollout.episodes
             experience, credit = self.give_credit(rollout)
             metrics |= credit | self.update(number, experience)
-        except NonFiniteReward as bad:
+        except NonFiniteReward as error:
             collected, episodes = time.perf_counter(), []
-            tensors = {"observations": torch.from_numpy(bad.observations), "rewards": torch.from_numpy(bad.rewards)}
-            self.record.bad_step(number, str(bad), tensors)
+            tensors = {"observations": torch.from_numpy(error.observations), "rewards": torch.from_numpy(error.rewards)}
+            self.record.bad_step(number, str(error), tensors)
             metrics |= {"steps": 0, "bad_steps": 1}
         self.episodes.extend(episodes)
         seconds = time.perf_counter() - started
-        self.steps += (taken := args.env.number * args.steps)
+        self.steps += (steps := args.env.number * args.steps)
         metrics |= {
             **episode_metrics("train", list(self.episodes)),
             "episodes": len(episodes),
-            "steps": taken,
+            "steps": steps,
             "total_steps": self.steps,
             "seconds": seconds,
             "seconds/rollout": collected - started,
             "seconds/update": seconds - (collected - started),
-            "steps_per_second": taken / seconds,
+            "steps_per_second": steps / seconds,
         }
         if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
             metrics |= self.evaluate(number)
@@ -123,7 +123,7 @@ class ControlTrainer:
         return metrics, []
 
     def give_credit(self, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
-        """The experience to learn from, a row per transition, and what there is to say of its credit."""
+        """The experience, with one row per transition, and metrics of its credit."""
         advantages, returns = rollout.credit(self.args.advantage)
         _, mean, variance = moments(advantages, rollout.mask)
         metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
@@ -134,20 +134,20 @@ class ControlTrainer:
         return rollout.experience(advantages, returns), metrics
 
     def update(self, number: int, experience: Experience) -> dict[str, float]:
-        """Train on transitions, the critic alone while it warms up; returns the update's metrics."""
+        """Update on the transitions, only the critic during its warm-up; returns the update's metrics."""
         parts = self.agent.actor_parts().parameters(), self.agent.critic_parts().parameters()
         frozen = self.args.critic.frozen(number, *parts)
         return self.learner.update(experience, frozen=frozen, on_step=partial(self._on_step, number))
 
     def _on_step(self, number: int, minibatch: Experience, error: NonFiniteUpdate | None) -> None:
-        """Count the steps in a row that could not be taken, and keep their minibatches."""
+        """Count consecutive skipped steps, and save their minibatches."""
         if error is None:
             self.record.bad_in_a_row = 0
         else:
             self.record.bad_step(number, str(error), minibatch.tensors())
 
     def evaluate(self, number: int) -> dict[str, float]:
-        """Run whole episodes in copies of their own, with the training's statistics; some of them are filmed."""
+        """Play whole episodes in separate copies, with the training statistics; records videos of some."""
         settings, seed = self.args.eval, self.args.seed + EVALUATION_SEED
         metrics = self.player.measure(settings, seed) if settings.episodes else {}
         if settings.videos:
@@ -155,13 +155,13 @@ class ControlTrainer:
         return metrics
 
     def state(self) -> tuple[State, State]:
-        """Everything that the next iteration depends on; agents are trained by one process."""
+        """Resumable state, shared and of this process; agents train in a single process."""
         shared, own = self.learner.state()
         shared |= {"collector": self.collector.state(), "episodes": list(self.episodes), "steps": self.steps}
         return shared, own | {"random": random_state()}
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
-        """Go on from what `state` gave; returns events to write down. Another agent's state is a `ConfigError`."""
+        """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""
         try:
             self.learner.load(state, state["process"])
         except ValueError as error:
@@ -170,14 +170,14 @@ class ControlTrainer:
         self.episodes.extend((score, length) for score, length in state["episodes"])
         self.steps = state["steps"]
         set_random_state(state["process"]["random"])
-        return [not_restored(lost)] if lost else ()
+        return [not_restored_message(lost)] if lost else ()
 
     def rewind(self) -> bool:
-        """Environments have no way back to the beginning of an iteration."""
+        """Return false: environments cannot rewind to the start of an iteration."""
         return False
 
     def finish(self, stopped_by: str) -> Summary:
-        """Write what a run leaves at its end: agent, summary and report; returns the summary."""
+        """Write the agent, summary and report at the end of a run; returns the summary."""
         summary = self.record.end(stopped_by, self._save)
         if self.record.history:
             try:

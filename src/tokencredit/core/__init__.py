@@ -1,7 +1,7 @@
 """The mathematics of PPO: tensors in, tensors out; no models, files, configuration or global state.
 
-The public functions and classes of the modules here are attributes of the package too, such as `core.gae`. They are
-imported on first use: settings read `core.estimators`, which needs no torch.
+The package re-exports the public functions and classes of its modules, such as `core.gae`. It imports them on first
+use, so that the settings can read `core.estimators` without importing torch.
 """
 # ruff: noqa: F403
 
@@ -42,7 +42,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 __all__ = sorted(_MODULES)
 
-if not TYPE_CHECKING:  # a type checker would let a module with __getattr__ have any name
+if not TYPE_CHECKING:  # with __getattr__ in view, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name from its module."""

@@ -1,15 +1,15 @@
 """Advantage estimators with a critic: from rewards and values to credit.
 
-Every estimator, here and in `critic_free`, takes rewards and values [batch, time], a mask and the flags, and returns
-`(advantages, returns)` of the same shape: how much better each acted step turned out than the critic expected, and what
-the critic should have said. `estimate` calls any of them by name. The conventions, for all of them:
+Every estimator, here and in `critic_free`, takes rewards and values [batch, time], a mask and the episode flags, and
+returns `(advantages, returns)` of the same shape: how much better each acted step turned out than the critic expected,
+and the critic's regression target. `estimate` calls any of them by name. All of them share these conventions:
 
-- `values[t]` is the value of the state before step t, `rewards[t]` the reward for it.
-- Steps where `mask` is false are stepped over: no decay, no reward; whatever stands there changes nothing, and the
-  outputs are 0 there.
-- An episode ends where `terminated` is set (the next state is worth 0) or `truncated` is set (it was cut off, and the
-  next state is worth `bootstrap` there). Where both are set it terminated. The last acted step of a row always ends an
-  episode; with neither flag set there it is terminated. Several episodes may follow each other in a row.
+- `values[t]` is the value of the state before step t, `rewards[t]` the reward of step t.
+- Steps where `mask` is false are skipped: no discounting, no reward. Their contents are ignored and the outputs are 0
+  there.
+- An episode ends where `terminated` is set (the next state has value 0) or `truncated` is set (the next state has value
+  `bootstrap[t]`). If both are set, it terminated. The last acted step of a row always ends an episode; with neither
+  flag set there, it counts as terminated. A row may hold several episodes.
 - Results are in float32 at least and carry no gradient.
 """
 
@@ -27,7 +27,7 @@ from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
 
 
 class Where(TypedDict, total=False):
-    """Where the policy acted and where episodes end: the arguments of `gae` of these names, all [batch, time]."""
+    """Padding mask, episode flags and bootstrap values: the arguments of `gae` of these names, all [batch, time]."""
 
     mask: Tensor | None
     terminated: Tensor | None
@@ -52,12 +52,12 @@ def gae(
     + λ Gₜ₊₁] (Sutton and Barto 2018, eq. 12.2 as a recursion), which is the same number. In this form λ = 0 gives δ,
     λ = 1 gives return − value, and the return of a terminating step is its reward, to the last bit.
 
-    λ trades bias for variance: 0 trusts the critic after one step, 1 trusts only what happened.
+    λ trades bias for variance: 0 trusts the critic after one step, 1 trusts only the observed rewards.
 
     Args:
         rewards: [batch, time].
         values: [batch, time].
-        gamma: γ, the discount of a step, in [0, 1].
+        gamma: γ, the discount per step, in [0, 1].
         lam: λ, in [0, 1].
         mask: bool [batch, time], true where the policy acted. None: everywhere.
         terminated: bool [batch, time].
@@ -80,40 +80,40 @@ def gae(
 
 
 def td(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
-    """One step of experience, then the critic: Aₜ = δₜ = rₜ + γ Vₜ₊₁ − Vₜ. `gae` with λ = 0.
+    """One-step TD error: Aₜ = δₜ = rₜ + γ Vₜ₊₁ − Vₜ. `gae` with λ = 0.
 
-    Least variance, and all of the critic's bias. With γ = 1 and a reward at the last step only it is the "one-step"
+    Least variance, and all of the critic's bias. With γ = 1 and a reward at the last step only, it is the "one-step"
     estimator, whose Q is the next state's value and at the last step the reward: A = [V₁ … V_T₋₁, r] − [V₀ … V_T₋₁].
 
-    Arguments, results and refusals as in `gae`.
+    Arguments, results and errors as in `gae`.
     """
     return gae(rewards, values, gamma=gamma, lam=0.0, **where)
 
 
 def monte_carlo(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
-    """All of the experience, with the critic as a baseline only: Aₜ = Σₖ γᵏ rₜ₊ₖ − Vₜ. `gae` with λ = 1.
+    """Discounted return minus the critic's baseline: Aₜ = Σₖ γᵏ rₜ₊ₖ − Vₜ. `gae` with λ = 1.
 
-    No bias, and the variance of everything that happened after the step.
+    No bias, and the variance of everything after the step.
 
-    Arguments, results and refusals as in `gae`.
+    Arguments, results and errors as in `gae`.
     """
     return gae(rewards, values, gamma=gamma, lam=1.0, **where)
 
 
 def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
-    """n steps of experience, then the critic: Aₜ = rₜ + γ rₜ₊₁ + … + γⁿ⁻¹ rₜ₊ₙ₋₁ + γⁿ Vₜ₊ₙ − Vₜ.
+    """n-step return minus the value: Aₜ = rₜ + γ rₜ₊₁ + … + γⁿ⁻¹ rₜ₊ₙ₋₁ + γⁿ Vₜ₊ₙ − Vₜ.
 
-    Sutton and Barto 2018, eq. 7.1. Where the episode ends sooner the sum ends there, with the bootstrap if it was
-    truncated. n = 1 is `td`; n no less than the longest episode is `monte_carlo`. Only acted steps count.
+    Sutton and Barto 2018, eq. 7.1. If the episode ends sooner, the sum ends there, with the bootstrap if it was
+    truncated. n = 1 is `td`; n of at least the longest episode is `monte_carlo`. Only acted steps count.
 
-    In O(log n) passes: a window of a + b steps is a window of a followed by one of b.
+    Takes O(log n) passes: a window of a + b steps is a window of a followed by one of b.
 
     Args:
-        rewards: as in `gae`, like all that are not named here.
-        values: see there.
-        gamma: see there.
-        n: how many steps, at least 1.
-        where: see there.
+        rewards: as in `gae`.
+        values: as in `gae`.
+        gamma: as in `gae`.
+        n: number of steps, at least 1.
+        where: as in `gae`.
 
     Returns:
         Advantages and returns (the n-step targets).
@@ -125,20 +125,20 @@ def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Un
     if n < 1:
         raise ValueError(f"n is {n}; it must be at least 1")
     steps = prepare_steps(rewards, values, **where)
-    # A window maps what follows it, x, to sum + decay · x. At an episode's end the decay is 0 and the sum is complete.
+    # A window maps the value x that follows it to sum + decay · x. At an episode's end the decay is 0.
     window_sum = steps.rewards_to_the_end(gamma)
     window_decay = gamma * steps.inside
     total, decay, covered = torch.zeros_like(window_sum), torch.ones_like(window_decay), 0
     width, remaining = 1, min(n, rewards.shape[1])
     while remaining:
         if remaining & width:
-            total = total + decay * _later(window_sum, covered)
-            decay = decay * _later(window_decay, covered)
+            total = total + decay * _shifted(window_sum, covered)
+            decay = decay * _shifted(window_decay, covered)
             covered, remaining = covered + width, remaining - width
-        window_sum = window_sum + window_decay * _later(window_sum, width)
-        window_decay = window_decay * _later(window_decay, width)
+        window_sum = window_sum + window_decay * _shifted(window_sum, width)
+        window_decay = window_decay * _shifted(window_decay, width)
         width *= 2
-    returns = total + decay * _later(steps.values, covered)
+    returns = total + decay * _shifted(steps.values, covered)
     advantages, returns = steps.restore(returns - steps.values, returns)
     return advantages, returns
 
@@ -146,19 +146,19 @@ def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Un
 def decoupled_gae(
     rewards: Tensor, values: Tensor, *, gamma: float, lam: float, lam_returns: float = 1.0, **where: Unpack[Where]
 ) -> tuple[Tensor, Tensor]:
-    """`gae` with one λ for the advantages and another for the returns that the critic learns.
+    """`gae` with one λ for the advantages and another for the critic's targets.
 
-    With `lam_returns` = 1 the critic learns from what really happened, without its own bias, while the policy still
+    With `lam_returns` = 1 the critic learns from Monte-Carlo returns, free of its own bias, while the policy still
     gets advantages of low variance. Yuan et al. 2025 (VC-PPO, arXiv 2503.01491) and Yue et al. 2025 (VAPO, arXiv
     2504.05118, section 4.1), both with 1 for the returns.
 
     Args:
-        rewards: as in `gae`, like all that are not named here.
-        values: see there.
-        gamma: see there.
+        rewards: as in `gae`.
+        values: as in `gae`.
+        gamma: as in `gae`.
         lam: λ of the advantages, in [0, 1].
         lam_returns: λ of the returns, in [0, 1].
-        where: see there.
+        where: as in `gae`.
 
     Returns:
         Advantages by `lam`, returns by `lam_returns`; their difference is not V unless both are equal.
@@ -181,20 +181,20 @@ def length_adaptive_gae(
     lam_returns: float = 1.0,
     **where: Unpack[Where],
 ) -> tuple[Tensor, Tensor]:
-    """`decoupled_gae` whose λ follows the length of each row: λ = 1 − 1 / (α · length).
+    """`decoupled_gae` with a λ per row, set by its length: λ = 1 − 1 / (α · length).
 
     With a fixed λ = 0.95 a reward fades within some tens of tokens, whether the completion has 50 or 5,000. Here the
-    sum of the weights, 1 / (1 − λ) when γ = 1, is α times the length, so that credit reaches as far relative to it. Yue
-    et al. 2025 (VAPO, arXiv 2504.05118, section 4.2), α = 0.05. At lengths below 1 / α the formula is negative, and λ
-    is 0 then.
+    sum of the weights, 1 / (1 − λ) when γ = 1, is α times the length, so that credit reaches the same fraction of every
+    completion. Yue et al. 2025 (VAPO, arXiv 2504.05118, section 4.2), α = 0.05. At lengths below 1 / α, where the
+    formula is negative, λ is 0.
 
     Args:
-        rewards: as in `gae`, like all that are not named here.
-        values: see there.
-        gamma: see there.
-        alpha: α, above 0. The length is the number of acted steps of the row, all its episodes together.
+        rewards: as in `gae`.
+        values: as in `gae`.
+        gamma: as in `gae`.
+        alpha: α, above 0. The length is the number of acted steps in the row, over all its episodes.
         lam_returns: λ of the returns, in [0, 1].
-        where: see there.
+        where: as in `gae`.
 
     Returns:
         Advantages and returns, as `decoupled_gae`.
@@ -218,14 +218,14 @@ FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 def estimate(
     name: str, rewards: Tensor, values: Tensor | None = None, *, options: dict[str, Any], **where: Unpack[Where]
 ) -> tuple[Tensor, Tensor]:
-    """Call the estimator `name` with those of the `options` that it takes.
+    """Call the estimator `name` with the subset of `options` that it accepts.
 
-    So a config may hold the options of all estimators at once: `lam` is there for `gae`, and `td` never sees it.
+    A config may therefore hold the options of all estimators at once: `gae` reads `lam`, `td` ignores it.
 
     Args:
         name: a key of `ESTIMATORS`.
         rewards: [batch, time].
-        values: [batch, time]; None for the estimators that need no critic.
+        values: [batch, time]; None if the estimator needs no critic.
         options: `gamma`, `lam`, `n`, `lam_returns`, `alpha`, `baseline`, `group_size`, `scale`.
         where: as in `gae`.
 
@@ -233,24 +233,23 @@ def estimate(
         Advantages and returns of that estimator.
 
     Raises:
-        ValueError: there is no such estimator; no estimator has such an option; it needs one that is missing, or a
-            critic; and what the estimator itself raises.
+        ValueError: unknown estimator or option; a required option or critic is missing; and as the estimator itself.
     """
     require_choice("estimator", name, ESTIMATORS)
     for option in options:
         require_choice("option", option, ALL_OPTIONS)
-    needs = ESTIMATORS[name]
-    for option in needs.options:
+    spec = ESTIMATORS[name]
+    for option in spec.options:
         if option not in options and option not in OPTIONAL:
             raise ValueError(f"{option} is missing; the estimator {name} needs it")
-    if values is None and needs.critic == "required":
+    if values is None and spec.critic == "required":
         raise ValueError(f"values is None; the estimator {name} needs a critic")
-    return FUNCTIONS[name](rewards, values, **{key: options[key] for key in needs.options if key in options}, **where)
+    return FUNCTIONS[name](rewards, values, **{key: options[key] for key in spec.options if key in options}, **where)
 
 
-ALL_OPTIONS = sorted({option for needs in ESTIMATORS.values() for option in needs.options})
+ALL_OPTIONS = sorted({option for spec in ESTIMATORS.values() for option in spec.options})
 OPTIONAL = ("alpha", "lam_returns", "scale", "baseline")
-"""Options with a default of their own."""
+"""Options with a default value."""
 
 
 def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:
@@ -267,6 +266,6 @@ def _decoupled(steps: Steps, gamma: float, lam: float | Tensor, lam_returns: flo
     return advantages, returns
 
 
-def _later(x: Tensor, count: int) -> Tensor:
+def _shifted(x: Tensor, count: int) -> Tensor:
     """xₜ₊count at t, 0 past the end."""
     return pad(x[:, count:], (0, min(count, x.shape[1])))

@@ -1,4 +1,4 @@
-"""Refusals: each names the argument, what it was, and what it may be."""
+"""Argument checks: each error names the argument, its value, and the accepted values."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
 def require_flags(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     """Raise `ValueError` unless `tensor` is a bool tensor of this `shape`.
 
-    Integers are refused because `~` means something else on them: `~1` is −2, which is true.
+    Integers are rejected because `~` is bitwise on them: `~1` is −2, which is true.
     """
     require_shape(name, tensor, shape)
     if tensor.dtype != torch.bool:
@@ -49,16 +49,16 @@ def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` when `tensor` holds NaN or an infinity."""
-    # A NaN or an infinity always survives into the sum, so one cheap pass clears nearly every tensor; a sum of
-    # large finite numbers may overflow too, hence the second look.
+    """Raise `ValueError` if `tensor` holds NaN or an infinity."""
+    # NaN and infinities propagate into the sum, so one cheap pass clears nearly every tensor. A sum of large finite
+    # numbers may overflow too, hence the second check.
     if not math.isfinite(tensor.sum().item()) and not bool(torch.isfinite(tensor).all()):
         where = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist())
         raise ValueError(f"{name} is {tensor[where].item()} at {where}; it must be finite wherever the policy acted")
 
 
 def require_acted(mask: Tensor) -> None:
-    """Raise `ValueError` when a row of `mask` [batch, time] has no acted step."""
+    """Raise `ValueError` if a row of `mask` [batch, time] has no acted step."""
     empty = without_acted(mask)
     if bool(empty.any()):
         row = int(empty.nonzero()[0])

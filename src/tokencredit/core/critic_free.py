@@ -1,7 +1,8 @@
-"""Advantage estimators that need no critic. Conventions and refusals are those of `core.advantages`.
+"""Advantage estimators that need no critic. Conventions and errors are those of `core.advantages`.
 
-The first two are sums of rewards and know episodes; a critic, if there is one, may serve as their baseline. The others
-give every token of a row the same credit, from the row's score: the sum of its rewards. A row is then one episode.
+`reward_to_go` and `total_return` sum rewards within each episode, and can subtract a critic's values as a baseline. The
+others give every token of a row the same credit, computed from the row's score: the sum of its rewards. For these a row
+is one episode.
 """
 
 import math
@@ -14,7 +15,7 @@ from tokencredit.core.masked import inverse_deviation
 from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
 
 DEVIATION_GUARD = 1e-4
-"""Added to the deviation that `group_relative` divides by, in units of the score."""
+"""Added to the standard deviation that `group_relative` divides by, in units of the score."""
 
 
 def reward_to_go(
@@ -27,19 +28,19 @@ def reward_to_go(
     truncated: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What came after each step: Gₜ = Σₖ γᵏ rₜ₊ₖ, and Aₜ = Gₜ, or Gₜ − Vₜ with `values`, which is `monte_carlo`.
+    """Discounted reward-to-go: Gₜ = Σₖ γᵏ rₜ₊ₖ, and Aₜ = Gₜ, or Gₜ − Vₜ with `values`, which is `monte_carlo`.
 
-    A step gets no credit for rewards before it, which it could not have caused (Williams 1992, "Simple statistical
+    A step gets no credit for earlier rewards, which it could not have caused (Williams 1992, "Simple statistical
     gradient-following algorithms", with the causality of Sutton et al. 2000's policy gradient theorem).
 
     Args:
         rewards: [batch, time].
-        values: [batch, time], a baseline; None leaves it out.
+        values: [batch, time], a baseline; None for no baseline.
         gamma: γ, in [0, 1].
         mask: bool [batch, time].
         terminated: bool [batch, time].
         truncated: bool [batch, time].
-        bootstrap: [batch, time]; without `values` it may be missing, and what was cut off is then worth 0.
+        bootstrap: [batch, time]; optional without `values`, and then 0.
 
     Returns:
         Advantages A and returns G.
@@ -63,15 +64,15 @@ def total_return(
     truncated: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Every step gets its whole episode's return, R = Σₖ γᵏ rₖ from the first step on: A = R, or R − Vₜ with `values`.
+    """Whole-episode return for every step, R = Σₖ γᵏ rₖ from the first step: A = R, or R − Vₜ with `values`.
 
     The plainest policy gradient (Williams 1992, REINFORCE): unbiased, and noisier than `reward_to_go`, because a step
-    also gets credit for what happened before it.
+    also gets credit for earlier rewards.
 
-    Arguments, results and refusals as in `reward_to_go`; the returns are R.
+    Arguments, results and errors as in `reward_to_go`; the returns are R.
     """
     steps = prepare_steps(rewards, values, mask, terminated, truncated, bootstrap)
-    # The return of the first step of each episode is carried forward through it: a scan in the other direction.
+    # A forward scan copies the return of each episode's first step to all its steps.
     carries = torch.nn.functional.pad(steps.inside[:, :-1], (1, 0))
     first = _to_go(steps, gamma) * (1 - carries)
     returns = reverse_scan(first.flip(-1), carries.flip(-1)).flip(-1)
@@ -89,20 +90,20 @@ def uniform(
     truncated: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The row's score minus one number, the same for every token: A = Σₜ rₜ − baseline.
+    """The row's score minus a constant baseline, the same for every token: A = Σₜ rₜ − baseline.
 
     With the running mean of earlier scores as the baseline (`learn.controllers.RunningMoments`) this is REINFORCE with
-    reinforcement comparison (Williams 1992; Sutton and Barto 2018, section 13.4). The mean should not yet contain this
-    batch's own scores, or it takes part of the credit away.
+    reinforcement comparison (Williams 1992; Sutton and Barto 2018, section 13.4). Update the mean with this batch's
+    scores only afterwards, or it takes part of the credit away.
 
     Args:
         rewards: [batch, time].
-        values: takes no part.
-        baseline: what to subtract, a finite number.
+        values: ignored.
+        baseline: a finite number.
         mask: bool [batch, time].
-        terminated: bool [batch, time]; checked, and takes no part.
-        truncated: bool [batch, time]; the same.
-        bootstrap: takes no part.
+        terminated: bool [batch, time]; checked, otherwise ignored.
+        truncated: bool [batch, time]; checked, otherwise ignored.
+        bootstrap: ignored.
 
     Returns:
         Advantages, and the scores as returns.
@@ -114,7 +115,7 @@ def uniform(
     if not math.isfinite(baseline):
         raise ValueError(f"baseline is {baseline}; it must be finite")
     scores = _scores(rewards, mask, terminated, truncated)
-    return _spread(scores - baseline, mask, rewards), _spread(scores, mask, rewards)
+    return _broadcast(scores - baseline, mask, rewards), _broadcast(scores, mask, rewards)
 
 
 def group_relative(
@@ -128,25 +129,26 @@ def group_relative(
     truncated: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The row's score against those of its group, completions of the same prompt: A = (s − mean) / (deviation + 1e-4).
+    """The row's score, standardised within its group (completions of one prompt): A = (s − mean) / (deviation + 1e-4).
 
-    Shao et al. 2024 (GRPO, arXiv 2402.03300, section 4.1.2). The deviation is that of a sample, √(Σ (s − mean)² /
-    (group_size − 1)). The guard, that of TRL's GRPOTrainer, keeps a group whose scores differ by noise, 1e-7 say, from
-    an advantage of size 1; where they agree up to rounding the advantage is 0. Dividing weighs prompts that are nearly
-    always or nearly never solved as much as the others; without it: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
+    Shao et al. 2024 (GRPO, arXiv 2402.03300, section 4.1.2). The deviation is the sample's, √(Σ (s − mean)² /
+    (group_size − 1)). The guard 1e-4, as in TRL's GRPOTrainer, keeps scores that differ only by noise, such as 1e-7,
+    from becoming advantages of size 1; scores equal up to rounding give exactly 0. Dividing gives prompts that are
+    nearly always or nearly never solved the same weight as the others; without it: Liu et al. 2025 (Dr. GRPO, arXiv
+    2503.20783).
 
-    A price of KL in the rewards would be divided too. To leave it its size, add the unscaled estimate of it to the
-    scaled one of the scores, as `text.credit` does.
+    The division would also rescale a KL penalty in the rewards. To keep its size, add the unscaled estimate of the
+    penalty to the scaled one of the scores, as `text.credit` does.
 
     Args:
         rewards: [batch, time].
-        values: takes no part.
+        values: ignored.
         group_size: rows i · group_size … (i + 1) · group_size − 1 are one group; at least 2.
-        scale: whether to divide by the deviation and its guard.
+        scale: divide by the deviation plus the guard.
         mask: bool [batch, time].
-        terminated: bool [batch, time]; checked, and takes no part.
-        truncated: bool [batch, time]; the same.
-        bootstrap: takes no part.
+        terminated: bool [batch, time]; checked, otherwise ignored.
+        truncated: bool [batch, time]; checked, otherwise ignored.
+        bootstrap: ignored.
 
     Returns:
         Advantages, and the scores as returns.
@@ -161,7 +163,7 @@ def group_relative(
     credit = groups - mean
     if scale:
         credit = credit * inverse_deviation(groups.std(dim=-1, keepdim=True), mean, DEVIATION_GUARD)
-    return _spread(credit.flatten(), mask, rewards), _spread(scores, mask, rewards)
+    return _broadcast(credit.flatten(), mask, rewards), _broadcast(scores, mask, rewards)
 
 
 def leave_one_out(
@@ -178,14 +180,14 @@ def leave_one_out(
 
     The baseline does not contain the row's own score, so it adds no bias: Kool et al. 2019 ("Buy 4 REINFORCE samples,
     get a baseline for free!"); Ahmadian et al. 2024 (RLOO, arXiv 2402.14740). Equal to group_size / (group_size − 1)
-    times the unscaled `group_relative`, and computed so.
+    times the unscaled `group_relative`, which is how it is computed.
 
-    Arguments, results and refusals as in `group_relative`.
+    Arguments, results and errors as in `group_relative`.
     """
     scores = _scores(rewards, mask, terminated, truncated)
     groups = _groups(scores, group_size)
     credit = (groups - groups.mean(dim=-1, keepdim=True)) * (group_size / (group_size - 1))
-    return _spread(credit.flatten(), mask, rewards), _spread(scores, mask, rewards)
+    return _broadcast(credit.flatten(), mask, rewards), _broadcast(scores, mask, rewards)
 
 
 def _to_go(steps: Steps, gamma: float) -> Tensor:
@@ -204,7 +206,7 @@ def _groups(scores: Tensor, group_size: int) -> Tensor:
     return scores.view(-1, group_size)
 
 
-def _spread(credit: Tensor, mask: Tensor | None, like: Tensor) -> Tensor:
+def _broadcast(credit: Tensor, mask: Tensor | None, like: Tensor) -> Tensor:
     """[batch] → [batch, time], 0 outside the mask."""
-    spread = credit[:, None].expand(like.shape)
-    return spread.clone() if mask is None else spread * mask
+    expanded = credit[:, None].expand(like.shape)
+    return expanded.clone() if mask is None else expanded * mask

@@ -1,23 +1,23 @@
-"""Every advantage estimator by name, and what each needs. Imports nothing, so that settings can be checked at once."""
+"""Registry of advantage estimators and their inputs. Imports no torch, so that settings are checked quickly."""
 
 from typing import Literal, NamedTuple
 
 
 class Estimator(NamedTuple):
-    """What an advantage estimator needs beside rewards."""
+    """Inputs of an advantage estimator besides rewards."""
 
     critic: Literal["required", "baseline", "unused"]
-    """Values are needed, are subtracted where there are any, or take no part."""
+    """Values are required, subtracted if present, or ignored."""
     settings: tuple[str, ...] = ()
-    """The settings that it reads."""
+    """Settings that it reads."""
     group: bool = False
-    """Compares the completions of one prompt: needs `group_size`, and one score per row."""
+    """Compares completions of one prompt; needs `group_size` and one score per row."""
     baseline: bool = False
-    """Subtracts the running mean of earlier scores: needs `baseline`, and one score per row."""
+    """Subtracts the running mean of earlier scores; needs `baseline` and one score per row."""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The keyword arguments of its function, beside those that say where the policy acted."""
+        """Keyword arguments of its function, other than mask, flags and bootstrap."""
         return self.settings + ("group_size",) * self.group + ("baseline",) * self.baseline
 
 

@@ -1,9 +1,9 @@
 """Kullback-Leibler divergence of the policy from the reference: KL(π ‖ ρ) = E_{x∼π}[log π(x) − log ρ(x)], in nats.
 
-The first argument is always the distribution that the tokens were drawn from. Averages of k1 and k3 over such tokens
-estimate the divergence; see each for what it costs. Formulas: J. Schulman, "Approximating KL divergence" (2020),
-http://joschu.net/blog/kl-approx.html. A low-noise estimate of the divergence need not give a good gradient when it is
-differentiated as a loss; what each one's gradient estimates is said beside it.
+The first argument is always the distribution that the tokens were sampled from. Averages of k1 and k3 over such tokens
+are unbiased estimates of the divergence. Formulas: J. Schulman, "Approximating KL divergence" (2020),
+http://joschu.net/blog/kl-approx.html. A low-noise estimate need not give a good gradient when it is differentiated as a
+loss; each docstring states the gradient.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Te
     Its expected gradient as a loss is 0, so it belongs in the reward and not in the loss.
 
     Args:
-        logprobs: log π of the tokens, drawn from π; any shape.
+        logprobs: log π of tokens sampled from π; any shape.
         ref_logprobs: log ρ of the same tokens; the same shape.
         mask: bool, the same shape; the result is 0 where it is false.
 
@@ -36,11 +36,11 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Te
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """½ (log π(x) − log ρ(x))² per token: biased, by little while π is near ρ; low variance, never negative.
+    """½ (log π(x) − log ρ(x))² per token: slightly biased while π is near ρ; low variance, never negative.
 
     Its gradient as a loss, unlike its value, is unbiased: E[k1 · ∇log π] = ∇KL(π ‖ ρ).
 
-    Arguments, result and refusals as in `k1`.
+    Arguments, result and errors as in `k1`.
     """
     return 0.5 * k1(logprobs, ref_logprobs, mask).square()
 
@@ -48,24 +48,24 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Te
 def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
     """r − 1 − log r with r = ρ(x)/π(x), per token: unbiased, low variance while π is near ρ, never negative.
 
-    Its variance is without bound where ρ has mass that π has lost, since r is large there. Its gradient as a loss
-    points along ∇KL(ρ ‖ π), the other direction, which agrees with ∇KL(π ‖ ρ) only near π = ρ.
+    Its variance is unbounded where ρ has mass that π has lost, since r is large there. Its gradient as a loss is that
+    of the reverse divergence, ∇KL(ρ ‖ π), which agrees with ∇KL(π ‖ ρ) only near π = ρ.
 
-    Arguments, result and refusals as in `k1`.
+    Arguments, result and errors as in `k1`.
     """
     log_ratio = -k1(logprobs, ref_logprobs, mask)
     return torch.expm1(log_ratio) - log_ratio
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""The estimators that need nothing but the log-probabilities of the tokens drawn."""
+"""Estimators that need only the log-probabilities of the sampled tokens."""
 
 
 def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The estimator called `name` (k1, k2 or k3), per token, in nats. See those for arguments and result.
+    """Apply the estimator `name` (k1, k2 or k3); arguments and result as there.
 
     Raises:
-        ValueError: there is no such estimator, or the shapes differ.
+        ValueError: unknown estimator, or the shapes differ.
     """
     require_choice("kl estimator", name, KL_ESTIMATORS)
     return KL_ESTIMATORS[name](logprobs, ref_logprobs, mask)
@@ -74,8 +74,8 @@ def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor 
 def exact_kl(log_policy: Tensor, log_reference: Tensor) -> Tensor:
     """KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)), over the last axis: no sampling noise, never negative.
 
-    A word that π never says adds 0, whatever ρ makes of it; one that only ρ never says makes the divergence infinite.
-    For the whole vocabulary of a language model use `logprobs.token_kl`, which never holds all of these at once.
+    A token with π(v) = 0 adds 0; a token with ρ(v) = 0 and π(v) > 0 makes the divergence infinite. For a language
+    model's vocabulary use `logprobs.token_kl`, which never holds all logits at once.
 
     Args:
         log_policy: log π, normalised over the last axis, [..., vocabulary].
@@ -89,7 +89,7 @@ def exact_kl(log_policy: Tensor, log_reference: Tensor) -> Tensor:
     """
     require_shape("log_reference", log_reference, log_policy.shape)
     log_policy, log_reference = at_least_float32(log_policy), at_least_float32(log_reference)
-    never = log_policy == -torch.inf
-    log_policy, log_reference = log_policy.masked_fill(never, 0.0), log_reference.masked_fill(never, 0.0)
+    impossible = log_policy == -torch.inf
+    log_policy, log_reference = log_policy.masked_fill(impossible, 0.0), log_reference.masked_fill(impossible, 0.0)
     terms = log_policy.exp() * (log_policy - log_reference)
-    return terms.masked_fill(never, 0.0).sum(dim=-1)
+    return terms.masked_fill(impossible, 0.0).sum(dim=-1)

@@ -1,7 +1,7 @@
-"""Log-probabilities, entropy and exact KL from hidden states and the output projection, a few tokens at a time.
+"""Log-probabilities, entropy and exact KL from hidden states and the output projection, a chunk of tokens at a time.
 
-`token_stats` computes a chunk's projection again in the backward pass; `token_loss`, which is told what will be
-minimised, forms the gradient at once. See `core.projection` for both.
+`token_stats` recomputes a chunk's logits in the backward pass. `token_loss` takes the loss as an argument and forms the
+gradient in the forward pass. `core.projection` implements both.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.checks import require_flags, require_positive, require_shape
-from tokencredit.core.projection import ChunkedLoss, ChunkedStats, Linear, Shaping, TokenLoss, TokenStats
+from tokencredit.core.projection import ChunkedLoss, ChunkedStats, Linear, LogitTransform, TokenLoss, TokenStats
 
 CHUNK_LOGITS = 2**22
-"""Logits that exist at once on a CPU, where chunks that stay near the caches are the fastest: 17 MB in float32."""
+"""Logits per chunk on a CPU, where chunks that fit the caches are fastest: 17 MB in float32."""
 
 CHUNK_LOGITS_ON_ACCELERATORS = 2**27
-"""The same on other devices, which need large products to be busy: 537 MB in float32."""
+"""Logits per chunk on other devices, which large products keep busy: 537 MB in float32."""
 
-LEAST_CHUNK = 128
-"""Tokens a chunk at least, however large the vocabulary: each chunk reads the whole projection once more."""
+MIN_CHUNK = 128
+"""Fewest tokens per chunk, however large the vocabulary: each chunk reads the whole projection once more."""
 
 
 def token_logprobs(
@@ -36,29 +36,29 @@ def token_logprobs(
     chunk: int | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target, and the entropy of the distribution it was drawn from if asked for.
+    """Log-probability of each target and, on request, the entropy of its distribution.
 
     log π(x) = zₓ − log Σᵥ exp zᵥ and H = −Σᵥ π(v) log π(v), in nats, with z = softcap(W h + b) / temperature and
     softcap(y) = cap · tanh(y / cap) (Gemma Team 2024, arXiv 2408.00118, section 2). z and the softmax are in float32 at
-    least, under autocast too, where at most W and h are rounded.
+    least, also under autocast, which rounds at most W and h.
 
     Args:
         hidden: h, the last hidden states, [..., D].
         weight: W, the output projection, [vocabulary, D].
         targets: the tokens, int64 [...].
         bias: b, [vocabulary].
-        mask: bool [...]; tokens where it is false cost nothing, give 0, and may hold anything.
-        temperature: what the logits are divided by, above 0: the one the tokens were drawn with.
-        softcap: the cap of a model that has one.
-        chunk: tokens whose logits exist at once, two or three tensors of that size. Default: see `CHUNK_LOGITS`.
-        entropy: whether the second result is wanted.
+        mask: bool [...]; positions where it is false are skipped and give 0, whatever they hold.
+        temperature: divisor of the logits, above 0: the sampling temperature.
+        softcap: cap of the logits, for models that have one.
+        chunk: tokens per chunk; memory holds two or three tensors of chunk × vocabulary. Default: see `CHUNK_LOGITS`.
+        entropy: compute the entropies too.
 
     Returns:
         Log-probabilities [...] and entropies [...] (or None), differentiable in hidden, weight and bias.
 
     Raises:
-        ValueError: shapes do not match; a target outside the vocabulary, on a CPU (on a GPU that is an assertion of the
-            kernel's); a temperature, softcap or chunk not above 0.
+        ValueError: shapes do not match; a target outside the vocabulary, on a CPU (on a GPU the kernel asserts); a
+            temperature, softcap or chunk not above 0.
     """
     stats = token_stats(
         hidden,
@@ -90,23 +90,23 @@ def token_kl(
 ) -> Tensor:
     """Exact KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)) at each token, over the whole vocabulary, in nats.
 
-    Keep the reference's last hidden states (D numbers a token), not its logits (a vocabulary of them): the logits are
-    computed here, a chunk at a time. Temperature and softcap apply to both sides.
+    Keep the reference's last hidden states (D numbers per token), not its logits (a vocabulary of them): the logits are
+    computed here, a chunk at a time. Temperature and softcap apply to both models.
 
     Args:
         hidden: the policy's last hidden states, [..., D].
         weight: its output projection, [vocabulary, D].
         ref_hidden: the reference's last hidden states, [..., D_ref].
         ref_weight: its output projection, [vocabulary, D_ref].
-        bias: of the policy's projection, [vocabulary].
-        ref_bias: of the reference's.
+        bias: bias of the policy's projection, [vocabulary].
+        ref_bias: bias of the reference's projection, [vocabulary].
         mask: as in `token_logprobs`.
         temperature: as in `token_logprobs`.
         softcap: as in `token_logprobs`.
         chunk: as in `token_logprobs`.
 
     Returns:
-        [...], differentiable in the policy's hidden states, weight and bias; none reaches the reference.
+        [...], differentiable in the policy's hidden states, weight and bias; the reference gets no gradient.
 
     Raises:
         ValueError: as `token_logprobs`.
@@ -142,25 +142,25 @@ def token_stats(
     """Log-probability, entropy and exact KL from one projection, for a loss that needs more than one of them.
 
     Args:
-        hidden: as in `token_logprobs`, like all that are not named here.
-        weight: see there.
-        targets: the tokens; None leaves the log-probabilities out.
-        bias: see there.
-        ref: (ref_hidden, ref_weight, ref_bias) of `token_kl`; None leaves the KL out.
-        mask: see there.
-        temperature: see there.
-        softcap: see there.
-        chunk: see there.
-        entropy: whether the entropy is wanted.
+        hidden: as in `token_logprobs`.
+        weight: as in `token_logprobs`.
+        targets: the tokens; None skips the log-probabilities.
+        bias: as in `token_logprobs`.
+        ref: (ref_hidden, ref_weight, ref_bias) of `token_kl`; None skips the KL.
+        mask: as in `token_logprobs`.
+        temperature: as in `token_logprobs`.
+        softcap: as in `token_logprobs`.
+        chunk: as in `token_logprobs`.
+        entropy: compute the entropy too.
 
     Raises:
         ValueError: as `token_logprobs`.
     """
     shape = hidden.shape[:-1]
-    places, inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    kept, inputs = _kernel_inputs(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
     with _targets_in_range(inputs[3], weight):
         results = ChunkedStats.apply(*inputs, entropy)  # type: ignore[no-untyped-call]
-    return TokenStats(*(None if x is None else _unrows(x, places, shape) for x in results))
+    return TokenStats(*(None if x is None else _scatter(x, kept, shape) for x in results))
 
 
 def token_loss(
@@ -178,44 +178,44 @@ def token_loss(
     entropy: bool = False,
     additive: bool = True,
 ) -> tuple[Tensor, TokenStats]:
-    """A loss of the statistics of `token_stats`, which forms its gradient where it forms the logits.
+    """A loss of the statistics of `token_stats`, with its gradient formed in the forward pass.
 
-    The gradient that a token's statistics receive is known as soon as they are, if the loss is given: a chunk of logits
-    is then projected once and not twice, a quarter of all work on the vocabulary (as in Liger Kernel, Hsu et al. 2024,
-    arXiv 2410.10989, section 3.2). Without autograd nothing but the loss and the statistics is computed.
+    Knowing the loss, the gradient of a token's statistics is available as soon as they are. A chunk of logits is then
+    projected once instead of twice, which saves a quarter of all work on the vocabulary (as in Liger Kernel, Hsu et al.
+    2024, arXiv 2410.10989, section 3.2). Without autograd only the loss and the statistics are computed.
 
     Args:
-        hidden: as in `token_logprobs`, like all that are not named here.
-        weight: see there.
-        targets: see there.
-        loss: called with the statistics of some tokens and with where these stand among all that the mask keeps;
-            returns their part of the loss, a scalar.
-        bias: see there.
+        hidden: as in `token_logprobs`.
+        weight: as in `token_logprobs`.
+        targets: as in `token_logprobs`.
+        loss: called with the statistics of some tokens and their slice among all tokens that the mask keeps; returns
+            their part of the loss, a scalar.
+        bias: as in `token_logprobs`.
         ref: as in `token_stats`.
-        mask: see there.
-        temperature: see there.
-        softcap: see there.
-        chunk: see there.
-        entropy: whether the loss needs the entropy.
-        additive: the loss is a sum over tokens, so chunks may come one after another. If not, `loss` is called once
-            with all tokens and may join them in any way, such as a sequence's log-probability in a nonlinear function;
-            where they take more than one chunk, each is then projected twice.
+        mask: as in `token_logprobs`.
+        temperature: as in `token_logprobs`.
+        softcap: as in `token_logprobs`.
+        chunk: as in `token_logprobs`.
+        entropy: the loss needs the entropy.
+        additive: the loss is a sum over tokens, so that chunks are independent. If false, `loss` is called once with
+            all tokens and may combine them in any way, such as a nonlinear function of a sequence's log-probability;
+            if there are several chunks, each is then projected twice.
 
     Returns:
-        The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], which are not.
+        The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], without gradient.
 
     Raises:
         ValueError: as `token_logprobs`.
     """
     shape = hidden.shape[:-1]
-    places, inputs = _checked(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
+    kept, inputs = _kernel_inputs(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
     with _targets_in_range(inputs[3], weight):
-        total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, additive, wanted)  # type: ignore[no-untyped-call]
-    return total, TokenStats(*(None if x is None else _unrows(x, places, shape) for x in stats))
+        total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, additive, needs_grad)  # type: ignore[no-untyped-call]
+    return total, TokenStats(*(None if x is None else _scatter(x, kept, shape) for x in stats))
 
 
-def _checked(
+def _kernel_inputs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor | None,
@@ -226,7 +226,7 @@ def _checked(
     softcap: float | None,
     chunk: int | None,
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """Where the rows that the mask keeps stand, and with these alone the first arguments of the functions above."""
+    """Check the arguments; returns the indices of the rows that the mask keeps, and the arguments for those rows."""
     require_positive("temperature", temperature)
     if chunk is not None:
         require_positive("chunk", chunk)
@@ -236,21 +236,21 @@ def _checked(
     _require_projection("", hidden, weight, bias)
     if mask is not None:
         require_flags("mask", mask, shape)
-    places = None if mask is None else mask.flatten().nonzero().squeeze(1)
+    kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
     if targets is not None:
         require_shape("targets", targets, shape)
         if targets.dtype != torch.int64:
             raise ValueError(f"targets has dtype {targets.dtype}; it must be torch.int64")
-        targets = _rows(targets.unsqueeze(-1), places).squeeze(-1)
+        targets = _gather(targets.unsqueeze(-1), kept).squeeze(-1)
     if ref is not None:
         _require_projection("ref_", *ref)
         require_shape("ref_hidden without its last axis", ref[0][..., 0], shape)
         require_shape("ref_weight without its last axis", ref[1][:, 0], weight.shape[:1])
         ref_bias = None if ref[2] is None else ref[2].detach()
-        ref = _rows(ref[0].detach(), places), ref[1].detach(), ref_bias
-    shaping = Shaping(float(temperature), None if softcap is None else float(softcap), _dtype(hidden, weight))
+        ref = _gather(ref[0].detach(), kept), ref[1].detach(), ref_bias
+    transform = LogitTransform(float(temperature), None if softcap is None else float(softcap), _dtype(hidden, weight))
     chunk = _default_chunk(weight) if chunk is None else int(chunk)
-    return places, (_rows(hidden, places), weight, bias, targets, ref, shaping, chunk)
+    return kept, (_gather(hidden, kept), weight, bias, targets, ref, transform, chunk)
 
 
 def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -264,7 +264,7 @@ def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tenso
 
 def _default_chunk(weight: Tensor) -> int:
     logits = CHUNK_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS_ON_ACCELERATORS
-    return max(logits // max(weight.shape[0], 1), LEAST_CHUNK)
+    return max(logits // max(weight.shape[0], 1), MIN_CHUNK)
 
 
 @contextmanager
@@ -273,8 +273,8 @@ def _targets_in_range(targets: Tensor | None, weight: Tensor) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Kernels check every target anyway. To look before them would empty a GPU's queue; after a GPU's assertion
-        # nothing can be looked at.
+        # Kernels check every target anyway. A check before them would stall a GPU's queue, and after a GPU's assertion
+        # the device is unusable.
         if targets is not None and targets.device.type == "cpu" and targets.numel() > 0:
             low, high = (int(x) for x in targets.aminmax())
             if low < 0 or high >= len(weight):
@@ -282,19 +282,19 @@ def _targets_in_range(targets: Tensor | None, weight: Tensor) -> Iterator[None]:
         raise
 
 
-def _rows(x: Tensor, places: Tensor | None) -> Tensor:
-    """[..., D] → [rows, D], only those at these places."""
+def _gather(x: Tensor, kept: Tensor | None) -> Tensor:
+    """[..., D] → [rows, D], the rows at these indices."""
     rows = x.reshape(-1, x.shape[-1])
-    return rows if places is None else rows.index_select(0, places)
+    return rows if kept is None else rows.index_select(0, kept)
 
 
-def _unrows(x: Tensor, places: Tensor | None, shape: torch.Size) -> Tensor:
-    """[rows] → the shape it came from, 0 elsewhere."""
-    return x.view(shape) if places is None else x.new_zeros(shape.numel()).index_copy(0, places, x).view(shape)
+def _scatter(x: Tensor, kept: Tensor | None, shape: torch.Size) -> Tensor:
+    """[rows] → `shape`, 0 at all other positions."""
+    return x.view(shape) if kept is None else x.new_zeros(shape.numel()).index_copy(0, kept, x).view(shape)
 
 
 def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Autocast's dtype if it is on, or else the wider of the operands'; what is computed in it: see `Shaping`."""
+    """Autocast's dtype if it is on, else the wider of the operands'; see `LogitTransform` for its use."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

@@ -1,12 +1,12 @@
-"""The losses of PPO, one number a token, and the weights that reduce them.
+"""PPO's losses, one number per token, and the weights that reduce them.
 
-Each loss returns a tensor of the shape of its arguments, 0 outside the mask. A reduction is a sum with weights:
+Each loss returns a tensor with the shape of its arguments, 0 outside the mask. A reduction is a weighted sum:
 
     weights = token_weights(mask, by="token", count=global_count)
     loss = total_loss(policy, value, entropy, weights, value_coef=…, entropy_coef=…)
 
-The weights of all micro-batches and processes together sum to 1 (by token, by sequence), whichever way the batch was
-cut, so their losses and gradients add up to those of the whole batch without another division.
+The weights of all micro-batches and processes together sum to 1 (by token, by sequence), however the batch is split, so
+their losses and gradients add up to those of the whole batch without another division.
 """
 
 from collections.abc import Sequence
@@ -26,20 +26,20 @@ from tokencredit.core.kl import k1, k3
 from tokencredit.core.masked import at_least_float32, zero_outside
 
 Clip = float | tuple[float, float]
-"""How far a ratio may go below and above 1: one number for both sides, or (below, above)."""
+"""Clip range of the ratio around 1: one number for both sides, or (below, above)."""
 
 REDUCTIONS = ("token", "sequence", "constant")
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within ± this many nats, so that no ratio overflows. e²⁰ is 5·10⁸: a token that far off has
-left every trust region, and the infinite or NaN gradient it would give helps nobody find out why."""
+"""Clamp of log-ratios, in nats, so that the ratio cannot overflow. e²⁰ is 5·10⁸: a token that far off is outside every
+trust region, and an infinite or NaN gradient would only hide the cause."""
 
 SMOOTHING = 0.75
-"""Deviation of the Gaussian around a return, in bin widths; a target then spreads over about six bins."""
+"""Standard deviation of the Gaussian around a return, in bin widths; a target spreads over about six bins."""
 
 
 def clip_range(clip: Clip) -> tuple[float, float]:
-    """The interval [1 − below, 1 + above] that `clip` stands for.
+    """The clip interval [1 − below, 1 + above].
 
     Raises:
         ValueError: a side is negative or not finite, or the lower side is above 1.
@@ -63,20 +63,20 @@ def clipped_surrogate(
 ) -> Tensor:
     """PPO's policy loss: −min(r A, clip(r, 1 − ε₋, 1 + ε₊) A) with r = π(x) / π_old(x).
 
-    Schulman et al. 2017 (arXiv 1707.06347), eq. 7, as a loss. Two-sided range: Yu et al. 2025 (DAPO, arXiv
-    2503.14476), eq. 10. Dual clip: where A < 0 the loss is at most −c A, so that a token that became far more likely
-    though it was bad does not take over the batch; Ye et al. 2020 (arXiv 1912.09729), eq. 4.
+    Schulman et al. 2017 (arXiv 1707.06347), eq. 7, as a loss. Asymmetric range: Yu et al. 2025 (DAPO, arXiv
+    2503.14476), eq. 10. Dual clip: where A < 0 the loss is at most −c A, so that a bad token that became far more
+    likely does not dominate the batch; Ye et al. 2020 (arXiv 1912.09729), eq. 4.
 
     Args:
-        logprobs: log π of the tokens under the policy that is being trained; any shape.
-        old_logprobs: log π_old of the same tokens under the policy that drew them.
+        logprobs: log π of the tokens under the policy in training; any shape.
+        old_logprobs: log π_old of the same tokens under the policy that sampled them.
         advantages: A; no gradient flows into it.
         mask: bool; the loss is 0 where it is false. None: every element counts.
         clip: ε, or (ε₋, ε₊).
-        dual_clip: c, above 1; None leaves it out.
+        dual_clip: c, above 1; None for no dual clip.
 
     Returns:
-        The loss of each token, the shape of `logprobs`.
+        The loss of each token, with the shape of `logprobs`.
 
     Raises:
         ValueError: shapes differ, or a clip is out of its range.
@@ -102,24 +102,24 @@ def value_loss(
     clip: float | None = None,
     huber_delta: float | None = None,
 ) -> Tensor:
-    """½ (V − R)², or ½ max of that and ½ (V_clipped − R)², where V_clipped stays within ± clip of the old value.
+    """½ (V − R)², or the maximum of that and ½ (V_clipped − R)², with V_clipped within ± clip of the old value.
 
-    The clipped form is the one of OpenAI's baselines (`ppo2`), which the PPO paper does not mention; its effect is
-    named and measured in Engstrom et al. 2020 (arXiv 2005.12729), section 3.
+    The clipped form is from OpenAI's baselines (`ppo2`); the PPO paper does not mention it. Engstrom et al. 2020 (arXiv
+    2005.12729), section 3, describe and measure its effect.
 
-    With `huber_delta` = δ each square is Huber's loss (Huber 1964, "Robust estimation of a location parameter"), of an
-    error e: ½ e² where |e| ≤ δ, and δ (|e| − ½ δ) elsewhere, so that no error pulls with more than δ.
+    With `huber_delta` = δ each square is replaced by the Huber loss (Huber 1964, "Robust estimation of a location
+    parameter") of the error e: ½ e² where |e| ≤ δ, and δ (|e| − ½ δ) elsewhere, which bounds the gradient by δ.
 
     Args:
-        values: V, from the critic that is being trained; any shape.
-        old_values: V when the rollout was made.
+        values: V, from the critic in training; any shape.
+        old_values: V at the time of the rollout.
         returns: R, the target; no gradient flows into it or into `old_values`.
         mask: bool; the loss is 0 where it is false. None: every element counts.
-        clip: how far V may move from its old value before more movement stops paying, in units of value. None: no clip.
-        huber_delta: δ, in units of value, above 0. None: squares.
+        clip: distance from the old value beyond which V is clipped, in units of value. None: no clip.
+        huber_delta: δ, in units of value, above 0. None: squared error.
 
     Returns:
-        The loss of each token, the shape of `values`.
+        The loss of each token, with the shape of `values`.
 
     Raises:
         ValueError: shapes differ, `clip` is negative, or `huber_delta` is not above 0.
@@ -137,29 +137,29 @@ def value_loss(
 
 
 def smoothed_histogram(targets: Tensor, edges: Tensor) -> Tensor:
-    """The mass that a Gaussian around each target, cut off at the outer edges, has in each bin.
+    """Probability mass per bin of a Gaussian around each target, truncated at the outer edges.
 
-    Its deviation is 0.75 bin widths: Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950). Where a target
-    is 4 deviations or more inside the outer edges, the mean Σ mass · centre is the target to 1e-4 bin widths.
+    Its deviation is 0.75 bin widths: Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950). Where a target is 4
+    deviations or more inside the outer edges, the mean Σ mass · centre is the target to 1e-4 bin widths.
 
     Args:
-        targets: `[...]`; one beyond an outer edge counts as that edge.
-        edges: `[bins + 1]`, ascending, at equal distances.
+        targets: `[...]`; clamped to the outer edges.
+        edges: `[bins + 1]`, ascending, equally spaced.
 
     Returns:
-        Masses `[..., bins]`, whose sum is 1.
+        Masses `[..., bins]`, which sum to 1.
     """
     targets = targets.clamp(edges[0], edges[-1]).unsqueeze(-1)
-    below = torch.special.ndtr((edges - targets) / (SMOOTHING * (edges[1] - edges[0])))
-    mass: Tensor = below.diff(dim=-1)
+    cdf = torch.special.ndtr((edges - targets) / (SMOOTHING * (edges[1] - edges[0])))
+    mass: Tensor = cdf.diff(dim=-1)
     return mass / mass.sum(-1, keepdim=True)
 
 
 def histogram_loss(logits: Tensor, returns: Tensor, edges: Tensor) -> Tensor:
     """−Σ_b m_b log p_b, the cross-entropy of p = softmax(logits) against m = `smoothed_histogram` of the return.
 
-    Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950); Imani and White 2018 (arXiv 1806.04613). It is
-    least where p is the mean of m over the returns of a state, and Σ p_b · centre_b then is the mean return.
+    Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950); Imani and White 2018 (arXiv 1806.04613). The minimum is at p
+    equal to the mean of m over a state's returns, where Σ p_b · centre_b is the mean return.
 
     Args:
         logits: `[..., bins]`.
@@ -180,44 +180,44 @@ def histogram_loss(logits: Tensor, returns: Tensor, edges: Tensor) -> Tensor:
 
 
 def histogram_values(logits: Tensor, edges: Tensor) -> Tensor:
-    """Σ_b p_b · centre_b `[...]` of p = softmax(logits), `[..., bins]`: the value that a histogram of returns means."""
+    """Mean of each histogram, Σ_b p_b · centre_b `[...]`, with p = softmax(logits), `[..., bins]`."""
     values: Tensor = at_least_float32(logits).softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
     return values
 
 
 def sparse_mask(mask: Tensor, places: Sequence[float]) -> Tensor:
-    """True at a few acted tokens of each row: at number round((n − 1) · place) of its n, counted from 0.
+    """Mask of a few acted tokens per row: for each place, number round((n − 1) · place) of n, counted from 0.
 
-    A place below 1 is never the last token, unless that is the only one; halves are rounded to even. Li et al. 2026
+    A place below 1 never selects the last token, unless that is the only one; halves round to even. Li et al. 2026
     (SP³O, arXiv 2609.18708), with places 0.3, 0.6 and 0.9: neighbouring states are nearly the same, so a loss on all of
-    them repeats one update, and with one return for all it also punishes every difference between their values.
+    them repeats one update, and with the same return for all it also penalises every difference between their values.
 
     Args:
         mask: bool `[batch, time]`.
         places: from 0, the first acted token, to 1, the last.
 
     Returns:
-        Bool `[batch, time]`, true at as many tokens of a row as there are places, or fewer in a short one.
+        Bool `[batch, time]`, true at one token per place in each row, or fewer in a short row.
     """
     last = (mask.sum(1, keepdim=True) - 1).double()
-    chosen, number_of = torch.zeros_like(mask), mask.cumsum(1) - 1
+    chosen, acted_index = torch.zeros_like(mask), mask.cumsum(1) - 1
     for place in places:
-        number = (last * place).round()
-        chosen |= number_of == (number.minimum(last - 1).clamp(min=0) if place < 1 else number)
+        index = (last * place).round()
+        chosen |= acted_index == (index.minimum(last - 1).clamp(min=0) if place < 1 else index)
     return chosen & mask
 
 
 def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None) -> Tensor:
-    """What `token_weights` divides by when `mask` is the whole batch.
+    """The divisor of `token_weights` for this mask.
 
-    By token: acted tokens. By sequence: rows with an acted token. By constant: batch × horizon, the budget of tokens.
-    Sum it over micro-batches and processes to get the global count.
+    By token: acted tokens. By sequence: rows with an acted token. By constant: batch × horizon, the token budget. Sum
+    it over micro-batches and processes to get the global count.
 
     Args:
-        mask: bool [batch, time], or [batch] when there is one step per row.
+        mask: bool [batch, time], or [batch] with one step per row.
         by: one of `REDUCTIONS`.
-        horizon: the most tokens that a row may have, which a constant reduction counts; None for the time axis of this
-            mask, which ends with the longest row.
+        horizon: most tokens that a row may have, for the constant reduction; None for the time axis of this mask,
+            which is the longest row's length.
 
     Returns:
         A scalar int64 tensor.
@@ -231,21 +231,20 @@ def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None)
 
 
 def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None = None) -> Tensor:
-    """The weight of each token in a loss, so that the loss is Σ weight · loss of the token.
+    """Weight of each token in a loss, so that the loss is Σ weight · token loss.
 
     - "token": 1 / count for every acted token. Long completions weigh more.
-    - "sequence": 1 / (count · length of the row). Every completion weighs the same, its tokens share it.
-    - "constant": 1 / count. With a fixed count, such as batch × the longest completion allowed, the weight of a
-      token depends on nothing that the policy does (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv
-      2503.20783, §3).
+    - "sequence": 1 / (count · length of the row). Every completion weighs the same, split among its tokens.
+    - "constant": 1 / count. With a fixed count, such as batch × the longest completion allowed, a token's weight does
+      not depend on the policy (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783, §3).
 
     Args:
-        mask: bool [batch, time], or [batch] when there is one step a row.
-        by: which of the three.
+        mask: bool [batch, time], or [batch] with one step per row.
+        by: one of the three.
         count: the divisor over all micro-batches and processes; see `reduction_count`. Default: that of this mask.
 
     Returns:
-        float32, the shape of `mask`, 0 where it is false.
+        float32, with the shape of `mask`, 0 where it is false.
 
     Raises:
         ValueError: `by` is none of the three, the mask is not bool, or the count is 0.
@@ -263,7 +262,7 @@ def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None 
 
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
-    """Σ weightₜ · xₜ, where whatever stands at a weight of 0 counts as 0. Same shapes; returns a scalar."""
+    """Σ weightₜ · xₜ, a scalar; elements with weight 0 count as 0, even if NaN. Same shapes."""
     require_shape("weights", weights, x.shape)
     x = at_least_float32(x).masked_fill(weights == 0, 0.0)
     return torch.dot(x.flatten(), weights.flatten().to(x.dtype))
@@ -278,12 +277,12 @@ def total_loss(
     value_coef: float = 0.5,
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """What is minimised: Σ weight · (L_policy + c_vf · L_vf − c_ent · H).
+    """PPO's loss: Σ weight · (L_policy + c_vf · L_vf − c_ent · H).
 
-    Schulman et al. 2017 (arXiv 1707.06347), eq. 9, with its sign turned, since that one is maximised.
+    Schulman et al. 2017 (arXiv 1707.06347), eq. 9, with the sign flipped, since that objective is maximised.
 
     Args:
-        policy: the policy's loss of each token, such as `clipped_surrogate`.
+        policy: the policy loss of each token, such as `clipped_surrogate`.
         value: the critic's loss of each token; None without a critic.
         entropy: H of the policy at each token, in nats; None without a bonus.
         weights: from `token_weights`.
@@ -291,7 +290,7 @@ def total_loss(
         entropy_coef: c_ent.
 
     Returns:
-        A scalar; those of all micro-batches and processes add up to the loss of the whole batch.
+        A scalar; the results of all micro-batches and processes add up to the loss of the whole batch.
     """
     total = weighted_sum(policy, weights)
     if value is not None:
@@ -303,11 +302,11 @@ def total_loss(
 
 @dataclass(frozen=True)
 class RatioStats:
-    """What the ratios r = π / π_old of some tokens were, in a form that adds up over micro-batches and processes.
+    """Statistics of the ratios r = π / π_old, in a form that can be reduced over micro-batches and processes.
 
     Attributes:
-        sums: [tokens, clipped tokens, Σ −log r, Σ (r − 1 − log r)]; over processes, sum it.
-        extremes: [max r, max −r]; over processes, take the maximum.
+        sums: [tokens, clipped tokens, Σ −log r, Σ (r − 1 − log r)]; reduce by sum.
+        extremes: [max r, max −r]; reduce by maximum.
     """
 
     sums: Tensor
@@ -316,8 +315,8 @@ class RatioStats:
     def metrics(self) -> dict[str, float]:
         """Per token: clip_fraction, approx_kl_k1 and approx_kl_k3 (old policy ‖ new, nats), ratio_mean, _max and _min.
 
-        E[−log r] and E[r − 1 − log r] over tokens drawn from the old policy are `kl.k1` and `kl.k3` of KL(old ‖ new);
-        their difference gives E[r], which is 1 over tokens drawn from the old policy, however far the new one is.
+        E[−log r] and E[r − 1 − log r] over tokens sampled from the old policy are `kl.k1` and `kl.k3` of KL(old ‖ new).
+        Their difference gives E[r], which is 1 over tokens sampled from the old policy, however far the new one is.
         """
         numbers = torch.cat([self.sums, self.extremes]).tolist()
         tokens, clipped, k1_sum, k3_sum, ratio_max, negative_min = numbers
@@ -348,7 +347,7 @@ def ratio_stats(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = No
 
 
 def _doubled_loss(values: Tensor, returns: Tensor, huber_delta: float | None) -> Tensor:
-    """(V − R)², or twice its Huber loss."""
+    """(V − R)², or twice the Huber loss."""
     if huber_delta is None:
         return (values - returns).square()
     require_positive("huber_delta", huber_delta)

@@ -1,7 +1,7 @@
 """Statistics over the positions where the policy acted.
 
-What stands outside the mask is arbitrary, NaN and infinities included: it is replaced by 0 before anything is computed,
-so that it reaches neither a result nor a gradient. All statistics are in float32 at least.
+Positions outside the mask may hold anything, NaN and infinities included: they are set to 0 first, so that they reach
+neither a result nor a gradient. All statistics are in float32 at least.
 """
 
 from collections.abc import Callable
@@ -12,22 +12,22 @@ from torch import Tensor
 from tokencredit.core.checks import require_flags
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over processes, elementwise, and returns the sum on each of them."""
+"""All-reduce: sums a tensor elementwise over processes and returns the sum on each of them."""
 
 VARIANCE_GUARD = 1e-8
-"""Added to the variance that `whiten` divides by, in squared units of the numbers: where they differ by much less than
-its root, 1e-4, their differences are noise, and stay small."""
+"""Added to the variance that `whiten` divides by, in squared units of the numbers. Differences much below its root,
+1e-4, are noise, and stay small."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return `x` in float32, or in float64 if it was that already."""
+    """Return `x` in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def zero_outside(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return `x` in float32 at least, with 0 wherever `mask` is false; the gradient there is 0 too.
 
-    A filling, not a product: 0 · NaN is NaN.
+    Fills instead of multiplying, because 0 · NaN is NaN.
 
     Args:
         x: any shape.
@@ -54,8 +54,8 @@ def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) ->
     Args:
         x: any shape.
         mask: bool of the same shape.
-        count: what to divide by, when the mean goes over more than this tensor: the number of acted positions of all
-            micro-batches and processes. The parts then add up to the mean of the whole. Default: those of `mask`.
+        count: the divisor, for a mean over more than this tensor: acted positions in all micro-batches and processes.
+            The parts then add up to the mean of the whole. Default: the count of `mask`.
 
     Returns:
         A scalar.
@@ -66,7 +66,7 @@ def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) ->
     if count is None:
         count = mask.sum()
         if count == 0:
-            raise ValueError("mask has no true element; a mean needs one, or a count from outside")
+            raise ValueError("mask has no true element; a mean needs one, or a count")
     return masked_sum(x, mask) / count
 
 
@@ -75,17 +75,17 @@ def moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of `x` where `mask` is true.
 
-    n = Σ mₜ,  μ = Σ mₜ xₜ / n,  σ² = Σ mₜ (xₜ − μ)² / n: the variance of the population, not of a sample.
+    n = Σ mₜ,  μ = Σ mₜ xₜ / n,  σ² = Σ mₜ (xₜ − μ)² / n: the population variance, not the sample variance.
 
-    In two passes, the second about the mean of the first, because Σx²/n − μ² loses every digit when μ is large beside
-    σ; the second pass also removes the rounding error of the first mean (the corrected two-pass algorithm of Chan,
+    Takes two passes, the second about the mean of the first, because Σx²/n − μ² loses all digits if μ is large compared
+    to σ. The second pass also removes the rounding error of the first mean (the corrected two-pass algorithm of Chan,
     Golub and LeVeque 1983, "Algorithms for computing the sample variance").
 
     Args:
         x: any shape.
         mask: bool of the same shape.
-        reduce: sums a tensor over processes; the moments are then those of all of them together.
-        count: n of all processes, where it is known to be above 0; nothing then waits for a GPU. Default: of `mask`.
+        reduce: sums a tensor over processes; the moments are then over all processes.
+        count: n over all processes, if known and above 0; avoids waiting for a GPU. Default: the count of `mask`.
 
     Returns:
         Three scalars, the same on every process.
@@ -105,22 +105,22 @@ def whiten(
     reduce: Reduce | None = None,
     count: Tensor | float | None = None,
 ) -> Tensor:
-    """Scale `x` to deviation 1 over the mask, and shift it to mean 0 if asked to.
+    """Whiten `x` over the mask: unit variance and, by default, zero mean.
 
-    yₜ = (xₜ − μ) / √(σ² + 1e-8), plus μ again when `shift_mean` is false; 0 outside the mask. The guard, that of TRL's
+    yₜ = (xₜ − μ) / √(σ² + 1e-8), plus μ again when `shift_mean` is false; 0 outside the mask. The guard, as in TRL's
     and verl's `masked_whiten`, keeps noise from becoming a signal: numbers about 1e-7 apart, such as the rounding of a
-    KL where all scores are equal, end about 1e-3 apart and not 1. Of a tensor that is constant up to the rounding of
-    its mean nothing is left: (x − μ) becomes 0.
+    KL where all scores are equal, end about 1e-3 apart instead of 1. If `x` is constant up to rounding of its mean,
+    (x − μ) becomes exactly 0.
 
     Args:
         x: any shape.
         mask: bool of the same shape.
-        shift_mean: whether the mean becomes 0 (advantages) or stays what it was (rewards, whose sign matters).
-        reduce: sums a tensor over processes; μ and σ are then those of all of them together.
+        shift_mean: true gives mean 0 (advantages); false keeps the mean (rewards, whose sign matters).
+        reduce: sums a tensor over processes; μ and σ are then over all processes.
         count: as in `moments`.
 
     Returns:
-        A tensor of the shape of `x`.
+        A tensor with the shape of `x`.
 
     Raises:
         ValueError: no element of the mask is true.
@@ -134,23 +134,23 @@ def whiten(
 
 
 def inverse_deviation(deviation: Tensor, mean: Tensor, guard: float = 0.0) -> Tensor:
-    """1 / (σ + guard), or 0 where σ is no more than rounding would make of a constant. Same shapes.
+    """1 / (σ + guard), or 0 where σ is within the rounding error of a constant. Same shapes.
 
-    Without a guard, for what has no unit, such as a correlation.
+    A guard of 0 suits results without a unit, such as a correlation.
     """
     return torch.where(above_rounding(deviation, mean), 1 / (deviation + guard), torch.zeros_like(deviation))
 
 
 def above_rounding(deviation: Tensor, mean: Tensor) -> Tensor:
-    """True where σ is more than rounding would make of a constant: 4 ulp of the mean. Same shapes."""
+    """True where σ exceeds the rounding error of a constant, 4 ulp of the mean. Same shapes."""
     return deviation > 4 * torch.finfo(mean.dtype).eps * mean.abs()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """How much of the variance of the returns the critic foresaw: 1 − Var[R − V] / Var[R].
+    """Explained variance of the critic: 1 − Var[R − V] / Var[R].
 
-    1 is a perfect critic, 0 one that is no better than a constant, below 0 one that is worse. NaN when the returns do
-    not vary, because there is then nothing to explain.
+    1 is a perfect critic; 0 is no better than a constant; below 0 is worse. NaN if the returns do not vary, because
+    there is then nothing to explain.
 
     Args:
         values: any shape.
@@ -162,32 +162,32 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
         A scalar.
     """
     count, _, total = moments(returns, mask, reduce)
-    _, _, left = moments(zero_outside(returns, mask) - zero_outside(values, mask), mask, reduce, count=count)
-    return torch.where(total > 0, 1 - left / total, torch.full_like(total, torch.nan))
+    _, _, residual = moments(zero_outside(returns, mask) - zero_outside(values, mask), mask, reduce, count=count)
+    return torch.where(total > 0, 1 - residual / total, torch.full_like(total, torch.nan))
 
 
 def _moments_and_centred(
-    x: Tensor, mask: Tensor, reduce: Reduce | None, known: Tensor | float | None
+    x: Tensor, mask: Tensor, reduce: Reduce | None, known_count: Tensor | float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result of `moments`, and x − μ without the rounding that μ itself would bring in."""
+    """The result of `moments`, and x − μ without the rounding error of μ."""
     x = zero_outside(x, mask)
-    if known is None:
+    if known_count is None:
         count, first_sum = _over_processes(mask.sum(), x.sum(), reduce)
         if count == 0:
             raise ValueError("mask has no true element; moments need one")
     else:
-        count = known.to(x.dtype) if isinstance(known, Tensor) else x.new_full((), known)
+        count = known_count.to(x.dtype) if isinstance(known_count, Tensor) else x.new_full((), known_count)
         first_sum = x.sum() if reduce is None else reduce(x.sum())
     shift = first_sum / count
-    rest = (x - shift).masked_fill(~mask, 0.0)
-    rest_sum, square_sum = _over_processes(rest.sum(), rest.square().sum(), reduce)
-    correction = rest_sum / count
+    centred = (x - shift).masked_fill(~mask, 0.0)
+    centred_sum, square_sum = _over_processes(centred.sum(), centred.square().sum(), reduce)
+    correction = centred_sum / count
     variance = (square_sum / count - correction.square()).clamp(min=0.0)
-    return count, shift + correction, variance, rest - correction
+    return count, shift + correction, variance, centred - correction
 
 
 def _over_processes(a: Tensor, b: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
-    """Two sums, in the dtype of the second, over all processes."""
+    """Reduce two sums over all processes, in the dtype of the second."""
     if reduce is None:
         return a.to(b.dtype), b
     a, b = reduce(torch.stack([a.to(b.dtype), b]))

@@ -1,4 +1,4 @@
-"""The reward of each token: the score where it belongs, less penalties and the price of KL."""
+"""Per-token rewards: the score at the last token, minus penalties, minus the KL penalty at every token."""
 
 import torch
 from torch import Tensor
@@ -18,23 +18,23 @@ def token_rewards(
     overlong: Tensor | None = None,
     clip: float | None = None,
 ) -> Tensor:
-    """rₜ = sₜ − β · KLₜ, where a score for the whole completion stands on its last acted token.
+    """rₜ = sₜ − β · KLₜ, with a completion's score on its last acted token.
 
     Ziegler et al. 2019 (arXiv 1909.08593), eq. 2, with the KL of each token charged to that token (Ouyang et al. 2022,
-    arXiv 2203.02155, section 3.5). The score stands on the last token, and not on every token, because the critic's
-    target would otherwise be the score times the number of tokens left.
+    arXiv 2203.02155, section 3.5). The score goes on the last token only: on every token, the critic's target would be
+    the score times the number of tokens left.
 
-    In this order: scores are clipped, the penalties are taken off at the last acted token, the KL off at every token.
+    In this order: clip the scores, subtract the penalties at the last acted token, subtract the KL at every token.
 
     Args:
-        scores: [batch], one a completion; or [batch, time], one a token (dense).
+        scores: [batch], one per completion; or [batch, time], one per token (dense).
         mask: bool [batch, time], true where the policy acted.
         kl: [batch, time], an estimate of KL(policy ‖ reference) at each token, in nats; see `core.kl`.
         kl_coef: β, reward per nat.
-        eos: bool [batch], true where the completion ended by an end-of-sequence token.
-        missing_eos_penalty: taken off where it did not, for scores that say nothing about text that was cut off.
-        overlong: [batch], taken off as well, such as an `overlong_penalty`; None takes nothing off.
-        clip: scores are held within ± this first; None leaves them.
+        eos: bool [batch], true where the completion ended with an end-of-sequence token.
+        missing_eos_penalty: subtracted where it did not, for scores that do not account for truncated text.
+        overlong: [batch], a further penalty, such as an `overlong_penalty`; None for none.
+        clip: clamp scores to ± this first; None for no clipping.
 
     Returns:
         [batch, time] in float32 at least, 0 outside the mask, without a gradient.
@@ -72,7 +72,7 @@ def token_rewards(
 
 
 def overlong_penalty(lengths: Tensor, *, limit: int, tokens: int, penalty: float) -> Tensor:
-    """Penalty of a completion that is nearly or quite as long as the limit: 0 up to `tokens` before it, then linear.
+    """Penalty for completions near the length limit: 0 up to `tokens` before it, then linear.
 
     P = penalty · clip((length − (limit − tokens)) / tokens, 0, 1). Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 13,
     where the penalty is 1, `limit` L_max and `tokens` L_cache, and −P is added to the reward.
@@ -80,8 +80,8 @@ def overlong_penalty(lengths: Tensor, *, limit: int, tokens: int, penalty: float
     Args:
         lengths: [batch], acted tokens of each completion.
         limit: the longest completion, in tokens.
-        tokens: how many of the last ones cost something, at least 1 and at most `limit`.
-        penalty: what a completion of `limit` tokens costs, in units of the score.
+        tokens: width of the penalised zone before the limit, at least 1 and at most `limit`.
+        penalty: penalty of a completion of `limit` tokens, in units of the score.
 
     Returns:
         [batch], in float32, at least 0.
@@ -96,6 +96,6 @@ def overlong_penalty(lengths: Tensor, *, limit: int, tokens: int, penalty: float
 
 
 def _last_acted(mask: Tensor) -> Tensor:
-    """The index of the last acted token of each row, [batch, 1]."""
+    """Index of the last acted token of each row, [batch, 1]."""
     time = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, time, -1).amax(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""From the tensors of a rollout to steps without gaps, cut into episodes, and the recurrence that runs over them."""
+"""Compact a rollout into steps without gaps, mark its episodes, and solve linear recurrences over them."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tokencredit.core.masked import at_least_float32
 
 @dataclass(frozen=True)
 class Steps:
-    """A rollout whose acted steps stand at the front of each row; all numbers behind them are 0.
+    """A rollout with the acted steps packed at the front of each row and zeros after them.
 
     Attributes:
         rewards: [batch, time].
@@ -20,8 +20,8 @@ class Steps:
         inside: [batch, time], or [1, time] if it is the same for every row: 1.0 where the next step belongs to the same
             episode, 0.0 at the last step of an episode.
         cut_values: [batch, time], the bootstrap where an episode was truncated and 0 elsewhere; None if none was.
-        lengths: [batch, 1], or [1, 1] if it is the same for every row: how many steps of each were acted.
-        order: where each step of a row stood originally; None if none had to move.
+        lengths: [batch, 1], or [1, 1] if it is the same for every row: number of acted steps.
+        order: original time index of each step; None if no step had to move.
     """
 
     rewards: Tensor
@@ -32,13 +32,13 @@ class Steps:
     order: Tensor | None
 
     def rewards_to_the_end(self, gamma: float) -> Tensor:
-        """The rewards, and where an episode was cut off the discounted value of what would have followed."""
+        """Rewards plus, at truncated steps, the discounted bootstrap value."""
         if self.cut_values is None:
             return self.rewards
         return self.rewards + gamma * self.cut_values
 
     def restore(self, *results: Tensor) -> tuple[Tensor, ...]:
-        """Put every step back to where it stood. What is not acted must be 0 and stays 0."""
+        """Scatter every step back to its original position. Steps that are not acted must be 0 and stay 0."""
         if self.order is None:
             return results
         return tuple(torch.empty_like(result).scatter_(-1, self.order, result) for result in results)
@@ -54,12 +54,12 @@ def prepare_steps(
     *,
     one_episode: bool = False,
 ) -> Steps:
-    """Check a rollout and bring it into the form of `Steps`; the conventions are those of `core.advantages`.
+    """Check a rollout and pack it into `Steps`; the conventions are those of `core.advantages`.
 
-    Without `values` they are 0, and then a missing `bootstrap` is 0 too. With `one_episode` a row may hold no more.
+    Without `values`, values and a missing `bootstrap` are 0. With `one_episode`, a row may hold only one.
 
     Raises:
-        ValueError: see `advantages.gae`; or a row holds several episodes and may not.
+        ValueError: as `advantages.gae`; or a row holds several episodes despite `one_episode`.
     """
     if values is None:
         values = torch.zeros_like(rewards)
@@ -68,7 +68,7 @@ def prepare_steps(
     dtype = torch.promote_types(at_least_float32(rewards).dtype, at_least_float32(values).dtype)
     all_rewards, all_values = rewards.detach().to(dtype), values.detach().to(dtype)
     acted = None if mask is None else mask.to(dtype)
-    # A product is several times as fast as filling. NaN · 0 is NaN: its sum tells, and then they are filled.
+    # A product is several times as fast as filling. NaN · 0 is NaN, which the sums below detect; only then fill.
     rewards = all_rewards if acted is None else all_rewards * acted
     values = all_values if acted is None else all_values * acted
     cut = _cut(mask, terminated, truncated)
@@ -78,8 +78,8 @@ def prepare_steps(
     flagged = _flagged(mask, terminated, truncated)
     early = _early_ends(flagged, mask) if one_episode and flagged is not None else None
 
-    # All that depends on values is asked at once, since a GPU's queue runs empty at each look.
-    no_acted, bad_rewards, bad_values, any_cut, bad_cut_values, any_early, any_gap = _answers(
+    # One transfer for all checks that depend on values, since each one stalls a GPU's queue.
+    no_acted, bad_rewards, bad_values, any_cut, bad_cut_values, any_early, any_gap = _any_true(
         None if mask is None else without_acted(mask),
         ~rewards.sum().isfinite(),
         ~values.sum().isfinite(),
@@ -102,7 +102,7 @@ def prepare_steps(
         row = int(early.any(-1).nonzero()[0])
         raise ValueError(f"row {row} holds several episodes; this estimator scores a row as one")
 
-    # The order of steps that brings the acted ones to the front of each row, if they do not stand there already.
+    # A stable sort moves the acted steps to the front of each row.
     order = torch.argsort(~mask, dim=-1, stable=True) if any_gap and mask is not None else None
     if order is not None:
         rewards, values = rewards.gather(-1, order), values.gather(-1, order)
@@ -138,11 +138,11 @@ def _lengths(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _flagged(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
-    """Where an acted step carries a flag; None if there are no flags."""
-    given = [flags for flags in (terminated, truncated) if flags is not None]
-    if not given:
+    """True where an acted step carries a flag; None if there are no flags."""
+    present = [flags for flags in (terminated, truncated) if flags is not None]
+    if not present:
         return None
-    flagged = given[0] if len(given) == 1 else given[0] | given[1]
+    flagged = present[0] if len(present) == 1 else present[0] | present[1]
     return flagged if mask is None else flagged & mask
 
 
@@ -151,22 +151,22 @@ def _inside(flagged: Tensor | None, lengths: Tensor, like: Tensor) -> Tensor:
     return inside.scatter_(-1, (lengths - 1).expand(len(inside), 1), 0.0)
 
 
-def _answers(*questions: Tensor | None) -> list[bool]:
-    """True for each bool tensor that is true anywhere, all in one transfer; False for None."""
-    asked = [question.any() for question in questions if question is not None]
-    answers = iter(torch.stack(asked).tolist())
-    return [False if question is None else next(answers) for question in questions]
+def _any_true(*checks: Tensor | None) -> list[bool]:
+    """True for each bool tensor with a true element, in one transfer; False for None."""
+    present = [check.any() for check in checks if check is not None]
+    results = iter(torch.stack(present).tolist())
+    return [False if check is None else next(results) for check in checks]
 
 
 def _finite(name: str, x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return `x` with 0 where nobody acted; refuse NaN and infinities where somebody did."""
+    """Return `x` with 0 outside the mask; raise on NaN and infinities within it."""
     kept = x if mask is None else x.masked_fill(~mask, 0.0)
     require_finite(name, kept)
     return kept
 
 
 def _cut(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
-    """True where an episode was cut off; None if none can have been."""
+    """True where an episode was truncated; None without `truncated`."""
     if truncated is None:
         return None
     cut = truncated if mask is None else truncated & mask
@@ -182,17 +182,17 @@ def _early_ends(flagged: Tensor, mask: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
-    """Solve Aₜ = δₜ + cₜ · Aₜ₊₁ backwards in time, with A_T = 0 after the last step.
+    """Reverse scan: solve Aₜ = δₜ + cₜ · Aₜ₊₁ backwards in time, with A_T = 0 after the last step.
 
-    A loop over T costs T steps that each touch one column. Here time is cut into √T blocks of √T steps. All blocks run
-    their recurrence at once, as if nothing came after them, and keep the product of their decays; then, block by block
-    from the last to the first, every step adds what follows its block, times the decay up to there. That is the
-    standard scan over blocks (Blelloch 1990, "Prefix sums and their applications", section 1.4), with O(√T)
-    sequential steps and O(T) work, in plain PyTorch on any device.
+    A loop over T takes T sequential steps on one column each. Here time is cut into √T blocks of √T steps. All blocks
+    first run their recurrence in parallel, as if nothing followed, and keep the product of their decays. Then, from the
+    last block to the first, every step adds the result after its block, times the decay up to there. That is the
+    standard blocked scan (Blelloch 1990, "Prefix sums and their applications", section 1.4), with O(√T) sequential
+    steps and O(T) work, in plain PyTorch on any device.
 
     Args:
         deltas: δ, [..., time].
-        decays: c, the same shape, or [1, time] or [time] if all rows share it, which costs less. Any numbers whose
+        decays: c, the same shape, or [1, time] or [time] if all rows share it, which is cheaper. Any numbers whose
             products within a block stay finite; a 0 ends an episode.
 
     Returns:
@@ -220,20 +220,20 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
 
 def _scan_blocks(sums: Tensor, products: Tensor) -> None:
     """Turn δ and c, [blocks, steps, rows or 1], into A and the products of c up to the end of each block, in place."""
-    # Views are made once, outside the loops: on short rows making them costs more than the arithmetic.
+    # Views are made once, outside the loops: on short rows they cost more than the arithmetic.
     sum_at, product_at = sums.unbind(1), products.unbind(1)
     for step in range(len(sum_at) - 2, -1, -1):
         sum_at[step].addcmul_(product_at[step], sum_at[step + 1])
         product_at[step].mul_(product_at[step + 1])
 
-    # The last block is complete; its first step is what follows the block before it, and so on to the front.
+    # The last block is complete. The first step of each block is the input of the block before it.
     block_sums, block_products, first_sums = sums.unbind(0), products.unbind(0), sum_at[0].unbind(0)
     for block in range(len(block_sums) - 2, -1, -1):
         block_sums[block].addcmul_(block_products[block], first_sums[block + 1])
 
 
 def _time_first(x: Tensor, padded: int) -> Tensor:
-    """Copy [..., time] to [padded, rows], with 0 after the end, so that one step of all rows is one run of memory."""
+    """Copy [..., time] to [padded, rows] with zero padding, so that one step of all rows is contiguous in memory."""
     rows = x.reshape(-1, x.shape[-1])
     copy = rows.new_zeros(padded, rows.shape[0]) if padded > rows.shape[1] else rows.new_empty(padded, rows.shape[0])
     copy[: rows.shape[1]].copy_(rows.t())

@@ -1,1 +1,1 @@
-"""The built-in world `builtin:reviews` and the program that builds it."""
+"""The built-in models `builtin:reviews`, and the program that builds them."""

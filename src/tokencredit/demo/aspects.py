@@ -1,4 +1,4 @@
-"""The parts of a film that a review can judge: words for each, good or bad, and clauses that give the reason."""
+"""Aspects of a film that a review can judge, with positive and negative adjectives and reasons."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from tokencredit.demo.notation import lines, words
 
 @dataclass(frozen=True)
 class Aspect:
-    """A part of a film. Adjectives must stand both before the noun and after "was", and take "so" and "really"."""
+    """An aspect of a film. Its adjectives must fit before the noun, after "was", and after "so" and "really"."""
 
     name: str
     noun: str  # mass: "sharp editing"; count: "a sharp script"; plural: "sharp jokes"
@@ -18,7 +18,7 @@ class Aspect:
 
 
 def aspect(name: str, noun: str, *, good: str, bad: str, good_why: str, bad_why: str) -> Aspect:
-    """An aspect from words separated by blanks and reasons separated by lines."""
+    """Make an aspect from whitespace-separated words and newline-separated reasons."""
     return Aspect(name, noun, words(good), words(bad), lines(good_why), lines(bad_why))
 
 

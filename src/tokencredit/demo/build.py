@@ -1,8 +1,8 @@
-"""Build the world `builtin:reviews` from nothing: `python -m tokencredit.demo.build`.
+"""Build the models `builtin:reviews` from scratch: `python -m tokencredit.demo.build`.
 
-Two ordinary Hugging Face folders come out: `policy`, a small GPT-2 that writes film reviews, and `sentiment`, a small
-DistilBERT that tells praise from blame. Both learn from the reviews of `tokencredit.demo.grammar` and from nothing
-else. With `--size` other than medium, a policy of that size comes out alone.
+Writes two ordinary Hugging Face folders: `policy`, a small GPT-2 that writes film reviews, and `sentiment`, a small
+DistilBERT that classifies them as positive or negative. Both are trained only on the reviews of
+`tokencredit.demo.grammar`. A `--size` other than medium builds only a policy of that size.
 """
 
 import argparse
@@ -63,10 +63,10 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
 
 def build(out: Path, seed: int, count: int, held_out: int, size: str = "medium") -> tuple[dict[str, float], list[str]]:
-    """Make the folders under `out`, trained on `count` reviews; return their figures and some samples.
+    """Train on `count` reviews and write the folders under `out`; returns metrics and samples.
 
-    `size` is the policy's, one of `POLICIES`. The classifier is the same for all, so it is made with the medium one
-    alone; the others are measured with the built-in one.
+    `size` is the policy's, one of `POLICIES`. All sizes share one classifier: the medium build trains it, the others
+    are measured with the built-in one.
     """
     drawn = reviews(count, seed)
     texts = [review.text for review in drawn]
@@ -87,7 +87,7 @@ def build(out: Path, seed: int, count: int, held_out: int, size: str = "medium")
 
 
 def made(figures: dict[str, float], samples: list[str], seed: int, count: int, size: str) -> str:
-    """How a folder was made and what came out, for its card."""
+    """Section of the model card: build command, metrics and samples."""
     table = "\n".join(f"| {name} | {value:,.4g} |" for name, value in figures.items())
     quoted = "\n".join(f"- {sample}" for sample in samples[:SAMPLES_SHOWN])
     other = "" if size == "medium" else f" --size {size}"
@@ -106,7 +106,7 @@ The policy after "{PROMPT}":
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Build with the given seed and print what came out."""
+    """Build the models, and print metrics and samples."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER, help="where the folders go")
     parser.add_argument("--seed", type=int, default=0)

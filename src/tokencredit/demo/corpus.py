@@ -1,11 +1,13 @@
-"""How the two models of the built-in world read the generator's reviews."""
+"""Training data of the built-in models, from generated reviews."""
 
 import random
 from collections.abc import Iterator, Sequence
 
 from tokencredit.demo.grammar import POSITIVE_SHARE, Review
 
-SURE = 0.98  # the target for a whole review: a little doubt keeps the classifier's log-odds, the reward's slope, finite
+SURE = (
+    0.98  # target for a whole review; below 1 so that the classifier's log-odds, the slope of the reward, stay finite
+)
 
 
 def rows_of_reviews(reviews: Sequence[list[int]], end: int, rng: random.Random, longest: int) -> list[list[int]]:
@@ -24,11 +26,11 @@ def rows_of_reviews(reviews: Sequence[list[int]], end: int, rng: random.Random, 
 
 
 def graded_texts(drawn: Sequence[Review], rng: random.Random) -> Iterator[tuple[str, float]]:
-    """Texts for the classifier with the probability that each is positive.
+    """Texts for the classifier, each with its target probability of being positive.
 
-    A review cut short keeps its verdict, so that the classifier learns how much an unfinished text has already
-    decided. Text that is not a review at all says nothing, and its target is the share of positive reviews; a review
-    that goes on as babble lies half-way between. So a policy gains nothing by babble.
+    A truncated review keeps its verdict, so that the classifier learns how much an unfinished text has already decided.
+    Babble carries no verdict, so its target is the share of positive reviews; a review that turns into babble is
+    half-way between. A policy therefore gains nothing from babble.
     """
     vocabulary = sorted({word for review in drawn[:2000] for word in review.text.split()})
     for review in drawn:
@@ -48,7 +50,7 @@ def graded_texts(drawn: Sequence[Review], rng: random.Random) -> Iterator[tuple[
 
 
 def cut(text: str, rng: random.Random) -> str:
-    """The text up to a random word; one time in four, up to a random letter."""
+    """Truncate the text after a random word or, one time in four, a random character."""
     if rng.random() < 0.25:
         return text[: rng.randint(1, len(text))]
     words = text.split()
@@ -56,13 +58,13 @@ def cut(text: str, rng: random.Random) -> str:
 
 
 def tail(text: str, rng: random.Random) -> str:
-    """The text from the start of a random sentence on."""
+    """The text from a random sentence on."""
     sentences = text.split(". ")
     return ". ".join(sentences[rng.randrange(len(sentences)) :])
 
 
 def babble(text: str, vocabulary: Sequence[str], rng: random.Random) -> str:
-    """Text that means nothing: shuffled words, a phrase said over and over, random words or random letters."""
+    """Meaningless text: shuffled words, a repeated phrase, random words or random letters."""
     words = text.split()
     kind = rng.randrange(4)
     if kind == 0:

@@ -1,4 +1,4 @@
-"""The kinds of film that reviews are about, with what only they have, and the people their stories follow."""
+"""Genres with their specific aspects, and characters and situations of plots."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from tokencredit.demo.notation import lines
 
 @dataclass(frozen=True)
 class Genre:
-    """A kind of film: the parts that only it has, and remarks on how well it did what its kind is for.
+    """A genre: the aspects that only it has, and remarks on how well a film serves the genre.
 
-    In a remark the slot {it} stands for the film, so that "it" is not taken for the part of the film spoken of before.
+    In a remark the slot {it} stands for the film, so that "it" does not refer to the aspect mentioned before.
     """
 
     name: str
@@ -271,7 +271,7 @@ GENRES = (
     ),
 )
 
-# Whom a story follows, with the pronoun that later sentences use.
+# Leads of the plots, with the pronoun that later sentences use.
 LEADS = (
     *(
         (name, "he")

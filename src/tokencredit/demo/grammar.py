@@ -1,9 +1,9 @@
 """A seeded generator of film reviews, each with its verdict.
 
-A review is an opening, one to three steps that develop it and, often, a closing. Many a sentence makes sense only
-after the one before: a reason for what was just said, one more part of the same kind, an answer to a concession, a
-remark on the people of the story. Mixed reviews open either way and then decide. Whatever a review concedes on the
-way, its verdict on the whole film is said in so many words at least once, and the opposite verdict never.
+A review is an opening, one to three steps that develop it and, often, a closing. Many sentences make sense only after
+the previous one: a reason for a judgement, another aspect of the same kind, an answer to a concession, a remark on the
+characters. Mixed reviews open either way and then decide. Whatever a review concedes, it states its verdict on the
+whole film explicitly at least once, and never the opposite verdict.
 """
 
 import random
@@ -33,7 +33,7 @@ class Review:
 
 
 class _Writer:
-    """One review in the making: what has been said decides what can be said next."""
+    """State of a review being written; earlier sentences constrain the next one."""
 
     def __init__(self, rng: random.Random, positive: bool) -> None:
         self.rng = rng
@@ -60,7 +60,7 @@ class _Writer:
         self.slots["subject"] = rng.choice(phrases.SUBJECTS).format(**self.slots)
 
     def say(self, templates: Sequence[str]) -> str:
-        """Fill one of the templates, with parts of the film that have not been spoken of."""
+        """Fill a random template, with aspects of the film that were not mentioned yet."""
         template = self.rng.choice([fresh for fresh in templates if fresh not in self.said] or templates)
         self.said.add(template)
         self.topic = None
@@ -70,7 +70,7 @@ class _Writer:
         return fill(template, self.rng, self.slots)
 
     def _take(self, key: str) -> None:
-        """Bind a slot to a part of the film; A and B share the verdict, O goes against it."""
+        """Bind a slot to an aspect of the film; A and B agree with the verdict, O contradicts it."""
         part = self.unsaid.pop()
         agrees = key != "O"
         first, second = self.rng.sample(part.good if self.positive == agrees else part.bad, 2)
@@ -119,7 +119,7 @@ class _Writer:
         return [self.say(phrases.PARTS[self.positive])]
 
     def step(self) -> list[str]:
-        """One sentence, or two of which the second leans on the first."""
+        """One sentence, or two where the second depends on the first."""
         if self.topic and self.rng.random() < 0.5:
             return [self._reason(self.topic)]
         kind = self.rng.choices(tuple(self.steps), weights=tuple(self.steps.values()))[0]
@@ -161,14 +161,14 @@ class _Writer:
         return [self.say(phrases.PLOTS), self.say(phrases.LEAD_REMARKS[self.positive])]
 
     def closing(self) -> str:
-        """The last word."""
+        """The last sentence."""
         if self.conceded and self.rng.random() < 0.3:
             return self.say([phrases.CLOSINGS_DESPITE[self.positive]])
         return self.say(phrases.CLOSINGS[self.positive])
 
 
 def review(rng: random.Random, positive_share: float = POSITIVE_SHARE) -> Review:
-    """Draw one review; it is positive with probability `positive_share`."""
+    """Generate one review, positive with probability `positive_share`."""
     writer = _Writer(rng, positive=rng.random() < positive_share)
     clauses = writer.opening()
     for _ in range(rng.choices((1, 2, 3), weights=(64, 28, 8))[0]):
@@ -180,6 +180,6 @@ def review(rng: random.Random, positive_share: float = POSITIVE_SHARE) -> Review
 
 
 def reviews(count: int, seed: int, positive_share: float = POSITIVE_SHARE) -> list[Review]:
-    """Draw `count` reviews from a generator with this seed."""
+    """Generate `count` reviews from a seed."""
     rng = random.Random(seed)
     return [review(rng, positive_share) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What the report of a build says about the two saved folders, on reviews that neither model has read."""
+"""Evaluate the two built models on held-out reviews."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def load(folder: Path, model_class: type[Model]) -> tuple[Model, PreTrainedTokenizerBase]:
-    """A model in float32, ready to use, and its tokenizer."""
-    model = model_class.from_pretrained(folder, dtype=torch.float32)  # in evaluation mode
+    """Load a model in float32, in evaluation mode, and its tokenizer."""
+    model = model_class.from_pretrained(folder, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(folder)
 
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> float:
-    """Perplexity a token of whole reviews between two end tokens."""
+    """Perplexity per token of whole reviews between two end tokens."""
     end, losses = str(tokenizer.eos_token), []
     for text in texts:
         ids = tokenizer(end + text + end, return_tensors="pt", truncation=True).input_ids
@@ -43,7 +43,7 @@ def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts
 def negative_probability(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> torch.Tensor:
-    """The classifier's probability that each text is blame, `[texts]`."""
+    """The classifier's probability that each text is negative, `[texts]`."""
     labels = model.config.label2id
     assert labels is not None  # a classifier's
     parts = []
@@ -56,7 +56,7 @@ def negative_probability(
 def complete(
     model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int, seed: int
 ) -> tuple[list[str], torch.Tensor]:
-    """Completions of a prompt at temperature 1 and their lengths in tokens, the end token counted."""
+    """Completions of a prompt at temperature 1, and their lengths in tokens, including the end token."""
     torch.manual_seed(seed)
     inputs = tokenizer([prompt] * count, return_tensors="pt")
     generate: Any = model.generate  # type: ignore[misc]  # Transformers' annotation takes a second self
@@ -68,7 +68,7 @@ def complete(
 
 
 def measure(folders: Mapping[str, Path], seed: int, held_out: int) -> tuple[dict[str, float], list[str]]:
-    """The figures of the report on the folders `policy` and `sentiment`, and samples after the default prompt."""
+    """Metrics of the folders `policy` and `sentiment`, and samples for the default prompt."""
     policy = load(folders["policy"], GPT2LMHeadModel)
     sentiment = load(folders["sentiment"], DistilBertForSequenceClassification)
     fresh = reviews(held_out, seed)

@@ -1,4 +1,4 @@
-"""The small notation in which the phrases of the reviews are written.
+"""Template notation of the review phrases.
 
 `[x|y]` is a choice (an empty alternative is allowed, and choices nest), `{name}` a slot and `a~` the article "a" or
 "an".
@@ -16,7 +16,7 @@ _VOWEL_SOUND = re.compile(
 
 
 def lines(text: str) -> tuple[str, ...]:
-    """The phrases of a block of text, one a line."""
+    """The phrases of a block of text, one per line."""
     return tuple(line.strip() for line in text.strip().splitlines())
 
 
@@ -34,5 +34,5 @@ def fill(template: str, rng: random.Random, slots: Mapping[str, str]) -> str:
 
 
 def sentence(clause: str) -> str:
-    """Give a clause its capital letter and its full stop."""
+    """Capitalise a clause and add a full stop."""
     return clause[0].upper() + clause[1:] + "."

@@ -1,6 +1,6 @@
-"""How a review speaks of a film as a whole: openings, turns, judgements of its parts, closings.
+"""Phrase templates about a film as a whole: openings, turns, judgements of aspects, closings.
 
-Where phrases come as a pair, the key is the verdict: True for praise, False for blame. Slots: {film}, {genre},
+In dicts of phrases the key is the verdict: True for positive, False for negative. Slots: {film}, {genre},
 {genres}, {theme}; {adj}, {adj2} words for the whole film; {best} "best" or "worst"; {A}, {B} parts that share the
 verdict and {O} a part that goes against it, each with {A_adj}, {A_adj2}, {A_was}, {A_bare} ("sharp script") and
 {A_some} ("a sharp script").
@@ -25,7 +25,7 @@ FILM_ADJECTIVES = {
         """),
 }
 
-# What the film was, after "This movie was really", besides an adjective or two.
+# Predicates after "This movie was really", other than one or two adjectives.
 PREDICATES = {
     True: lines("""
         a [pleasure|joy|delight|treat] [to watch|from start to finish]
@@ -85,7 +85,7 @@ CONSEQUENCES = {
         """),
 }
 
-# What may follow in the opening sentence.
+# Continuations of the opening sentence.
 TAILS = lines("""
     , and {A} {A_was} a big part of [that|it]
     , and {A} {A_was} the {best} part
@@ -99,7 +99,7 @@ TAILS = lines("""
     , and {A} {A_was} {A_adj}
     """)
 
-# An opening that could go either way, and the turn that decides.
+# Ambivalent openings, and the turn that decides.
 MIXED = {
     True: lines("""
         [slow|confusing|hard to follow] at first
@@ -129,7 +129,7 @@ TURNS = {
         """),
 }
 
-# Other ways to begin.
+# Other openings.
 OPENINGS = {
     True: lines("""
         I [really|truly|simply|] [loved|enjoyed|adored] this {film}
@@ -172,7 +172,7 @@ PARTS = {
         """),
 }
 
-# One more part, after something of the same kind has been said.
+# A further aspect that agrees with an earlier one.
 MORE = {
     True: lines("""
         {A} made the {film} even better
@@ -206,7 +206,7 @@ ADMISSIONS = lines("""
     I will admit that {O} {O_was} {O_adj}
     [it is true that|to be fair,] {O} {O_was} {O_adj}
     """)
-# The sentence after one that spoke against the verdict.
+# Answers to a concession.
 ANSWERS = {
     True: lines("""
         [still|even so|all the same], {A} {A_was} {A_adj}
@@ -244,7 +244,7 @@ LEAD_REMARKS = {
         """),
 }
 
-# How it did what its kind of film is for; {remark} comes from `genres`.
+# Remarks on how well the film serves its genre; {remark} comes from `genres`.
 GENRE_REMARKS = {
     True: lines("""
         {remark}
@@ -256,7 +256,7 @@ GENRE_REMARKS = {
         """),
 }
 
-# The other people in the theater, and the book.
+# The rest of the audience, and the book.
 COMPANY = {
     True: lines("""
         my [wife|husband|brother|sister|neighbor], who [avoids|never watches] {genres}, [wants to see it again|loved it]
@@ -294,7 +294,7 @@ CLOSINGS = {
         [stay away|skip it|do not bother]
         """),
 }
-# After something was conceded.
+# Closings after a concession.
 CLOSINGS_DESPITE = {
     True: "for all its [faults|flaws], I [was glad that I saw it|would see it again|recommend it]",
     False: "for all its [charms|efforts], I [was sorry that I saw it|would not see it again|cannot recommend it]",

@@ -1,4 +1,4 @@
-"""How the two models of the built-in world are trained, tokenizers included."""
+"""Train the two built-in models and their tokenizers."""
 
 import math
 import random
@@ -32,7 +32,7 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a transformer and how it reads: `readings` times through the reviews, `batch` rows at a time."""
+    """Shape of a transformer and its training: `readings` epochs over the reviews, `batch` rows per step."""
 
     width: int
     layers: int
@@ -47,12 +47,12 @@ POLICIES = {
     "medium": Size(width=224, layers=2, readings=1, batch=8, lr=2e-3),
     "large": Size(width=320, layers=4, readings=1, batch=8, lr=1e-3),
 }
-"""Policies to be built; the built-in one is medium."""
+"""Sizes of policies; the built-in one is medium."""
 SENTIMENT = Size(width=96, layers=2, readings=2, batch=64, lr=1e-3)
 
 
 def policy_tokenizer(texts: Sequence[str], vocabulary: int = 2_048) -> GPT2Tokenizer:
-    """A byte-level BPE tokenizer; one token begins, ends and pads, as `<|endoftext|>` does in GPT-2."""
+    """Train a byte-level BPE tokenizer; `<|endoftext|>` is BOS, EOS and padding token, as in GPT-2."""
     untrained = GPT2Tokenizer(pad_token=END)
     tokenizer: GPT2Tokenizer = untrained.train_new_from_iterator(texts, vocabulary, show_progress=False)
     tokenizer.model_max_length = POSITIONS
@@ -60,7 +60,7 @@ def policy_tokenizer(texts: Sequence[str], vocabulary: int = 2_048) -> GPT2Token
 
 
 def train_policy(texts: Sequence[str], tokenizer: GPT2Tokenizer, size: Size, seed: int) -> GPT2LMHeadModel:
-    """Train a GPT-2 to write such texts."""
+    """Train a GPT-2 on the texts."""
     torch.manual_seed(seed)
     end = tokenizer.eos_token_id
     config = GPT2Config(
@@ -89,16 +89,16 @@ def train_policy(texts: Sequence[str], tokenizer: GPT2Tokenizer, size: Size, see
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The negative log-probability, in nats, of every real token but the first of each row."""
+    """Negative log-probability, in nats, of every non-padding token except the first of each row."""
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses[mask[:, 1:].flatten()]
 
 
 def sentiment_tokenizer(texts: Sequence[str]) -> DistilBertTokenizer:
-    """A lower-cased WordPiece tokenizer that knows every word of the texts, and letters to spell any other word with.
+    """A lower-case WordPiece tokenizer with every word of the texts, and single characters for all other words.
 
-    The library's own WordPiece trainer breaks ties at random, so two builds with one seed would differ.
+    The library's own WordPiece trainer breaks ties at random, so two builds with the same seed would differ.
     """
     counts = Counter(piece for text in texts for piece in re.findall(r"\w+|[^\w\s]", text.lower()))
     words = sorted(counts, key=lambda word: (-counts[word], word))
@@ -111,7 +111,7 @@ def sentiment_tokenizer(texts: Sequence[str]) -> DistilBertTokenizer:
 def train_sentiment(
     drawn: Sequence[Review], tokenizer: DistilBertTokenizer, size: Size, seed: int
 ) -> DistilBertForSequenceClassification:
-    """Train a DistilBERT to tell praise from blame."""
+    """Train a DistilBERT to classify reviews as positive or negative."""
     torch.manual_seed(seed)
     config = DistilBertConfig(
         vocab_size=len(tokenizer),
@@ -129,7 +129,7 @@ def train_sentiment(
     )
     model = DistilBertForSequenceClassification(config)
     rng = random.Random(seed)
-    # Each reading cuts and garbles the reviews anew.
+    # Each epoch truncates and corrupts the reviews anew.
     texts, positive = zip(*(text for _ in range(size.readings) for text in graded_texts(drawn, rng)), strict=True)
     rows = list(zip(tokenizer(list(texts), truncation=True).input_ids, positive, strict=True))
 
@@ -145,7 +145,7 @@ def train_sentiment(
 def batches_of_like_length(
     rows: Sequence[Row], length: Callable[[Row], int], size: int, rng: random.Random
 ) -> list[list[Row]]:
-    """Batches of rows of nearly one length, in random order, so that little of them is padding."""
+    """Batches of rows of similar length, to reduce padding, in random order."""
     order = sorted(rows, key=lambda row: length(row) + rng.random())
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     rng.shuffle(batches)
@@ -153,7 +153,7 @@ def batches_of_like_length(
 
 
 def padded(rows: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids and a bool mask of the real ones, both `[batch, time]`."""
+    """Right-padded ids and the bool padding mask (true at tokens), both `[batch, time]`."""
     width = max(map(len, rows))
     ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
@@ -161,7 +161,7 @@ def padded(rows: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def fit(model: torch.nn.Module, batches: Sequence[Batch], loss_of: Callable[[Batch], torch.Tensor], lr: float) -> None:
-    """One pass over the batches with AdamW, a short warm-up and a cosine decay to zero."""
+    """Train for one epoch over the batches with AdamW, a short warm-up and a cosine decay to zero."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     warmup = max(1, len(batches) // 20)

@@ -1,1 +1,1 @@
-"""What changes weights: experience, objective, learner, optimizers, controllers, stopping rules."""
+"""The update: experience, objective, learner, optimizers, KL controllers, stopping rules."""

@@ -1,4 +1,4 @@
-"""What follows a run and steers it with one number: the KL coefficient, and the running mean of scores."""
+"""KL-coefficient controllers, and running moments of scores."""
 
 import math
 
@@ -10,7 +10,7 @@ from tokencredit.core.masked import Reduce, moments
 
 
 class FixedKL:
-    """A KL coefficient that stays what it is.
+    """A constant KL coefficient.
 
     Attributes:
         coef: β, reward per nat.
@@ -21,22 +21,22 @@ class FixedKL:
         self.coef = coef
 
     def update(self, kl: float, sequences: int) -> None:
-        """Take part like `AdaptiveKL`, and change nothing."""
+        """Do nothing; the interface of `AdaptiveKL`."""
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` needs to go on from here."""
+        """The state, for `load_state_dict`."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.coef = state["coef"]
 
 
 class AdaptiveKL:
     """A KL coefficient that grows while the KL is above its target, and shrinks while it is below.
 
-    After n sequences with a mean KL: e = clip(KL / target − 1, −c, c), and coef ← coef · (1 + e · n / horizon), held
-    within bounds. Ziegler et al. 2019 (arXiv 1909.08593), section 2.2, where c = 0.2 and n / horizon = 0.1.
+    After n sequences with a mean KL: e = clip(KL / target − 1, −c, c), and coef ← coef · (1 + e · n / horizon), clamped
+    to bounds. Ziegler et al. 2019 (arXiv 1909.08593), section 2.2, where c = 0.2 and n / horizon = 0.1.
 
     Attributes:
         coef: β, reward per nat.
@@ -51,14 +51,14 @@ class AdaptiveKL:
         error_clip: float = 0.2,
         bounds: tuple[float, float] = (1e-5, 10.0),
     ) -> None:
-        """Start from a coefficient.
+        """Start from an initial coefficient.
 
         Args:
-            coef: β at the beginning, within the bounds.
-            target: the KL to hold, in nats a sequence, above 0.
+            coef: initial β, within the bounds.
+            target: target KL, in nats per sequence, above 0.
             horizon: in sequences, above 0: at the largest error, coef changes by about e^±c over one horizon.
-            error_clip: c, the largest relative error that counts, above 0.
-            bounds: the least and the largest coefficient; the least is above 0, from which no factor leads away.
+            error_clip: c, the clip of the relative error, above 0.
+            bounds: smallest and largest coefficient; the smallest is above 0, since no factor changes a 0.
 
         Raises:
             ValueError: a number is out of its range.
@@ -74,7 +74,7 @@ class AdaptiveKL:
         self.error_clip, self.bounds = error_clip, bounds
 
     def update(self, kl: float, sequences: int) -> None:
-        """Follow the mean KL, in nats a sequence, of this many new sequences (of all processes).
+        """Update the coefficient from the mean KL, in nats per sequence, of new sequences (over all processes).
 
         Raises:
             ValueError: the KL is NaN or infinite.
@@ -86,22 +86,22 @@ class AdaptiveKL:
         self.coef = min(max(self.coef * (1 + error * sequences / self.horizon), low), high)
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` needs to go on from here."""
+        """The state, for `load_state_dict`."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.coef = state["coef"]
 
 
 class RunningMoments:
-    """Mean and deviation of a stream of numbers that arrives in batches, such as scores.
+    """Running mean and standard deviation of batches of numbers, such as scores.
 
-    Two sets of numbers are joined by their counts, means and sums of squares about the mean (Chan, Golub and LeVeque
-    1983, the updating formula); with a decay below 1, what came before counts less with each batch.
+    Batches are merged by their counts, means and sums of squares about the mean (Chan, Golub and LeVeque 1983, the
+    updating formula). With a decay below 1, earlier batches lose weight with each new one.
 
     Attributes:
-        count: how many numbers the mean stands for.
+        count: effective number of samples, after decay.
         mean: their mean; 0 before the first.
     """
 
@@ -109,7 +109,7 @@ class RunningMoments:
         """Start empty.
 
         Args:
-            decay: the weight that everything seen so far keeps when a batch arrives, in [0, 1]. 1 remembers all alike.
+            decay: factor on the weight of earlier batches at each update, in [0, 1]. 1 weights all samples equally.
 
         Raises:
             ValueError: `decay` lies outside [0, 1].
@@ -120,33 +120,33 @@ class RunningMoments:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation, of the population; 0 before the first number."""
+        """Population standard deviation; 0 before the first number."""
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
     def update(self, x: Tensor, mask: Tensor | None = None, reduce: Reduce | None = None) -> None:
-        """Take in a batch.
+        """Add a batch.
 
         Args:
             x: any shape.
-            mask: bool of the same shape; what is false does not count.
+            mask: bool of the same shape; elements where it is false do not count.
             reduce: sums a tensor over processes; all of them then end with the same moments.
 
         Raises:
-            ValueError: the mask has no true element, or a number that counts is NaN or infinite.
+            ValueError: the mask has no true element, or an element within it is NaN or infinite.
         """
         mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
         count, mean, variance = torch.stack(moments(x.detach(), mask, reduce)).tolist()
         if not math.isfinite(mean + variance):
             raise ValueError("x holds NaN or an infinity; it must be finite")
-        before, apart = self.decay * self.count, mean - self.mean
-        self.count = before + count
-        self.mean += apart * count / self.count
-        self._squares = self.decay * self._squares + variance * count + apart**2 * before * count / self.count
+        old_count, difference = self.decay * self.count, mean - self.mean
+        self.count = old_count + count
+        self.mean += difference * count / self.count
+        self._squares = self.decay * self._squares + variance * count + difference**2 * old_count * count / self.count
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` needs to go on from here."""
+        """The state, for `load_state_dict`."""
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]

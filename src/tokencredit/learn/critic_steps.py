@@ -1,4 +1,4 @@
-"""Steps of the critic alone: after the joint steps of an update, and before the first iteration."""
+"""Critic-only optimizer steps: after the joint steps of an update, and before the first iteration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokencredit.processes import Processes
 
 
 class CriticSteps:
-    """Optimizer steps that minimise the value loss alone and move the critic's own parameters alone."""
+    """Optimizer steps that minimise only the value loss and change only the critic's own parameters."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class CriticSteps:
         processes: Processes,
         locate: Callable[[Experience, Tensor], NonFiniteUpdate],
     ):
-        """Put the parts together.
+        """Store the parts.
 
         Args:
-            passes: the critic's pass, and what it reads.
-            optimizer: of all parameters; it leaves those without a gradient as they are, moments and decay included.
-            settings: how an update goes through an experience.
+            passes: the critic's forward pass and the names of its inputs.
+            optimizer: over all parameters; skips those without a gradient, weight decay and moments included.
+            settings: the update's settings.
             generator: shuffles the rows.
-            processes: the job.
+            processes: the processes of the job.
             locate: finds the row of a minibatch whose loss is not finite.
         """
         self._critic, self.optimizer, self.settings = passes.critic, optimizer, settings
@@ -44,30 +44,30 @@ class CriticSteps:
         self.buffer = ReturnBuffer(settings.critic_buffer, passes.critic_inputs)
 
     def passes(self, experience: Experience, objective: Objective) -> list[tuple[Experience, Objective]]:
-        """What each pass goes through: earlier experiences, without a clip, for which their values are too old."""
-        earlier = [(each, unclipped(objective)) for each in self.buffer.experiences]
+        """Experience and objective of each pass; buffered experiences go unclipped, since their values are stale."""
+        earlier = [(buffered, unclipped(objective)) for buffered in self.buffer.experiences]
         return [*earlier, (experience, objective)] * self.settings.critic_epochs
 
     def take(
         self, experience: Experience, passes: Iterable[tuple[Experience, Objective]], on_step: OnStep
     ) -> tuple[dict[str, float], int]:
-        """Take the steps; returns `critic_steps` and `critic_value_loss`, if there are any, and how many were skipped.
+        """Take the steps; returns the metrics `critic_steps` and `critic_value_loss`, and the number of skipped steps.
 
         Args:
-            experience: the new one, which the buffer keeps.
-            passes: what each pass goes through, and the objective whose value loss it minimises.
+            experience: the new experience, which the buffer keeps.
+            passes: experience of each pass, and the objective whose value loss it minimises.
             on_step: called after each minibatch, and may raise.
         """
         losses: list[float] = []
         bad_steps = 0
         for source, objective in passes:
             for part in minibatches(source, objective, self.settings.minibatches, self.generator, self.processes):
-                minibatch, new = source.select(part.rows), source is experience
+                minibatch, is_new = source.select(part.rows), source is experience
                 loss, grad_norm = self.gradient(minibatch, objective, part.counts)
                 if not self.processes.all(math.isfinite(loss + grad_norm)):
                     bad_steps += 1
-                    earlier = NonFiniteUpdate("value loss of an earlier batch", None)
-                    on_step(minibatch, self._locate(experience, part.rows) if new else earlier)
+                    buffered_error = NonFiniteUpdate("value loss of an earlier batch", None)
+                    on_step(minibatch, self._locate(experience, part.rows) if is_new else buffered_error)
                     continue
                 self.optimizer.step()
                 losses.append(loss)
@@ -82,10 +82,10 @@ class CriticSteps:
     def gradient(
         self, minibatch: Experience, objective: Objective, counts: Sequence[float] | None = None
     ) -> tuple[float, float]:
-        """Put the gradient of the value loss, clipped, into the critic's own parameters; returns the loss and its norm.
+        """Compute the clipped value-loss gradient of the critic's own parameters; returns loss and gradient norm.
 
-        The model's wrapper, which waits for the gradient of every parameter, has no part in it. Arguments as in
-        `Learner.backward`.
+        Bypasses the model's data-parallel wrapper, which would wait for the gradient of every parameter. Arguments as
+        in `Learner.backward`.
         """
         assert self._critic is not None
         if counts is None:
@@ -105,5 +105,5 @@ class CriticSteps:
 
 
 def unclipped(objective: Objective) -> Objective:
-    """The objective without a clip of the value loss."""
+    """The objective without value clipping."""
     return replace(objective, value_clip=None)

@@ -1,4 +1,4 @@
-"""What a rollout leaves behind for the update, in either world."""
+"""Experience: the tensors of a rollout that an update reads, for text and Gymnasium alike."""
 
 from __future__ import annotations
 
@@ -17,69 +17,67 @@ PASS_OVERHEAD = 256
 """Fixed cost of an extra forward pass on a CPU, in tokens: split a batch only if that saves more padding."""
 
 PASS_OVERHEAD_ON_ACCELERATORS = 4096
-"""The same on other devices, which need large products to be busy."""
+"""Fixed cost of an extra forward pass on other devices, in tokens; only large products keep them busy."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Tensors that share their first axis, the one that minibatches are taken from.
+    """Tensors with a common batch axis, from which minibatches are drawn.
 
-    `inputs` holds what the policy needs to be evaluated again (tokens, or observations and actions), by the name of
-    its argument; the rest is `[batch, time]`.
+    `inputs` holds the policy's inputs (tokens, or observations and actions) by argument name; all other tensors are
+    `[batch, time]`.
     """
 
     inputs: dict[str, Tensor]
     mask: Tensor
-    """Bool, true at the tokens or steps that take part in the loss; a row may have none."""
+    """Bool, true at the tokens or steps in the loss; may be false in a whole row."""
     lengths: Tensor
-    """`[batch]`, int64: tokens or steps that a pass through the model reads of each row."""
+    """`[batch]`, int64: tokens or steps of each row in a forward pass."""
     logprobs: Tensor
     values: Tensor | None
     """None without a critic."""
     advantages: Tensor
     returns: Tensor
     ref_logprobs: Tensor | None = None
-    """Log-probabilities of the tokens under the reference model, where the loss estimates the KL from them."""
+    """Log-probabilities under the reference model, if the loss estimates the KL from them."""
 
     def __len__(self) -> int:
-        """Rows on the first axis."""
+        """Number of rows."""
         return len(self.mask)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name, in one dict."""
+        """All tensors by name, inputs included."""
         own = {name: tensor for name, tensor in vars(self).items() if name != "inputs" and tensor is not None}
         return self.inputs | own
 
     def select(self, rows: Tensor | slice) -> Experience:
-        """These rows, in this order."""
+        """Select rows, in the given order."""
         inputs = {name: tensor[rows] for name, tensor in self.inputs.items()}
         own: dict[str, Any] = {name: x if x is None else x[rows] for name, x in vars(self).items() if name != "inputs"}
         return Experience(inputs, **own)
 
     def minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Row numbers, shuffled and cut into `count` minibatches whose sizes differ by one at most."""
+        """Shuffled row indices, split into `count` minibatches whose sizes differ by at most one."""
         order = torch.randperm(len(self), generator=generator)
         yield from order.to(self.mask.device).tensor_split(count)
 
 
 class ReturnBuffer:
-    """The last experiences, as far as a critic learns from them: its inputs, and returns."""
+    """Buffer of the last experiences, reduced to the critic's inputs, values and returns."""
 
     def __init__(self, size: int, inputs: Iterable[str]):
-        """Start empty; `size` is the number of experiences, `inputs` are the names of those that the critic reads."""
+        """Start empty; `size` is the capacity in experiences, `inputs` the names of the critic's inputs."""
         self.inputs = tuple(inputs)
         self.experiences: deque[Experience] = deque(maxlen=size)
 
     def add(self, experience: Experience) -> None:
-        """Keep an experience, in the place of the oldest one if there are enough."""
+        """Add an experience; evicts the oldest one from a full buffer."""
         inputs = {name: experience.inputs[name] for name in self.inputs}
-        nothing = _nothing(experience.returns)
-        self.experiences.append(
-            replace(experience, inputs=inputs, logprobs=nothing, advantages=nothing, ref_logprobs=None)
-        )
+        empty = _empty(experience.returns)
+        self.experiences.append(replace(experience, inputs=inputs, logprobs=empty, advantages=empty, ref_logprobs=None))
 
     def state(self) -> list[dict[str, Any]]:
-        """The experiences, oldest first; no two tensors share memory, which a checkpoint could not hold."""
+        """The experiences, oldest first, as copies: a checkpoint cannot hold tensors that share memory."""
         return [
             {"inputs": {name: x.clone() for name, x in experience.inputs.items()}}
             | {name: getattr(experience, name).clone() for name in ("mask", "lengths", "values", "returns")}
@@ -87,42 +85,42 @@ class ReturnBuffer:
         ]
 
     def load(self, state: Iterable[dict[str, Any]], device: torch.device) -> None:
-        """Hold what `state` gave, on a device."""
+        """Restore the result of `state`, on a device."""
         self.experiences.clear()
         for tensors in state:
             inputs = {name: x.to(device) for name, x in tensors["inputs"].items()}
             own = {name: x.to(device) for name, x in tensors.items() if name != "inputs"}
-            nothing = _nothing(own["returns"])
-            self.experiences.append(Experience(inputs, logprobs=nothing, advantages=nothing, **own))
+            empty = _empty(own["returns"])
+            self.experiences.append(Experience(inputs, logprobs=empty, advantages=empty, **own))
 
 
-def _nothing(returns: Tensor) -> Tensor:
-    """A tensor with as many rows and no columns, in the place of what a critic does not learn from."""
+def _empty(returns: Tensor) -> Tensor:
+    """Placeholder `[batch, 0]` for tensors that the critic does not read."""
     return returns[:, :0]
 
 
 def critic_metrics(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> dict[str, float]:
-    """Metrics of a critic's values, `[batch, time]`: their mean, and how much of the returns' variance they explain."""
+    """Metrics of a critic's values, `[batch, time]`: mean and explained variance."""
     _, mean, _ = moments(values, mask, reduce)
     explained = explained_variance(values, returns, mask, reduce)
     return dict(zip(("value_mean", "explained_variance"), torch.stack([mean, explained]).tolist(), strict=True))
 
 
 def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
-    """Cut rows into batches of like length, so that little of what a model reads is padding.
+    """Group rows of similar length into batches, to reduce padding.
 
-    Among all ways to cut the rows in the order of their lengths, the one with the least Σ (rows · longest + overhead),
-    found by dynamic programming; the overhead is that of one more pass through a model, in tokens.
+    Sorts the rows by length and splits them where Σ (rows · longest + overhead) is least, by dynamic programming. The
+    overhead is the fixed cost of another forward pass, in tokens.
 
     Args:
         lengths: `[batch]`, int64.
-        budget: the most tokens of a batch, padding included; None for no limit.
+        budget: most tokens per batch, padding included; None for no limit.
 
     Returns:
-        Row numbers, a tensor a batch, the longest rows first.
+        Row indices, one tensor per batch, the longest rows first.
 
     Raises:
-        ValueError: a row alone is longer than the budget.
+        ValueError: a single row is longer than the budget.
     """
     overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
     longest = np.sort(np.array(lengths.tolist(), dtype=np.int64))[::-1]
@@ -131,16 +129,16 @@ def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
     order = lengths.argsort(descending=True, stable=True)
     if budget is not None and longest[0] > budget:
         raise ValueError(f"budget is {budget}; it must be at least {longest[0]}, the tokens of the longest row")
-    least, start_of = np.zeros(len(longest) + 1, dtype=np.int64), np.zeros(len(longest) + 1, dtype=np.int64)
+    min_cost, best_start = np.zeros(len(longest) + 1, dtype=np.int64), np.zeros(len(longest) + 1, dtype=np.int64)
     for end in range(1, len(longest) + 1):
         tokens = longest[:end] * np.arange(end, 0, -1)  # of a batch from each row to this one
-        costs = least[:end] + tokens + overhead
+        costs = min_cost[:end] + tokens + overhead
         if budget is not None:
             costs[tokens > budget] = np.iinfo(np.int64).max
-        start_of[end] = costs.argmin()
-        least[end] = costs[start_of[end]]
+        best_start[end] = costs.argmin()
+        min_cost[end] = costs[best_start[end]]
     batches, end = [], len(longest)
     while end:
-        batches.append(order[start_of[end] : end])
-        end = int(start_of[end])
+        batches.append(order[best_start[end] : end])
+        end = int(best_start[end])
     return batches[::-1]

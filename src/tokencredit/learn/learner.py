@@ -1,4 +1,4 @@
-"""The learner: a model with all that changes it. `Learner.update` is PPO's update, for texts and environments."""
+"""The learner: a model with its optimizer and objective. `Learner.update` is PPO's update, for text and Gymnasium."""
 
 from __future__ import annotations
 
@@ -49,18 +49,17 @@ class Learner:
         generator: torch.Generator,
         processes: Processes,
     ):
-        """Put the parts together.
+        """Store the parts and wrap the model for data parallelism.
 
         Args:
-            model: what is trained.
-            optimizer: of its parameters; a group's `metric` is the name of its rate in the metrics, `lr` by default.
-            passes: the outputs of the model, as it is wrapped for several processes, on an experience's inputs, and
-                the critic's values alone.
-            objective: what is minimised.
-            settings: how an update goes through an experience.
-            schedule: the factor of the learning rates at an iteration, counted from 0.
+            model: the model to train.
+            optimizer: over its parameters; a group's `metric` names its learning rate in the metrics, default `lr`.
+            passes: forward passes of the wrapped model on an experience's inputs, and of the critic alone.
+            objective: the loss.
+            settings: the update's settings.
+            schedule: learning-rate factor at an iteration, counted from 0.
             generator: shuffles the rows.
-            processes: the job.
+            processes: the processes of the job.
         """
         self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
         self.schedule, self.generator, self.processes = schedule, generator, processes
@@ -72,31 +71,31 @@ class Learner:
         self.training_modules = training_modules(model)
 
     def set_rates(self, iteration: int) -> dict[str, float]:
-        """Set the learning rates of an iteration, counted from 1; returns them by the names of their metrics."""
+        """Set the learning rates of an iteration, counted from 1; returns them by metric name."""
         set_rates(self.optimizer, self.schedule(iteration - 1))
         return {group.get("metric", "lr"): group["lr"] for group in self.optimizer.param_groups}
 
     def update(
         self, experience: Experience, *, frozen: Iterable[Tensor] = (), on_step: OnStep = raise_non_finite
     ) -> dict[str, float]:
-        """Take `epochs` × `minibatches` optimizer steps on one rollout, then those of the critic alone.
+        """Take `epochs` × `minibatches` optimizer steps on one rollout, then the critic-only steps.
 
         Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
 
         Args:
             experience: this process's share of one rollout with its credit.
-            frozen: parameters that the joint steps of policy and critic leave alone.
-            on_step: called after each minibatch, and may raise. A step with a loss or gradient that is not finite is
-                not taken, and counts in no metric but `bad_steps`.
+            frozen: parameters that the joint steps of policy and critic do not change.
+            on_step: called after each minibatch, and may raise. A step with a non-finite loss or gradient is skipped,
+                and counts only in the metric `bad_steps`.
 
         Returns:
-            `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics of all tokens seen,
-            `first_ratio_error`, and the numbers of `steps` taken and of `bad_steps` skipped. A minibatch whose mask is
-            false everywhere is left out: it takes no step and counts in no mean. With steps of the critic alone also
-            their number, `critic_steps`, and the value loss of their last pass, `critic_value_loss`.
+            `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics over all tokens,
+            `first_ratio_error`, and the numbers of `steps` taken and `bad_steps` skipped. A minibatch without acted
+            tokens is left out: it takes no step and counts in no mean. Critic-only steps add their number,
+            `critic_steps`, and the value loss of their last pass, `critic_value_loss`.
 
         Raises:
-            NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
+            NonFiniteUpdate: a loss or gradient was not finite, and `on_step` re-raises it.
         """
         settings, frozen = self.settings, list(frozen)
         records: list[list[StepRecord]] = []
@@ -107,7 +106,7 @@ class Learner:
             for part in self._minibatches(experience):
                 minibatch = self._whitened(experience.select(part.rows), part.tokens)
                 record, norm = self._gradient(minibatch, part.counts, frozen)
-                # The one wait of a step for the device.
+                # The only device synchronisation of a step.
                 *losses, grad_norm = torch.stack([*(micro.loss for micro in record), norm]).tolist()
                 if not self.processes.all(math.isfinite(sum(losses) + grad_norm)):
                     bad_steps += 1
@@ -123,7 +122,7 @@ class Learner:
                 on_step(minibatch, None)
             passes = self.critic.passes(experience, self.objective)
             critic, bad_critic_steps = self.critic.take(experience, passes, on_step)
-        drop_gradients(self.parameters)  # they are as large as the weights, and sampling needs the memory
+        drop_gradients(self.parameters)  # sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
             return steps
@@ -133,21 +132,21 @@ class Learner:
     def pretrain_critic(
         self, experience: Experience, *, scale: float = 1.0, on_step: OnStep = raise_non_finite
     ) -> dict[str, float]:
-        """Take steps of the critic alone towards the returns of one rollout, as many as it takes in an update.
+        """Fit the critic to the returns of one rollout, with as many steps as it takes in an update.
 
-        Whatever the schedule, and without a clip of the value loss, which would slow down a critic that has far to go.
+        Ignores the learning-rate schedule and the value clip, which would slow down a critic that is still far off.
         Only the critic's own parameters change.
 
         Args:
             experience: this process's share of the rollout.
-            scale: factor of the full learning rates.
+            scale: factor on the full learning rates.
             on_step: as in `update`.
 
         Returns:
             `critic_steps` and `critic_value_loss`, if a step was taken, and `bad_steps`.
 
         Raises:
-            NonFiniteUpdate: a loss or gradient was not finite, and `on_step` passes it on.
+            NonFiniteUpdate: a loss or gradient was not finite, and `on_step` re-raises it.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = scale * group["initial_lr"]
@@ -160,16 +159,16 @@ class Learner:
         return metrics | {"bad_steps": bad_steps}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What training has made: weights and moments, which all processes share, and this process's own generator."""
+        """Training state: weights and optimizer moments, shared by all processes, and this process's RNG and buffer."""
         shared = {"weights": trained_weights(self.model), "optimizer": optimizer_state(self.optimizer)}
         own = {"shuffling": to_text(self.generator.get_state())}
         return shared, own | ({"buffer": self.critic.buffer.state()} if self.settings.critic_buffer else {})
 
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Restore the result of `state`.
 
         Raises:
-            ValueError: the weights or moments are not those of this model.
+            ValueError: the weights or moments do not fit this model.
         """
         load_trained_weights(self.model, shared["weights"])
         load_optimizer_state(self.optimizer, shared["optimizer"])
@@ -193,23 +192,22 @@ class Learner:
     def _gradient(
         self, minibatch: Experience, counts: Sequence[float], frozen: Iterable[Tensor]
     ) -> tuple[list[StepRecord], Tensor]:
-        """Put a minibatch's gradient, clipped, into the parameters; returns its record, and its norm before that."""
+        """Compute a minibatch's clipped gradient; returns its record, and the gradient norm before clipping."""
         drop_gradients(self.parameters)
         record = self.backward(minibatch, counts)
         drop_gradients(frozen)
-        limit, kind = self.settings.max_grad_norm, self.settings.grad_norm_type
-        return record, clip_gradients(self.parameters, limit, kind)
+        return record, clip_gradients(self.parameters, self.settings.max_grad_norm, self.settings.grad_norm_type)
 
     def backward(self, minibatch: Experience, counts: Sequence[float] | None = None) -> list[StepRecord]:
-        """Add a minibatch's gradient to the parameters, a micro-batch of similar lengths at a time.
+        """Accumulate a minibatch's gradient over micro-batches of similar lengths.
 
         Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
-        and processes add up to the same gradient however they are cut. Processes exchange gradients once, with the last
-        micro-batch, so that each may have a number of its own.
+        and processes add up to the same gradient, however they are split. Processes synchronise gradients once, with
+        the last micro-batch, so that their numbers of micro-batches may differ.
 
         Args:
             minibatch: the rows.
-            counts: what means divide by, over all processes; None counts them.
+            counts: divisors of the means, over all processes; None computes them.
         """
         if counts is None:
             counts = self.processes.sum(self.objective.count(minibatch.mask)).tolist()
@@ -226,15 +224,15 @@ class Learner:
         return records
 
     def _pass(self, part: Experience, loss: MicroBatchLoss) -> StepRecord:
-        """A forward and a backward pass."""
-        now = self._evaluate(self.wrapped, part.inputs, loss)
-        total, parts = loss.complete(now)
+        """Run a forward and a backward pass."""
+        outputs = self._evaluate(self.wrapped, part.inputs, loss)
+        total, parts = loss.complete(outputs)
         self.processes.backward(total)
-        return StepRecord(total.detach(), parts, now.logprobs, part.logprobs, part.mask)
+        return StepRecord(total.detach(), parts, outputs.logprobs, part.logprobs, part.mask)
 
     @torch.no_grad()
     def _locate(self, experience: Experience, rows: Tensor) -> NonFiniteUpdate:
-        """Find the row and the part of its loss that is not finite, by looking at a failed minibatch's rows singly."""
+        """Find the first row and loss term of a failed minibatch that are not finite, one row at a time."""
         for row in rows:
             part = experience.select(row.unsqueeze(0))
             loss = MicroBatchLoss(self.objective, part)

@@ -1,7 +1,7 @@
-"""The loss of an update: from what policy and critic output for a micro-batch to one number.
+"""The loss of an update, computed from the policy's and critic's outputs for a micro-batch.
 
-This is the one place where the parts of the loss meet. The policy's part is handed into the model's pass, as a function
-of the statistics of its tokens, so that a projection to a large vocabulary can form its gradient a chunk at a time.
+All terms of the loss are combined here. The policy's part is passed into the model's forward pass as a function of the
+token statistics, so that the projection to a large vocabulary can form its gradient a chunk at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tokencredit.learn.histogram import Histogram
 
 
 class PolicyOutputs(NamedTuple):
-    """What policy and critic output for an experience; None for what is not computed."""
+    """Outputs of policy and critic for an experience; None where not computed."""
 
     policy_loss: Tensor
     """A scalar, with the policy's gradient."""
@@ -41,11 +41,11 @@ class PolicyOutputs(NamedTuple):
     entropy: Tensor | None = None
     kl: Tensor | None = None
     histogram: Histogram | None = None
-    """What the values are the means of, where the critic predicts that."""
+    """The critic's histograms, whose means are the values, if it predicts them."""
 
 
 class CriticOutputs(NamedTuple):
-    """What a critic outputs for an experience, with its gradient."""
+    """Outputs of a critic for an experience, with its gradient."""
 
     values: Tensor
     """`[batch, time]`."""
@@ -56,33 +56,33 @@ class PolicyLoss(Protocol):
     """The policy's part of a loss on some rows."""
 
     additive: bool
-    """True for a sum over tokens. If false, the statistics of all tokens arrive at once, and the loss may join those of
-    a row in any way; a vocabulary that takes several chunks is then projected twice."""
+    """True for a sum over tokens. If false, the statistics of all tokens arrive in one call, and the loss may combine
+    those of a row in any way; several chunks are then projected twice."""
 
     def __call__(self, now: TokenStats, at: slice) -> Tensor:
-        """The loss, a scalar, of the acted tokens at these places among all of them, one after another."""
+        """The loss, a scalar, of a slice of the flattened acted tokens."""
 
 
 Evaluate = Callable[[nn.Module, dict[str, Tensor], PolicyLoss], PolicyOutputs]
-"""From a model, an experience's inputs and the policy's loss to the outputs.
+"""Maps a model, an experience's inputs and the policy loss to the outputs.
 
-Where nothing is projected, `loss(TokenStats(logprobs[mask], …), slice(None))` is all there is to do.
+A model without a vocabulary projection calls `loss(TokenStats(logprobs[mask], …), slice(None))`.
 """
 
 
 class Passes(NamedTuple):
-    """The passes of an update through a model."""
+    """The forward passes of an update."""
 
     evaluate: Evaluate
     critic: Callable[[dict[str, Tensor]], CriticOutputs] | None = None
-    """From an experience's inputs to the critic's outputs, whose gradient reaches the critic's own parameters alone;
-    None without a critic."""
+    """Maps an experience's inputs to the critic's outputs, with a gradient only for the critic's own parameters; None
+    without a critic."""
     critic_inputs: tuple[str, ...] = ()
-    """Names of the inputs that this pass reads."""
+    """Names of the inputs that the critic reads."""
 
 
 class Loss(NamedTuple):
-    """The loss of a micro-batch and its parts before their coefficients, by their names in the metrics."""
+    """The loss of a micro-batch, and its terms before their coefficients, by metric name."""
 
     total: Tensor
     parts: dict[str, Tensor]
@@ -90,24 +90,24 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL); see `core.losses` for each part.
+    """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL); see `core.losses` for each term.
 
-    A loss of another form overrides `token_losses`; with `additive` false it is given all tokens of the rows at once.
+    A different loss overrides `token_losses`; with `additive` false it receives all tokens of the rows in one call.
     """
 
     clip: Clip = 0.2
     dual_clip: float | None = None
     value_clip: float | None = None
     huber_delta: float | None = None
-    """δ of Huber's loss in the place of the value loss's squares."""
+    """δ of the Huber loss for values; None for squared error."""
     value_places: tuple[float, ...] = ()
-    """Places in a row at which the value loss counts (`core.losses.sparse_mask`); none for all tokens."""
+    """Relative positions in a row at which the value loss counts (`core.losses.sparse_mask`); empty for all tokens."""
     value_coef: float = 0.5
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     """β of the KL in the loss."""
     kl_estimator: str | None = None
-    """Estimator of that KL from `Experience.ref_logprobs`; None where the model computes it exactly, or nobody does."""
+    """Estimator of that KL from `Experience.ref_logprobs`; None where it is exact or not in the loss."""
     reduction: str = "token"
     horizon: int | None = None
     """Tokens that the reduction `constant` counts per row; None for the longest row of the batch."""
@@ -115,9 +115,9 @@ class Objective:
     additive = True
 
     def count(self, mask: Tensor) -> Tensor:
-        """What the weights of this process's rows are divided by, once it is summed over processes.
+        """This process's contribution to the divisors of the token weights; sum it over processes.
 
-        Two numbers: for the policy's parts, and for the value loss.
+        Two numbers: for the policy's terms, and for the value loss.
         """
         count = reduction_count(mask, self.reduction, self.horizon)
         if not self.value_places:
@@ -126,12 +126,12 @@ class Objective:
         return torch.stack([count, reduction_count(sparse, self.reduction, len(self.value_places))])
 
     def token_losses(self, now: TokenStats, rows: Experience, at: Tensor) -> dict[str, Tensor]:
-        """Each part of the policy's loss at acted tokens, before its coefficient.
+        """Each term of the policy loss at acted tokens, before its coefficient.
 
         Args:
             now: statistics of the tokens, `[tokens]` each.
             rows: the micro-batch.
-            at: places of the tokens in its flattened `[batch, time]` tensors.
+            at: indices of the tokens in its flattened `[batch, time]` tensors.
         """
         assert now.logprobs is not None
         old_logprobs, advantages = rows.logprobs.flatten()[at], rows.advantages.flatten()[at]
@@ -143,7 +143,7 @@ class Objective:
         return {name: losses for name, losses in parts.items() if losses is not None}
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
-        """The policy's part of the loss: `token_losses`, each summed with the tokens' weights, with its coefficient."""
+        """The policy's part of the loss, from the weighted sums of `token_losses`."""
         loss = parts["policy_loss"]
         if "entropy_in_update" in parts and self.entropy_coef != 0:
             loss = loss - self.entropy_coef * parts["entropy_in_update"]
@@ -151,37 +151,37 @@ class Objective:
 
 
 class MicroBatchLoss:
-    """The loss of one micro-batch: called by the model for the policy's part, then completed with the critic's."""
+    """The loss of one micro-batch: the model calls it for the policy's part, `complete` adds the critic's."""
 
     def __init__(self, objective: Objective, rows: Experience, counts: Sequence[float] | Tensor | None = None):
-        """Weigh the tokens.
+        """Compute the token weights.
 
         Args:
-            objective: what is minimised.
+            objective: the objective.
             rows: the micro-batch.
-            counts: two, what weights are divided by; None for counts of 1, to look at rows alone.
+            counts: the two divisors of `Objective.count`; None for weights of 1, to examine single rows.
         """
         self.objective, self.rows, self.counts = objective, rows, counts
         self.additive = objective.additive
         self.weights = self._weights(rows.mask, 0)
-        self.acted_so_far = rows.mask.flatten().cumsum(0)
+        self.acted_count = rows.mask.flatten().cumsum(0)
         self.parts: dict[str, Tensor] = {}
 
     def __call__(self, now: TokenStats, at: slice) -> Tensor:
-        """The policy's part, of the acted tokens at these places."""
+        """The policy's part, for a slice of the acted tokens."""
         assert now.logprobs is not None
-        places = self._places(at.start or 0, len(now.logprobs))
-        weights = self.weights.flatten()[places]
-        losses = self.objective.token_losses(now, self.rows, places)
+        indices = self._indices(at.start or 0, len(now.logprobs))
+        weights = self.weights.flatten()[indices]
+        losses = self.objective.token_losses(now, self.rows, indices)
         sums = {name: weighted_sum(x, weights) for name, x in losses.items()}
         for name, part in sums.items():
             self.parts[name] = self.parts[name] + part.detach() if name in self.parts else part.detach()
         return self.objective.total(sums)
 
-    def _places(self, first: int, count: int) -> Tensor:
-        """Places of so many acted tokens in the flattened mask; whoever asks knows their number, and no GPU waits."""
-        numbers = torch.arange(first + 1, first + count + 1, device=self.acted_so_far.device)
-        return torch.searchsorted(self.acted_so_far, numbers)
+    def _indices(self, first: int, count: int) -> Tensor:
+        """Indices of `count` acted tokens in the flattened mask, without a GPU synchronisation."""
+        ordinals = torch.arange(first + 1, first + count + 1, device=self.acted_count.device)
+        return torch.searchsorted(self.acted_count, ordinals)
 
     def _weights(self, mask: Tensor, part: int) -> Tensor:
         if self.counts is None:
@@ -189,7 +189,7 @@ class MicroBatchLoss:
         return token_weights(mask, by=self.objective.reduction, count=self.counts[part])
 
     def complete(self, now: PolicyOutputs) -> Loss:
-        """The whole loss, with its gradient; parts carry none."""
+        """The whole loss, with its gradient; the terms carry none."""
         loss, parts = now.policy_loss, dict(self.parts)
         if now.values is not None and self.rows.values is not None:
             value = self.value_loss(CriticOutputs(now.values, now.histogram))
@@ -203,7 +203,7 @@ class MicroBatchLoss:
         places = objective.value_places
         weights = self._weights(sparse_mask(rows.mask, places), 1) if places else self.weights
         if now.histogram is not None:
-            acted = self._places(0, len(now.histogram.logits))
+            acted = self._indices(0, len(now.histogram.logits))
             losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[acted], now.histogram.edges)
             return weighted_sum(losses, weights.flatten()[acted])
         assert rows.values is not None

@@ -25,27 +25,27 @@ def build_optimizer(
     eps: float = 1e-8,
     momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
-    """AdamW, or Muon for the hidden matrices with AdamW for everything else.
+    """Build AdamW, or Muon for the hidden matrices with AdamW for everything else.
 
     AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101), in PyTorch's fused form. Muon: Jordan et al. 2024
     (https://kellerjordan.github.io/posts/muon/), as `torch.optim.Muon`, its step scaled to the size of AdamW's (Liu et
     al. 2025, arXiv 2502.16982, eq. 4), so that one learning rate serves both.
 
     Args:
-        groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`; `constant` if a schedule has no
-            part in their rate.
+        groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`; `constant` if the schedule does
+            not apply to their learning rate.
         name: one of `OPTIMIZERS`.
-        hidden: the matrices for Muon; see `hidden_matrices`. They are taken out of whichever group they are in, and
-            keep its `lr` and `weight_decay`.
-        betas: AdamW's.
-        eps: AdamW's.
-        momentum: Muon's.
+        hidden: the matrices for Muon; see `hidden_matrices`. They are moved out of their groups, and keep their `lr`
+            and `weight_decay`.
+        betas: AdamW's betas.
+        eps: AdamW's epsilon.
+        momentum: Muon's momentum.
 
     Returns:
-        One optimiser; with "muon" a `MuonAdamW`.
+        One optimizer; with "muon" a `MuonAdamW`.
 
     Raises:
-        ValueError: no such name; "muon" with no hidden matrix.
+        ValueError: unknown name; "muon" without a hidden matrix.
     """
     require_choice("optimizer", name, OPTIMIZERS)
     groups = [
@@ -62,10 +62,10 @@ def build_optimizer(
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for some parameters and AdamW for the others, as one optimiser.
+    """Muon for some parameters and AdamW for the others, as one optimizer.
 
-    Both work on the parameter groups and the state of this object, so that schedules, checkpoints and anything else
-    that knows an `Optimizer` sees one optimiser with one state dict of the usual form. Muon's groups come first.
+    Both work on the parameter groups and the state of this object, so that schedules and checkpoints see one
+    `Optimizer` with one state dict of the usual form. Muon's groups come first.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` gave."""
+        """Restore the result of `state_dict()`."""
         super().load_state_dict(state_dict)
         self._share()
 
@@ -108,11 +108,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> list[float]:
-    """Set each group's learning rate to a multiple of the one that it was built with; returns the rates.
+    """Scale each group's initial learning rate by a factor; returns the rates.
 
-    A group that is `constant` keeps it.
-
-    PyTorch's LambdaLR does the same, and has a state, which a run that knows its iteration does not need.
+    A group marked `constant` keeps its rate. PyTorch's LambdaLR does the same, but adds state that a run does not need,
+    since it knows its iteration.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (1.0 if group.get("constant") else factor)
@@ -122,26 +121,26 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> list[float]:
 def hidden_matrices(model: nn.Module, exclude: Iterable[Tensor] = ()) -> list[nn.Parameter]:
     """The parameters that Muon is meant for: matrices inside the network.
 
-    Everything two-dimensional that needs a gradient, except embeddings, a single row or column (a value head's last
-    layer), and whatever `exclude` names: pass the output projection there when it is not tied to the embedding.
+    All two-dimensional parameters with a gradient, except embeddings, single rows or columns (a value head's last
+    layer), and those in `exclude`: pass the output projection there if it is not tied to the embedding.
     """
-    left_out = {id(parameter) for parameter in exclude}
-    left_out |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    excluded = {id(parameter) for parameter in exclude}
+    excluded |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return [
         parameter
         for parameter in model.parameters()
         if parameter.requires_grad
         and parameter.dim() == 2
         and min(parameter.shape) > 1
-        and id(parameter) not in left_out
+        and id(parameter) not in excluded
     ]
 
 
 def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float = 0.0) -> Callable[[int], float]:
-    """The factor of the learning rate at a step, counted from 0, for `set_rates` or PyTorch's LambdaLR.
+    """Learning-rate factor as a function of the step, counted from 0, for `set_rates` or PyTorch's LambdaLR.
 
-    Steps 0 … warmup − 1 climb: (step + 1) / (warmup + 1), so that no step is wasted on a rate of 0. Then, with progress
-    q from 0 at the end of the warm-up to 1 at `total`, where it stays:
+    Steps 0 … warmup − 1 ramp up: (step + 1) / (warmup + 1), so that no step is wasted on a rate of 0. Then, with
+    progress q from 0 at the end of the warm-up to 1 at `total`, where it stays:
 
     - "constant": 1
     - "linear": 1 − (1 − final_scale) q
@@ -150,11 +149,11 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
     Args:
         name: one of `SCHEDULES`.
         warmup: steps below the full rate.
-        total: steps altogether; "constant" does not need it.
+        total: total number of steps; unused by "constant".
         final_scale: the factor at the end, in [0, 1].
 
     Raises:
-        ValueError: no such name, a negative warm-up, a total that is not above the warm-up, a scale outside [0, 1].
+        ValueError: unknown name, a negative warm-up, a total that is not above the warm-up, a scale outside [0, 1].
     """
     require_choice("schedule", name, SCHEDULES)
     require_fraction("final_scale", final_scale)
@@ -169,25 +168,25 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
         if name == "constant":
             return 1.0
         progress = min(1.0, (step - warmup) / (total - warmup))
-        left = 1 - progress if name == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return final_scale + (1 - final_scale) * left
+        remaining = 1 - progress if name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return final_scale + (1 - final_scale) * remaining
 
     return factor
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients down together so that their norm is at most `max_norm`, and return the norm before that.
+    """Clip the global gradient norm to `max_norm`; returns the norm before clipping.
 
     Args:
-        parameters: those whose gradients count as one vector.
-        max_norm: above 0; None measures and changes nothing.
+        parameters: the parameters whose gradients form one vector.
+        max_norm: above 0; None only measures.
         norm_type: 2 for the L2 norm, `math.inf` for the largest absolute element.
 
     Returns:
         A scalar on the parameters' device; NaN or infinite if a gradient is.
 
     Raises:
-        ValueError: `max_norm` is not above 0, or `norm_type` is neither.
+        ValueError: `max_norm` is not above 0, or `norm_type` is neither 2 nor inf.
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type is {norm_type}; it may be 2 or inf")
@@ -197,17 +196,17 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, norm_ty
     else:
         require_positive("max_norm", max_norm)
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    # Without any gradient PyTorch's norm is a 0 on the CPU, wherever the parameters are.
+    # Without gradients PyTorch returns a 0 on the CPU, whatever the parameters' device.
     return norm.to(parameters[0].device) if parameters else norm
 
 
 def _only(groups: Iterable[ParamGroup], keep: Callable[[Tensor], bool]) -> list[ParamGroup]:
-    """The groups with only the parameters that `keep` accepts, without those that become empty."""
+    """The groups reduced to the parameters that `keep` accepts; empty groups are dropped."""
     kept = [{**group, "params": [p for p in group["params"] if keep(p)]} for group in groups]
     return [group for group in kept if group["params"]]
 
 
 def _can_fuse(groups: Iterable[ParamGroup]) -> bool:
-    """Whether every parameter is one that PyTorch's fused AdamW takes."""
+    """True if PyTorch's fused AdamW accepts every parameter."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda", "mps", "xpu") for p in parameters)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def torch_state() -> dict[str, Any]:
-    """The state of PyTorch's global generators, as hex; CUDA's only once something runs there."""
+    """State of PyTorch's global generators, as hex; CUDA's only once CUDA is initialised."""
     state = {"torch": to_text(torch.get_rng_state())}
     if torch.cuda.is_initialized():
         state["cuda"] = to_text(torch.cuda.get_rng_state())
@@ -21,21 +21,21 @@ def torch_state() -> dict[str, Any]:
 
 
 def set_torch_state(state: Mapping[str, Any]) -> None:
-    """Go back to what `torch_state` gave."""
+    """Restore the result of `torch_state`."""
     torch.set_rng_state(from_text(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(from_text(state["cuda"]))
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the global generators of Python, NumPy and PyTorch, as plain values."""
+    """State of the global generators of Python, NumPy and PyTorch, as plain values."""
     numpy: Any = np.random.get_state(legacy=False)
     key = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
     return {"python": random.getstate(), "numpy": numpy | {"state": key}} | torch_state()
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go back to what `random_state` gave, before or after it has been through JSON."""
+    """Restore the result of `random_state`, directly or after a JSON round trip."""
     python_version, numbers, gauss = state["python"]
     random.setstate((python_version, tuple(numbers), gauss))
     numpy = dict(state["numpy"])
@@ -45,18 +45,18 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def to_text(state: Tensor) -> str:
-    """The state of a PyTorch generator as hex."""
+    """Encode the state of a PyTorch generator as hex."""
     return bytes(state.tolist()).hex()
 
 
 def from_text(text: str) -> Tensor:
-    """Back from `to_text`."""
+    """Decode the result of `to_text`."""
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave the global generators of Python, NumPy and PyTorch at the end as they were at the beginning."""
+    """Restore the global RNG state of Python, NumPy and PyTorch at the end."""
     before = random_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What training has made of a model and its optimiser, to be kept and given back."""
+"""Save and restore trained weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from tokencredit.learn.histogram import HistogramHead
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module that training may change."""
+    """The parameters of a module that require gradients."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
 def memory_of(parameters: Iterable[Tensor]) -> int:
-    """Bytes of parameters."""
+    """Size of parameters in bytes."""
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
-    """What training may change, by name: parameters, and supports of histograms; the rest is as it was loaded."""
+    """Tensors that training changes, by name: trainable parameters and histogram supports."""
     supports = {f"{name}.support": x.support for name, x in module.named_modules() if isinstance(x, HistogramHead)}
     return {name: p for name, p in module.named_parameters() if p.requires_grad} | supports
 
 
 @torch.no_grad()
 def load_trained_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give a module what `trained_weights` gave.
+    """Load the result of `trained_weights` into a module.
 
     Raises:
-        ValueError: the weights are not those of this module.
+        ValueError: the weights do not fit this module.
     """
     own = trained_weights(module)
     if set(own) != set(weights):
@@ -45,11 +45,11 @@ def load_trained_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> No
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimiser remembers of each parameter, by the parameter's number as a text; no settings."""
+    """Per-parameter optimizer state, by the parameter's index as a string; without settings."""
     return {str(number): state for number, state in optimizer.state_dict()["state"].items()}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Let an optimiser remember what `optimizer_state` gave; its settings, such as rates, stay as they are."""
-    memory = {int(number): values for number, values in state.items()}
-    optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
+    """Load the result of `optimizer_state`; settings, such as learning rates, stay as they are."""
+    by_index = {int(index): values for index, values in state.items()}
+    optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,4 +1,4 @@
-"""What an update is made of: settings, minibatches, steps that cannot be taken, and its metrics."""
+"""Parts of an update: settings, minibatches, skipped steps, metrics."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from tokencredit.processes import Processes
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How an update goes through an experience."""
+    """Settings of an update."""
 
     epochs: int = 4
     """Passes over the experience."""
     minibatches: int = 4
     """Optimizer steps per pass."""
     critic_epochs: int = 0
-    """Further passes, after these, in which only the critic's own parameters learn, from the value loss alone."""
+    """Critic-only passes after these, which minimise the value loss over the critic's own parameters."""
     critic_buffer: int = 0
-    """Earlier experiences that take part in those passes."""
+    """Number of earlier experiences in those passes."""
     micro_batch_tokens: int | None = None
-    """The most tokens in memory at once, padding included; None for no limit. It changes no gradient."""
+    """Most tokens per micro-batch, padding included; None for no limit. It changes no gradient."""
     whiten_minibatches: bool = False
     """Whiten the advantages of each minibatch (Huang et al. 2022, "The 37 implementation details of PPO", detail 7)."""
     target_kl: float | None = None
-    """End the update before a step whose minibatch is further than this from the sampling policy, in nats per token by
-    k3; None never does."""
+    """End the update at the first minibatch whose KL from the sampling policy (k3, nats per token) exceeds this; None
+    for no limit."""
     max_grad_norm: float | None = None
-    """Largest norm of the gradient; None for no limit."""
+    """Gradient clipping norm; None for no clipping."""
     grad_norm_type: float = 2.0
     """2 for the L2 norm, inf for the largest element."""
 
 
 class NonFiniteUpdate(ArithmeticError):
-    """A loss or gradient that is NaN or infinite; the optimizer step was not taken.
+    """A loss or gradient is NaN or infinite, and the optimizer step was skipped.
 
-    `row` is the first row of the experience at which `term` is not finite, or None when only the gradient is not.
+    `row` is the first row of the experience at which `term` is not finite, or None if only the gradient is not.
     """
 
     def __init__(self, term: str, row: int | None):
@@ -56,31 +56,31 @@ OnStep = Callable[[Experience, NonFiniteUpdate | None], None]
 
 
 def raise_non_finite(minibatch: Experience, error: NonFiniteUpdate | None) -> None:
-    """End the update if a step was skipped."""
+    """Raise the error of a skipped step, which ends the update."""
     if error is not None:
         raise error
 
 
 class Minibatch(NamedTuple):
-    """Rows of an experience, and the numbers over all processes that its means divide by."""
+    """Rows of an experience, and the divisors of its means, over all processes."""
 
     rows: Tensor
     tokens: float
     """Tokens in the loss."""
     counts: list[float]
-    """`Objective.count`."""
+    """`Objective.count`, summed over processes."""
 
 
 def minibatches(
     experience: Experience, objective: Objective, count: int, generator: torch.Generator, processes: Processes
 ) -> Iterator[Minibatch]:
-    """The minibatches of one pass, but for those without a token in the loss in any process.
+    """The minibatches of one pass, except those without a token in the loss on any process.
 
-    A step on nothing would not be nothing: momentum and weight decay alone would move the weights.
+    On an empty minibatch, momentum and weight decay alone would still move the weights.
     """
     parts = list(experience.minibatches(count, generator))
     masks = [experience.mask[rows] for rows in parts]
-    # The numbers of all minibatches in one transfer: a GPU's queue runs empty at each.
+    # One transfer for the counts of all minibatches, since each one stalls a GPU's queue.
     sums = torch.stack([torch.cat([mask.sum().view(1), objective.count(mask)]) for mask in masks])
     for rows, (tokens, *counts) in zip(parts, processes.sum(sums).tolist(), strict=True):
         if tokens > 0:
@@ -88,13 +88,13 @@ def minibatches(
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Free the memory of gradients."""
+    """Free the gradients' memory."""
     for parameter in parameters:
         parameter.grad = None
 
 
 class StepRecord(NamedTuple):
-    """What a micro-batch's pass gave, without gradients."""
+    """Loss, terms and log-probabilities of a micro-batch, without gradients."""
 
     loss: Tensor
     parts: dict[str, Tensor]
@@ -104,7 +104,7 @@ class StepRecord(NamedTuple):
 
 
 def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processes: Processes) -> dict[str, float]:
-    """Means over minibatches of the loss and its parts, over all processes, and the ratios of all tokens."""
+    """Mean loss and terms over minibatches, and ratio metrics over all tokens; all processes count."""
     micro_batches = [micro for record in records for micro in record]
     names = ["loss", *micro_batches[0].parts]
     sums = torch.stack([torch.stack([micro.loss, *micro.parts.values()]) for micro in micro_batches]).sum(0)
@@ -121,15 +121,15 @@ def ratios(record: Sequence[StepRecord], clip: Clip, processes: Processes) -> Ra
     logprobs, old_logprobs, mask = (
         torch.cat([getattr(micro, name) for micro in record]) for name in ("logprobs", "old_logprobs", "mask")
     )
-    found = ratio_stats(logprobs, old_logprobs, mask, clip=clip)
-    return RatioStats(processes.sum(found.sums), processes.max(found.extremes))
+    stats = ratio_stats(logprobs, old_logprobs, mask, clip=clip)
+    return RatioStats(processes.sum(stats.sums), processes.max(stats.extremes))
 
 
 def ratio_error(record: Sequence[StepRecord], processes: Processes) -> float:
-    """How far the ratio is from 1 at the worst token of a minibatch, e^|log r| − 1.
+    """Largest deviation of the ratio from 1 in a minibatch, e^|log r| − 1.
 
-    In an update's first minibatch the policy is still the one that sampled, so more than rounding is a bug somewhere:
-    8e-6 in float32; in bfloat16 up to 5e-2, since each pass pads and batches rows its own way.
+    In an update's first minibatch the policy is still the sampling policy, so anything beyond rounding is a bug: 8e-6
+    in float32; in bfloat16 up to 5e-2, since each pass pads and batches rows its own way.
     """
-    apart = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in record]
-    return float(processes.max(torch.stack(apart).amax()).expm1())
+    log_ratios = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in record]
+    return float(processes.max(torch.stack(log_ratios).amax()).expm1())

@@ -1,1 +1,1 @@
-"""The true values of an agent's states, played, and the critic and estimators beside them."""
+"""Audit of an agent: true values from replayed episodes, compared with critic and estimators."""

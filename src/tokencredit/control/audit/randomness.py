@@ -1,4 +1,4 @@
-"""The random generators of an environment, wherever it holds them."""
+"""Find and reseed the RNGs that an environment holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-OUTSIDE = (type, ModuleType, CodeType, FrameType)
-"""Not the environment's own, though it refers to them."""
+GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+SHARED_TYPES = (type, ModuleType, CodeType, FrameType)
+"""Referenced by the environment, but not its own; the search stops there."""
 
 
 def redraw(env: Any, seed: int) -> None:
-    """Seed all generators that an environment, its wrappers and spaces refer to at any depth.
+    """Reseed all RNGs that an environment, its wrappers and spaces reference at any depth.
 
-    NumPy's, Python's and PyTorch's are found; those inside compiled simulators are not, nor are global ones.
+    Covers NumPy, Python and PyTorch generators, but not global ones or those inside compiled simulators.
     """
     for number, generator in enumerate(generators(env)):
         seeds = np.random.SeedSequence([seed, number])
@@ -34,18 +34,18 @@ def redraw(env: Any, seed: int) -> None:
 
 
 def generators(root: Any) -> list[Any]:
-    """The generators that an object refers to, at any depth."""
-    found, seen, waiting = [], set(), [root]
-    while waiting:
-        item = waiting.pop()
+    """The RNGs that an object references, at any depth."""
+    result, visited, stack = [], set(), [root]
+    while stack:
+        item = stack.pop()
         kind = type(item)
-        if id(item) in seen or issubclass(kind, OUTSIDE):
+        if id(item) in visited or issubclass(kind, SHARED_TYPES):
             continue
-        seen.add(id(item))
-        if issubclass(kind, KINDS):
-            found.append(item)
-        elif issubclass(kind, FunctionType):  # not its globals, which are a module's
-            waiting += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+        visited.add(id(item))
+        if issubclass(kind, GENERATOR_TYPES):
+            result.append(item)
+        elif issubclass(kind, FunctionType):  # skips its globals, which belong to a module
+            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
         else:
-            waiting += gc.get_referents(item)
-    return found
+            stack += gc.get_referents(item)
+    return result

@@ -1,4 +1,4 @@
-"""`tokencredit audit` for agents: the credit of a run against the truth, at one of its checkpoints."""
+"""`tokencredit audit` for agents: compare the credit of a run with the truth, at one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tokencredit.settings.control import AgentAuditConfig, ControlConfig
 def audit_run(
     run: Path, config: ControlConfig, settings: AgentAuditConfig, checkpoint: int | None = None
 ) -> dict[str, Any]:
-    """Audit a run as it stood at a checkpoint; nothing is written.
+    """Audit a run at a checkpoint; writes nothing.
 
     Args:
-        run: its folder; it may still be going on.
-        config: its configuration.
-        settings: how much is measured; `every` is not read.
+        run: the run's folder; the run may still be in progress.
+        config: the run's configuration.
+        settings: the audit's sample sizes; `every` is ignored.
         checkpoint: the iteration; None for the newest checkpoint.
 
     Returns:
         The contents of audit.json.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
+        ConfigError: there is no such checkpoint, or it does not fit the configuration.
         RunStopped: the environment cannot be audited.
     """
     number, state = at_iteration(run, checkpoint)
