@@ -40,7 +40,7 @@ from tokencredit.text.models import assembly
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.parts import width
-from tokencredit.text.models.precision import choose
+from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
@@ -96,7 +96,7 @@ class PPOTrainer:
             torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
             lm, self.tokenizer = assembly.load_start(args, model, processing_class)
-            precision = choose(args.model.dtype, width(lm), self.processes, args.run.dir)
+            precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices)
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)

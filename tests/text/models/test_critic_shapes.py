@@ -155,7 +155,7 @@ def test_a_cut_trunk_normalises_the_states_of_its_last_layer_and_is_loaded_as_it
     args = ModelConfig(name=str(tmp_path))
     for layers in (None, 1):
         again, notes = build_policy(*load_language_model(args), args, CriticConfig(layers=layers, **SEPARATE))
-        assert notes == [f"the critic goes on from the one saved in {tmp_path}"]
+        assert notes == [f"the critic continues from the one saved in {tmp_path}"]
         assert torch.equal(again.critic_outputs(batch()).values, policy.critic_outputs(batch()).values)
     with pytest.raises(ConfigError, match=r"critic\.layers is 2, and the critic saved in .* has 1 layers, which it"):
         build_policy(*load_language_model(args), args, CriticConfig(layers=2, **SEPARATE))
@@ -214,7 +214,7 @@ def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(fa
             "minicpm3",
             SHAPE | MLA,
             {"kind": "separate", "layers": 1},
-            r"separate critic MiniCPM3Model with critic\.layers: 1 computes something else when it is loaded again",
+            r"separate critic MiniCPM3Model with critic\.layers: 1 gives other states once it is saved and loaded",
         ),
         (
             "gemma3n_text",
@@ -226,7 +226,7 @@ def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(fa
             "gpt_neox_japanese",
             {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
             {"kind": "separate", "layers": 1},
-            r"GPTNeoXJapaneseModel with critic\.layers: 1 cannot be cut: .*; leave it out",
+            r"GPTNeoXJapaneseModel with critic\.layers: 1 cannot be truncated: .*; leave it out",
         ),
         (
             "mamba",
@@ -264,7 +264,7 @@ def test_a_saved_tap_goes_on_at_the_same_layer_only(tmp_path):
     weights = {key: x.clone() for key, x in first.policy.critic.state_dict().items()}
     assert weights["head.2.weight"].abs().sum() > 0
     model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
-    other = "is for other layers than critic.layers: a new one begins"
+    other = "does not match critic.layers: starting a new one"
     for critic, note in [
         ({"layers": 1}, "the critic goes on from"),
         ({}, other),
@@ -419,5 +419,7 @@ def test_a_causal_classifier_with_the_policys_tokens_starts_a_critic(tokenizer, 
 
 def test_the_built_in_classifier_reads_other_tokens(tmp_path):
     name = resolve("builtin:reviews", "sentiment")
-    with pytest.raises(ConfigError, match=r"the tokenizer has 2048 tokens, but '.*sentiment' knows 1265; they do not"):
+    with pytest.raises(
+        ConfigError, match=r"the tokenizer has 2048 tokens, but the embedding of '.*sentiment' only 1265; use"
+    ):
         PPOTrainer(args=small(tmp_path, kind="separate", name=name))

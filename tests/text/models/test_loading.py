@@ -30,7 +30,7 @@ def test_a_saved_policy_is_an_ordinary_folder_with_its_value_head(loaded, tmp_pa
     args = ModelConfig(name=str(tmp_path))
     again, notes = build_policy(*load_language_model(args), args, CriticConfig(head="linear"))
     assert torch.equal(again.critic.head.weight, model.critic.head.weight)
-    assert notes == [f"the critic goes on from the one saved in {tmp_path}"]
+    assert notes == [f"the critic continues from the one saved in {tmp_path}"]
 
 
 def test_every_token_that_ends_a_text_is_known(loaded):
@@ -58,7 +58,7 @@ def test_names_that_lead_nowhere(name, message):
 def test_a_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ConfigError, match=r"'nobody/nothing' is no folder here, the hub cannot be reached.*give a folder"
+        ConfigError, match=r"'nobody/nothing' is not a local folder, the hub cannot be reached.*give a folder"
     ):
         resolve("nobody/nothing", "policy")
 
