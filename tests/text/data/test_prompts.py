@@ -153,7 +153,7 @@ def test_the_limit_is_exact(tokenizer, add_bos):
     length = Prompts(text, tokenizer, config).batch(0, 1).ids.shape[1]
     assert Prompts(text, tokenizer, replace(config, max_length=length)).batch(0, 1).mask.all()
     assert Prompts(text, tokenizer, config, room=length).batch(0, 1).mask.all()
-    with pytest.raises(ConfigError, match=rf"prompts\.text\[0\] has {length} tokens, .* room for {length - 1};"):
+    with pytest.raises(ConfigError, match=rf"prompts\.text\[0\] has {length} tokens; at most {length - 1} fit, .*;"):
         Prompts(text, tokenizer, replace(config, max_length=length - 1))
 
 

@@ -190,7 +190,7 @@ def test_a_damaged_head_is_refused(tmp_path):
     PPOTrainer(args=small(tmp_path / "a")).train()
     folder = tmp_path / "a" / "policy"
     (folder / "value_head.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(ConfigError, match=r"value_head.safetensors: .*critic.init: zeros begins with a new critic"):
+    with pytest.raises(ConfigError, match=r"value_head.safetensors: .*critic.init: zeros to start a new critic"):
         PPOTrainer(args=small(tmp_path / "b", model=ModelConfig(name=str(folder), dtype="float32")))
 
 
@@ -407,7 +407,7 @@ def test_an_adapters_folder_is_no_critic(tmp_path):
     pytest.importorskip("peft")
     PPOTrainer(args=small(tmp_path / "a", model=ModelConfig(dtype="float32", lora=LoraConfig(rank=2)))).train()
     asked = CriticConfig(kind="separate", name=str(tmp_path / "a" / "policy"))
-    with pytest.raises(ConfigError, match=r"critic\.name is .*, which holds an adapter and no trunk of a critic"):
+    with pytest.raises(ConfigError, match=r"critic\.name is .*, which holds an adapter instead of a critic"):
         PPOTrainer(args=small(tmp_path / "b", critic=asked))
 
 

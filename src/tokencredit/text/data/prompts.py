@@ -212,7 +212,7 @@ class Prompts:
 
     def _too_long(self, index: int, ids: list[int]) -> ConfigError:
         return ConfigError(
-            f"{self._label(index)} has {len(ids)} tokens; at most {self.max_length} fit, by {self.group}.max_length, or "
+            f"{self._label(index)} has {len(ids)} tokens; at most {self.max_length} fit, by {self.group}.max_length or "
             "by the model's context or ppo.micro_batch_tokens less max_new_tokens; shorten it, or set "
             f"{self.group}.overlong to drop or truncate"
         )
