@@ -21,8 +21,8 @@ class Callback:
     """Base class of callbacks: override any of the methods, and pass an instance in `PPOTrainer(callbacks=[…])`.
 
     An iteration runs the stages rollout, reference, reward and update, then evaluation and audit if they are due. Every
-    process calls its own callbacks; `trainer.processes.main` is true in one of them. An exception ends the run. After a
-    stage that failed, its `after_` method is not called: a batch that is not finite skips the rest up to the update.
+    process calls its own callbacks; `trainer.processes.main` is true in one of them. An exception ends the run. The
+    `after_` method of a failed stage is not called; a batch that is not finite skips all stages up to the update.
     """
 
     def before_iteration(self, trainer: PPOTrainer) -> None:
