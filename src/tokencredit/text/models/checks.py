@@ -185,8 +185,8 @@ def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -
     for first, second in (group[:, 0] for group in states):
         if not _close(first, second, TOLERANCE / 10 * first.abs().max()):
             raise ConfigError(
-                f"{title} is not causal: its state before a token depends on the tokens that follow; take a causal "
-                "language model"
+                f"{title} is not causal: its state before a token depends on the tokens that follow; take a model "
+                "that reads from left to right"
             )
     return torch.cat(states)
 
