@@ -180,8 +180,8 @@ class Prompts:
     def _survey(self) -> np.ndarray:
         """Check every row, tokenizing only texts that may be too long; returns the indices of rows in use.
 
-        A text with no more bytes than the limit has tokens fits, since a token stands for at least one byte. Should a
-        tokenizer break that rule, `_read` still checks the exact length later.
+        A token is at least one byte, so a text with at most as many bytes as the token limit fits. `_read` checks the
+        exact length later, in case a tokenizer breaks that rule.
         """
         special = len(self._encode([""])[0])
         limit = float("inf") if self.max_length is None or self.overlong == "truncate" else self.max_length - special
