@@ -41,8 +41,8 @@ def test_a_run_says_what_it_leaves_out_and_why(folder, output):
         "a configuration from a dict, a file or flags needs jsonargparse, which is not installed: "
         "pip install jsonargparse[signatures,ruamel]",
         "prompts.parquet' needs datasets, which is not installed: pip install datasets",
-        "prompts.dataset 'someone/prompts', which is no file or folder here, needs datasets, which is not installed: "
-        "pip install datasets",
+        "prompts.dataset 'someone/prompts', which is not a local file or folder, needs datasets, "
+        "which is not installed: pip install datasets",
         "run.trackers has tensorboard, which is not installed: pip install tensorboard",
         "train_dataset is of type tuple; it must be a datasets.Dataset",
     ],

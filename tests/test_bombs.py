@@ -247,7 +247,7 @@ def test_saved_folders(bomb, tmp_path):
     assert [v for some in column_values(read_dataset(str(folder)), "prompt") for v in some] == ["a", "b"]
     for name in ("state.json", "dataset_info.json", file.name):
         (folder / name).write_bytes(bomb)
-        with pytest.raises(ConfigError, match="a saved data set that cannot be read"):
+        with pytest.raises(ConfigError, match="cannot read this saved data set"):
             read_dataset(str(folder))
 
 

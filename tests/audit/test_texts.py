@@ -31,9 +31,9 @@ from tokencredit.settings.training import (
     RunConfig,
     UpdateConfig,
 )
-from tokencredit.text.audit.continuations import of_like_position
+from tokencredit.text.audit.continuations import batch_by_position
 from tokencredit.text.audit.running import audit_run
-from tokencredit.text.audit.targets import with_continuations
+from tokencredit.text.audit.targets import continuation_targets
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.trainer import PPOTrainer
 
@@ -188,10 +188,10 @@ KINDS = {
 def test_every_kind_of_run_is_audited_and_left_as_it_was(kind, tmp_path):
     trainer = trainer_of(tmp_path, **KINDS[kind], audit=AuditConfig(every=1, completions=6, continuations=4))
     trainer.credit.give(trainer.collect())  # running means stand somewhere
-    before = json.dumps([trainer._standing(), trainer.learner.state()[1]], default=str)
+    before = json.dumps([trainer._loop_state(), trainer.learner.state()[1]], default=str)
     weights = {name: x.clone() for name, x in trainer.policy.state_dict().items()}
     audit = trainer.auditor.audit(3)
-    assert json.dumps([trainer._standing(), trainer.learner.state()[1]], default=str) == before
+    assert json.dumps([trainer._loop_state(), trainer.learner.state()[1]], default=str) == before
     assert all(torch.equal(x, weights[name]) for name, x in trainer.policy.state_dict().items())
     shown, advantages = next(iter(audit.advantages.items()))
     torch.testing.assert_close(advantages, audit.batch.advantages[audit.rows], atol=2e-6, rtol=1e-5)
@@ -286,11 +286,11 @@ def test_what_is_begun_goes_on_as_if_it_had_been_drawn(name, tmp_path):
 
 def test_states_are_cut_into_parts_of_like_position():
     at = torch.tensor([5, 0, 9, 1, 6, 0])
-    parts = [at[part].tolist() for part in of_like_position(at, 3, None)]
+    parts = [at[part].tolist() for part in batch_by_position(at, 3, None)]
     assert parts == [[0, 0, 1], [5, 6, 9]]
-    assert [at[part].tolist() for part in of_like_position(at, 3, 1)] == [[0, 0, 1], [5, 6], [9]]
-    assert [at[part].tolist() for part in of_like_position(at, 9, 0)] == [[0, 0], [1], [5], [6], [9]]
-    assert of_like_position(at[:0], 3, 0) == []
+    assert [at[part].tolist() for part in batch_by_position(at, 3, 1)] == [[0, 0, 1], [5, 6], [9]]
+    assert [at[part].tolist() for part in batch_by_position(at, 9, 0)] == [[0, 0], [1], [5], [6], [9]]
+    assert batch_by_position(at[:0], 3, 0) == []
 
 
 @pytest.mark.parametrize("spare", [0, 2])
@@ -396,7 +396,7 @@ CONTINUATIONS = 50
 
 def targets(trainer, number=1):
     batch, experience = trainer.credit.give(trainer.collect())
-    return batch, experience, *with_continuations(experience, batch, trainer.pipeline, trainer.credit, number)
+    return batch, experience, *continuation_targets(experience, batch, trainer.pipeline, trainer.credit, number)
 
 
 def test_targets_are_means_of_continuations_and_the_others_stay(tmp_path):
@@ -425,7 +425,7 @@ def test_targets_follow_from_seed_and_iteration_alone(tmp_path):
     batch, experience = trainer.credit.give(trainer.collect())
     arguments = experience, batch, trainer.pipeline, trainer.credit
     state = trainer.credit.state_dict()
-    first, again, other = (with_continuations(*arguments, number)[0].returns for number in (4, 4, 5))
+    first, again, other = (continuation_targets(*arguments, number)[0].returns for number in (4, 4, 5))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert trainer.credit.state_dict() == state

@@ -36,7 +36,7 @@ def config(settings=None):
             {"peft_config": tc.LoraConfig(rank=4)},
             r"^peft_config is LoraConfig\(rank=4.*; it must be .* as model\.lora$",
         ),
-        ({"peft_config": {"r": 4}}, r"^peft_config is \{'r': 4\}; it must be a configuration of PEFT's"),
+        ({"peft_config": {"r": 4}}, r"^peft_config is \{'r': 4\}; it must be a PEFT configuration"),
         ({"train_dataset": "prompts.jsonl"}, r"^train_dataset is of type str; it must be a datasets\.Dataset"),
         ({"train_dataset": ["A", "B"]}, r"^train_dataset is of type list; it must be"),
         (

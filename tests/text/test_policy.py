@@ -129,5 +129,5 @@ def test_numbers_out_of_their_range_are_refused(options, message, run):
 def test_a_text_longer_than_the_context_is_refused(run):
     with pytest.raises(ConfigError, match=r"have \d+ tokens; the model's context has \d+"):
         load(run[0]).logprobs("really " * 500, "The film was")
-    with pytest.raises(ConfigError, match="'' has no token to rate"):
+    with pytest.raises(ConfigError, match="'' has no token to score"):
         load(run[0]).values("", "The film was")

@@ -1,1 +1,1 @@
-"""The token world: language models trained with PPO."""
+"""PPO for language models."""

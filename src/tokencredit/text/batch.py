@@ -1,4 +1,4 @@
-"""One iteration's completions with everything that is known of them, and what is written down of it."""
+"""An iteration's scored completions with credit, and their metrics and sample records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokencredit.text.pipeline import Scored
 from tokencredit.text.rewards.terms import term_metrics
 
 DECIMALS = 6
-"""Of the numbers in samples.jsonl."""
+"""Decimals of numbers in samples.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class Batch:
 
     scored: Scored
     rewards: Tensor
-    """For each token: the score at the last one, less the price of KL."""
+    """Reward of each token: scores, at the last token unless dense, less the KL penalty."""
     advantages: Tensor
     returns: Tensor
     in_loss: Tensor
-    """Bool, true at the tokens that take part in the loss."""
+    """True at tokens in the loss."""
     masks: bool = False
-    """Completions may be left out of the loss; the metric `masked` says how much of the tokens is."""
+    """Completions may be masked from the loss; adds the metric `masked`, the share of masked tokens."""
 
     def metrics(self, processes: Processes) -> dict[str, float]:
-        """Means over the completions of all processes."""
+        """The batch's metrics, over the completions of all processes."""
         scored, rollout, mask = self.scored, self.scored.rollout, self.scored.rollout.mask
         totals = scored.totals()
-        everyone = torch.ones_like(totals, dtype=torch.bool)
-        _, reward, variance = moments(totals, everyone, processes.sum)
+        all_rows = torch.ones_like(totals, dtype=torch.bool)
+        _, reward, variance = moments(totals, all_rows, processes.sum)
         (rows, tokens, entropy, cut, in_loss), texts = self._sums(processes), text_metrics(scored, processes)
-        # Where no token takes part in the loss there is no mean over those that do: it goes over all of them.
+        # If no token is in the loss, average over all tokens.
         _, advantage, advantage_variance = moments(self.advantages, self.in_loss if in_loss else mask, processes.sum)
         metrics = {
             "reward": float(reward),
@@ -66,7 +66,7 @@ class Batch:
         return metrics
 
     def _sums(self, processes: Processes) -> list[float]:
-        """Rows, tokens, entropies, truncated rows and tokens in the loss, summed."""
+        """Sums over processes: rows, tokens, entropy, truncated rows, tokens in the loss."""
         rollout = self.scored.rollout
         entropy = -rollout.logprobs.sum() if rollout.entropy is None else rollout.entropy.sum()
         rows = entropy.new_full((), len(rollout.mask))
@@ -77,12 +77,12 @@ class Batch:
     def samples(
         self, tokenizer: PreTrainedTokenizerBase, rows: Iterable[int], new_logprobs: Tensor | None = None
     ) -> list[dict[str, Any]]:
-        """Completions, token by token, as records for samples.jsonl.
+        """Records of completions for samples.jsonl, with per-token numbers.
 
         Args:
             tokenizer: the policy's.
-            rows: which of them.
-            new_logprobs: `[count, time]`, of the first `count` completions under the policy after the update.
+            rows: indices of the completions.
+            new_logprobs: `[count, time]`, log-probs of the first `count` completions after the update.
         """
         return [self._sample(row, tokenizer, new_logprobs) for row in rows]
 
@@ -118,11 +118,11 @@ class Batch:
 
 
 def text_metrics(scored: Scored, processes: Processes) -> dict[str, float]:
-    """How different the completions of all processes are: whole texts, and pairs of neighbouring tokens.
+    """Diversity metrics over the completions of all processes.
 
     Returns:
-        `distinct`, the share of different texts (counted per process); `distinct_2`, that of different pairs; and
-        `repetition`, the share of pairs that stood in the same completion before.
+        `distinct`, the share of distinct texts (counted per process); `distinct_2`, the share of distinct token
+        bigrams; and `repetition`, the share of bigrams that repeat one of the same completion.
     """
     rollout = scored.rollout
     texts = len(set(zip(scored.prompts.texts, scored.completions, strict=True)))
@@ -139,14 +139,14 @@ def text_metrics(scored: Scored, processes: Processes) -> dict[str, float]:
 
 
 def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
-    """Pairs of neighbouring tokens: how many, those that are distinct, and how many are distinct within their row.
+    """Count token bigrams.
 
     Args:
         ids: `[batch, time]`, int64, below 2³¹.
         mask: `[batch, time]`, true at tokens.
 
     Returns:
-        The count, the pairs as one number each, and the count within rows.
+        The number of bigrams, the distinct ones encoded as one integer each, and the number distinct within their row.
     """
     both = mask[:, 1:] & mask[:, :-1]
     pairs = ((ids[:, :-1] << 32) + ids[:, 1:])[both]
@@ -155,9 +155,9 @@ def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
 
 
 def distinct_over_processes(pairs: Tensor, processes: Processes) -> int:
-    """How many different pairs the processes have together, from those of this one, `[n]`."""
-    everyone = processes.gather(pairs)
-    return len(everyone[everyone >= 0].unique())
+    """Number of distinct bigrams over all processes, from those of this one, `[n]`."""
+    gathered = processes.gather(pairs)
+    return len(gathered[gathered >= 0].unique())
 
 
 def _rounded(value: float | None) -> float | None:

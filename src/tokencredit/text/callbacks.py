@@ -21,20 +21,20 @@ class Callback:
     """Base class of callbacks: override any of the methods, and pass an instance in `PPOTrainer(callbacks=[…])`.
 
     An iteration runs the stages rollout, reference, reward and update, then evaluation and audit if they are due. Every
-    process calls its own callbacks; `trainer.processes.main` is true in one of them. An exception ends the run. After a
-    stage that failed, its `after_` method is not called: a batch that is not finite skips the rest up to the update.
+    process calls its own callbacks; `trainer.processes.main` is true in one of them. An exception ends the run. The
+    `after_` method of a failed stage is not called; a batch that is not finite skips all stages up to the update.
     """
 
     def before_iteration(self, trainer: PPOTrainer) -> None:
-        """Called before the learning rate is set and prompts are taken."""
+        """Called before the learning rate is set and prompts are drawn."""
 
     def after_iteration(self, trainer: PPOTrainer, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """Called before the iteration's lines are written.
+        """Called before the iteration is written to metrics.jsonl and samples.jsonl.
 
         Args:
             trainer: the trainer.
-            metrics: its line in metrics.jsonl, without times; numbers added here are written and tracked too.
-            samples: its lines in samples.jsonl; empty where none are kept.
+            metrics: the record for metrics.jsonl, without times; numbers added here are written and tracked too.
+            samples: the records for samples.jsonl; empty if this iteration keeps none.
         """
 
     def before_rollout(self, trainer: PPOTrainer) -> None:
@@ -44,10 +44,10 @@ class Callback:
         """Called with this process's completions: their tokens, masks, log-probs and values."""
 
     def before_reference(self, trainer: PPOTrainer) -> None:
-        """Called before the reference model reads the completions."""
+        """Called before the reference model scores the completions."""
 
     def after_reference(self, trainer: PPOTrainer, reference: ReferenceOutputs) -> None:
-        """Called with the reference log-probs and KL; None without a reference model."""
+        """Called with the reference log-probs and KL, which are None without a reference model."""
 
     def before_reward(self, trainer: PPOTrainer) -> None:
         """Called before the reward's terms are computed."""
@@ -68,14 +68,14 @@ class Callback:
         """Called with the evaluation's metrics, before the best policy is saved."""
 
     def before_audit(self, trainer: PPOTrainer) -> None:
-        """Called before credit is measured against the truth."""
+        """Called before credit is audited."""
 
     def after_audit(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
         """Called with the audit's metrics, before audit.json is written."""
 
 
 EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))
-"""The methods that a callback may have."""
+"""Names of callback methods."""
 
 TRANSFORMERS_EVENTS = {
     "on_init_end": "code after PPOTrainer(…)",
@@ -95,11 +95,11 @@ TRANSFORMERS_EVENTS = {
     "on_save": "after_iteration",
     "on_push_begin": "after_iteration",
 }
-"""Methods of `transformers.TrainerCallback`, and what to use here instead."""
+"""Methods of `transformers.TrainerCallback` and their replacements here."""
 
 
 def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
-    """The callbacks as a list; raises `ConfigError` for one without a callback method, or with a wrong one."""
+    """Check callbacks and return them as a list; raises `ConfigError` for missing, unknown or wrong methods."""
     if callbacks is not None and not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks is {callbacks!r}; it must be a list of callbacks")
     callbacks = list(callbacks or ())
@@ -115,7 +115,7 @@ def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
                 "tokencredit.Callback" + (f", with {instead}" if foreign else "")
             )
         for method in _unknown_methods(callback):
-            raise ConfigError(f"{name} ({kind}) has a method {method}, which is never called; {_advice(method)}")
+            raise ConfigError(f"{name} ({kind}) has a method {method}, which is never called; {_suggestion(method)}")
         _check_signatures(callback, f"{name} ({kind})")
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             raise ConfigError(f"{name} is {callback!r}, which has no callback method; {_methods()}")
@@ -123,11 +123,11 @@ def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
 
 
 def _transformers_methods(callback: object) -> list[str] | None:
-    """The methods that a callback of Transformers overrides; None for any other object. Imports nothing for it."""
+    """The methods that a Transformers callback overrides; None for other objects. Does not import Transformers."""
     classes = type(callback).__mro__
     for depth, base in enumerate(classes):
         if base.__name__ == "TrainerCallback" and base.__module__.partition(".")[0] == "transformers":
-            return [event for event in TRANSFORMERS_EVENTS if any(event in vars(own) for own in classes[:depth])]
+            return [event for event in TRANSFORMERS_EVENTS if any(event in vars(sub) for sub in classes[:depth])]
     return None
 
 
@@ -138,7 +138,7 @@ def _unknown_methods(callback: object) -> Iterator[str]:
 
 
 def _check_signatures(callback: object, name: str) -> None:
-    """Raise `ConfigError` for a method that does not take what it is called with: the trainer, and names."""
+    """Raise `ConfigError` for a method whose signature does not match its call."""
     for event in EVENTS:
         method = getattr(callback, event, None)
         if method is None:
@@ -149,15 +149,15 @@ def _check_signatures(callback: object, name: str) -> None:
         try:
             inspect.signature(method).bind(None, **dict.fromkeys(results))
         except TypeError as error:
-            wanted = ", ".join(["self", trainer, *results])
+            expected = ", ".join(["self", trainer, *results])
             raise ConfigError(
-                f"{name} has a method {event} of another signature ({error}); it takes {wanted}"
+                f"{name} has a method {event} of another signature ({error}); it takes {expected}"
             ) from error
         except ValueError:  # written in C, without a signature
             continue
 
 
-def _advice(method: str) -> str:
+def _suggestion(method: str) -> str:
     if method in TRANSFORMERS_EVENTS:
         return f"use {TRANSFORMERS_EVENTS[method]}"
     when = "before" if method.startswith("before_") or method.endswith(("_begin", "_start")) else "after"

@@ -1,4 +1,4 @@
-"""Credit: from the scores of completions to the reward, advantage and return of each token."""
+"""Credit: from scores of completions to the reward, advantage and return of each token."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import Scored
 
 NOISE = math.sqrt(VARIANCE_GUARD)
-"""Deviation of scores up to which their differences are noise."""
+"""Standard deviation of scores up to which their differences count as noise."""
 EXPLAINED_DECAY = 0.8
-"""Weight that earlier batches keep in the explained variance that λ follows, when one arrives."""
+"""Decay per batch of the running explained variance that λ follows."""
 
 
 class ScoreScale(NamedTuple):
-    """y = (x − mean) / deviation + offset."""
+    """Affine normalisation of scores: (x − mean) / deviation + offset."""
 
     mean: float = 0.0
     deviation: float = 1.0
     offset: float = 0.0
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Scores on this scale."""
+        """Normalise scores."""
         return (scores - self.mean) / self.deviation + self.offset
 
 
 class Credit:
-    """Gives credit, and remembers from batch to batch what that needs: the price of KL, the means of earlier scores."""
+    """Assigns credit, and keeps its running state: the KL coefficient and moments of earlier scores."""
 
     def __init__(self, args: PPOConfig, reduce: Reduce):
-        """Start with nothing seen; `reduce` sums a tensor over processes."""
+        """Start with empty running moments; `reduce` sums a tensor over processes."""
         self.args, self.reduce = args, reduce
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
@@ -51,28 +51,26 @@ class Credit:
         self.explained = RunningMoments(EXPLAINED_DECAY)
 
     def give(self, scored: Scored) -> tuple[Batch, Experience]:
-        """Completions with the reward, advantage and return of each token, and the experience to learn from.
+        """Compute reward, advantage and return of each token, and the experience to learn from.
 
-        A completion that was cut off at the length limit is treated as ended there: its score is paid in full, once, so
-        the value of the state after it is 0. To bootstrap from the critic as well would count the score twice, and
-        since the critic learns from that sum, its values would climb without end. With `advantage.bootstrap` it is
-        worth that value, and rewards must come token by token.
+        A truncated completion counts as terminal: it gets its full score, and the value of the state after it is 0.
+        Bootstrapping from the critic as well would count the score twice, and since the critic learns from that sum,
+        its values would diverge. `advantage.bootstrap` does bootstrap, and therefore needs rewards per token.
 
-        With `ppo.mask_truncated` completions that were cut off are left out of the loss, and of the whitening, which is
-        for what the loss sums. Their scores count in groups, running means and `score.normalize` like all others, as in
-        TRL's GRPOTrainer.
+        With `ppo.mask_truncated` truncated completions are excluded from the loss and from whitening. Their scores
+        still count in groups, running means and `score.normalize`, as in TRL's GRPOTrainer.
 
         Raises:
-            RunStopped: there is to be a bootstrap, and a completion has a score of its whole text.
+            RunStopped: `advantage.bootstrap` is set, and a term scores whole completions.
         """
         args, rollout = self.args, scored.rollout
         if args.advantage.bootstrap:
             self._require_dense(scored)
-        paid, price = self._rewards(scored, self.normalize(scored.scores))
-        rewards = paid + price
+        score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
+        rewards = score_rewards + kl_rewards
         if args.advantage.lam_follows:
-            self._measure_critic(scored, paid, price)
-        advantages, returns = self._estimate(scored, paid, price, self.advantage_now())
+            self._measure_critic(scored, score_rewards, kl_rewards)
+        advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
@@ -81,7 +79,7 @@ class Credit:
         return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
 
     def monte_carlo(self, scored: Scored) -> Experience:
-        """The experience that a critic alone learns from: its returns are the sampled ones, whatever the estimator.
+        """The experience for training the critic alone, with sampled returns whatever the estimator.
 
         Raises:
             RunStopped: as in `give`.
@@ -89,60 +87,62 @@ class Credit:
         if self.args.advantage.bootstrap:
             self._require_dense(scored)
         estimator = replace(self.args.advantage, estimator="monte_carlo")
-        paid, price = self._rewards(scored, self.normalize(scored.scores))
-        advantages, returns = self._estimate(scored, paid, price, estimator)
+        score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
+        advantages, returns = self._estimate(scored, score_rewards, kl_rewards, estimator)
         rollout = replace(scored.rollout, mask=self._in_loss(scored.rollout))
         return self._experience(scored, rollout, advantages, returns)
 
     @property
     def lam(self) -> float:
-        """λ: that of the settings, or as `advantage.lam_follows` has it.
+        """λ of the settings or, with `advantage.lam_follows`, from the critic's explained variance.
 
-        Part of the variance of sampled returns is noise that no critic explains, so a critic's share of the variance
-        of true values is at least its explained variance: λ trusts it no more than is shown.
+        Some variance of sampled returns is noise that no critic explains, so the critic explains at least as large a
+        share of the variance of true values: λ never trusts it more than measured.
         """
         args = self.args.advantage
         return 1 - (1 - args.lam) * self.explained.mean if args.lam_follows else args.lam
 
     def advantage_now(self) -> AdvantageConfig:
-        """The settings with the λ of now, for credit and for comparisons with it."""
+        """The advantage settings with the current λ."""
         return replace(self.args.advantage, lam=self.lam, lam_follows=False)
 
     def metrics(self) -> dict[str, float]:
-        """The coefficients that it gave credit with."""
+        """The current KL coefficient and, if it follows the critic, λ."""
         return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam_follows else {})
 
-    def _measure_critic(self, scored: Scored, paid: Tensor, price: Tensor) -> None:
-        """Take in how much of a batch's sampled returns the critic explains, which has not learned from it yet."""
+    def _measure_critic(self, scored: Scored, score_rewards: Tensor, kl_rewards: Tensor) -> None:
+        """Update the explained variance with a batch that the critic has not learned from yet."""
         values, mask = scored.rollout.values, scored.rollout.mask
         assert values is not None, "the estimator needs a critic"
-        _, returns = self._estimate(scored, paid, price, replace(self.args.advantage, estimator="monte_carlo"))
+        _, returns = self._estimate(
+            scored, score_rewards, kl_rewards, replace(self.args.advantage, estimator="monte_carlo")
+        )
         explained = explained_variance(values, returns, mask, self.reduce)
-        if explained.isfinite():  # else returns do not vary, and there is nothing to explain
+        if explained.isfinite():  # undefined for constant returns
             self.explained.update(explained.clamp(min=0))
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
-        """True at the tokens that take part in the loss."""
+        """True at tokens in the loss."""
         return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
 
     def returns(self, scored: Scored, scale: ScoreScale) -> Tensor:
-        """Returns of each token, `[batch, time]`: the discounted sum of the rewards from it on, as sampled.
+        """Sampled returns `[batch, time]`: the discounted sum of rewards from each token on.
 
         Args:
-            scored: completions, of which nothing is remembered.
+            scored: the completions; running state is not updated.
             scale: from `score_scale`.
         """
-        paid, price = self._rewards(scored, scale(scored.scores))
+        score_rewards, kl_rewards = self._rewards(scored, scale(scored.scores))
         options = {"gamma": self.args.advantage.gamma}
-        returns, _ = estimate("reward_to_go", paid + price, options=options, **self._where(scored))
+        returns, _ = estimate("reward_to_go", score_rewards + kl_rewards, options=options, **self._where(scored))
         return returns
 
     def advantages(self, scored: Scored, scale: ScoreScale, args: AdvantageConfig) -> Tensor:
-        """Advantages of each token by another estimator, before any whitening; arguments as in `returns`."""
+        """Unwhitened advantages by another estimator; arguments as in `returns`."""
         return self._estimate(scored, *self._rewards(scored, scale(scored.scores)), args)[0]
 
     def _rewards(self, scored: Scored, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The rewards of tokens in two parts, `[batch, time]` each: normalised scores with penalties, and −β · KL."""
+        """Rewards per token in two parts, `[batch, time]` each: normalised scores with other penalties, and −β · KL."""
         args, rollout, mask = self.args.score, scored.rollout, scored.rollout.mask
         overlong = None
         if args.overlong_tokens is not None:
@@ -150,7 +150,7 @@ class Credit:
             overlong = overlong_penalty(
                 mask.sum(1), limit=limit, tokens=args.overlong_tokens, penalty=args.overlong_penalty
             )
-        paid = token_rewards(
+        score_rewards = token_rewards(
             scores,
             mask,
             eos=~rollout.truncated,
@@ -159,27 +159,31 @@ class Credit:
             clip=args.clip,
         )
         if scored.dense is not None:
-            paid[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
+            score_rewards[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
         nothing = torch.zeros_like(scored.scores)
-        return paid, token_rewards(nothing, mask, kl=scored.reference.kl, kl_coef=self.kl.coef)
+        return score_rewards, token_rewards(nothing, mask, kl=scored.reference.kl, kl_coef=self.kl.coef)
 
-    def _estimate(self, scored: Scored, paid: Tensor, price: Tensor, args: AdvantageConfig) -> tuple[Tensor, Tensor]:
-        """Advantages and returns.
+    def _estimate(
+        self, scored: Scored, score_rewards: Tensor, kl_rewards: Tensor, args: AdvantageConfig
+    ) -> tuple[Tensor, Tensor]:
+        """Compute advantages and returns.
 
-        The KL takes no part in a group's normalisation: A = (s − mean s) / (deviation of s + 1e-4) − β (KL − mean KL).
-        Divided too, it would be noise of size 1 where all scores of a group are equal, as sparse ones mostly are.
+        A group's normalisation excludes the KL: A = (s − mean s) / (std s + 1e-4) − β (KL − mean KL). If it were
+        divided too, a group with equal scores, common with sparse rewards, would get advantages of noise.
         """
         rollout = scored.rollout
         options = args.options() | {"baseline": self.baseline.mean, "group_size": self.args.rollout.per_prompt}
         if args.estimator == "group_relative" and args.scale:
-            advantages, returns = estimate(args.estimator, paid, options=options, mask=rollout.mask)
+            advantages, returns = estimate(args.estimator, score_rewards, options=options, mask=rollout.mask)
             options["scale"] = False
-            of_price, price_returns = estimate(args.estimator, price, options=options, mask=rollout.mask)
-            return advantages + of_price, returns + price_returns
-        return estimate(args.estimator, paid + price, rollout.values, options=options, **self._where(scored))
+            kl_advantages, kl_returns = estimate(args.estimator, kl_rewards, options=options, mask=rollout.mask)
+            return advantages + kl_advantages, returns + kl_returns
+        return estimate(
+            args.estimator, score_rewards + kl_rewards, rollout.values, options=options, **self._where(scored)
+        )
 
     def _where(self, scored: Scored) -> Where:
-        """Where the policy acted, and the bootstrap of completions that were cut off."""
+        """The mask and, if there is one, the bootstrap of truncated completions."""
         mask = scored.rollout.mask
         where: Where = {"mask": mask}
         if scored.bootstrap is not None:
@@ -189,17 +193,17 @@ class Credit:
         return where
 
     def _require_dense(self, scored: Scored) -> None:
-        """Raise `RunStopped`, in every process, if a completion has a score of its whole text."""
+        """Raise `RunStopped`, in every process, if a term scores whole completions."""
         if self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) == 0:
             return
         raise RunStopped(
-            "advantage.bootstrap is True, and the reward scores whole completions; one that was cut off would be paid "
-            "its score and, by the critic's value, a score once more. Let every term of the reward return a list of "
+            "advantage.bootstrap is True, and the reward scores whole completions; a truncated completion's score "
+            "would count twice, as reward and in the critic's value. Let every term of the reward return a list of "
             "numbers, one per token, or set advantage.bootstrap: false"
         )
 
     def _experience(self, scored: Scored, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
-        """The experience to learn from; the rollout's mask is true at the tokens that take part in the loss."""
+        """The experience to learn from; the rollout's mask is true at tokens in the loss."""
         reference, inputs = scored.reference, rollout.inputs()
         if reference.hidden is not None:
             inputs["ref_hidden"] = reference.hidden
@@ -217,28 +221,28 @@ class Credit:
         )
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What it remembers."""
+        """The KL controller's state and the running moments."""
         return {name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline", "explained")}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        """Remember what `state_dict` gave; what there is no state of begins anew."""
-        for name, remembered in state.items():
-            getattr(self, name).load_state_dict(remembered)
+        """Restore the state of `state_dict`; parts without a state stay as they are."""
+        for name, part in state.items():
+            getattr(self, name).load_state_dict(part)
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """Scores as `score.normalize` wants them; the running deviation includes this batch."""
+        """Normalise scores by `score.normalize`; running moments include this batch."""
         args = self.args.score
         if args.normalize == "batch":
-            everyone = torch.ones_like(scores, dtype=torch.bool)
-            return whiten(scores, everyone, shift_mean=args.shift_mean, reduce=self.reduce)
+            all_rows = torch.ones_like(scores, dtype=torch.bool)
+            return whiten(scores, all_rows, shift_mean=args.shift_mean, reduce=self.reduce)
         if args.normalize == "running":
             self.scores.update(scores, reduce=self.reduce)
         return self.score_scale(scores)(scores)
 
     def score_scale(self, scores: Tensor) -> ScoreScale:
-        """The scale of `score.normalize`, held still: by all scores so far, or by this batch's.
+        """The current scale of `score.normalize`, from all scores so far or from this batch.
 
-        It divides where the running deviation is above 1e-4, the guard of `whiten` in units of the score.
+        It divides only by a running deviation above 1e-4, the guard of `whiten` in units of the score.
         """
         args = self.args.score
         if args.normalize == "none":
@@ -247,13 +251,13 @@ class Credit:
             _, mean, variance = moments(scores, torch.ones_like(scores, dtype=torch.bool), self.reduce)
             deviation = math.sqrt(float(variance) + VARIANCE_GUARD)
             return ScoreScale(float(mean), deviation, 0.0 if args.shift_mean else float(mean))
-        # A smaller deviation is noise, and scores that all agree would be blown up by it with their mean.
+        # A smaller deviation is noise; dividing by it would blow up scores that are all equal.
         deviation = self.scores.deviation if self.scores.deviation > NOISE else 1.0
         return ScoreScale(self.scores.mean if args.shift_mean else 0.0, deviation)
 
 
 def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:
-    """The controller of the KL coefficient."""
+    """Build the controller of the KL coefficient."""
     if args.target is None:
         return FixedKL(args.coef)
     return AdaptiveKL(args.coef, target=args.target, horizon=args.horizon, bounds=ADAPTED)

@@ -1,4 +1,4 @@
-"""Evaluation: what a policy writes on held-out prompts, measured with settings of its own."""
+"""Evaluate a policy on held-out prompts, with its own sampling settings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tokencredit.text.rewards.terms import build_terms, term_metrics
 from tokencredit.text.setup import build_pipeline, evaluation_prompts
 
 SEED_OFFSET = 1_000_003
-"""Keeps evaluation's random numbers apart from training's; they are the same in every evaluation of a run."""
+"""Separates the seeds of evaluation from those of training; all evaluations of a run share their random numbers."""
 
 
 def evaluate(pipeline: Pipeline, prompts: Prompts, settings: EvalConfig, *, seed: int) -> dict[str, float]:
-    """Sample `best_of` completions of each of the first `samples` prompts and measure them.
+    """Sample `best_of` completions for each of the first `samples` prompts and compute metrics.
 
     Returns:
         `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
-        (nats per sequence, if there is a reference; `eval/log_ratio` where filters let samples estimate no KL),
-        `eval/length`, `eval/distinct` (share of different completions) and `eval/distinct_2` (share of different pairs
-        of neighbouring tokens).
+        (nats per sequence, if there is a reference model; `eval/log_ratio` if filters such as top_p bias the
+        estimate), `eval/length`, `eval/distinct` (share of distinct completions) and `eval/distinct_2` (share of
+        distinct token bigrams).
 
     Raises:
         UnusableBatch: a log-probability or reward is not finite, in any process.
@@ -46,7 +46,7 @@ def evaluate(pipeline: Pipeline, prompts: Prompts, settings: EvalConfig, *, seed
 
 
 def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, float]:
-    """The metrics of scored completions, over all processes."""
+    """Metrics of scored completions over all processes."""
     rollout, distance = scored.rollout, scored.kl()
     totals = scored.totals().cpu()
     sums: list[Tensor | float] = [len(totals), totals.sum(), totals.view(-1, best_of).amax(1).sum(), rollout.mask.sum()]
@@ -68,7 +68,7 @@ def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, flo
 
 
 def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
-    """Measure a run's policy as the run's own evaluations did, print a line per metric, and return them.
+    """Evaluate a run's policy like the run's own evaluations, print one line per metric, and return the metrics.
 
     Args:
         run: the run's folder.

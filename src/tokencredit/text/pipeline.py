@@ -1,4 +1,4 @@
-"""From prompts to scored completions: one way for training, evaluation, generation and benchmarks."""
+"""From prompts to scored completions, for training, evaluation, generation and benchmarks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tokencredit.text.rewards.terms import Scores, score
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
-"""Makes a context around a named stage, into which the stage puts its results."""
+"""Makes a context for a named stage; the stage puts its results into the context's dict."""
 
 
 class UnusableBatch(Exception):
-    """Completions with something about them that is not finite, from which nothing can be learned."""
+    """A batch with a non-finite log-prob, value, KL or reward."""
 
     def __init__(self, reason: str, rollout: Rollout, texts: list[str]):
         super().__init__(reason)
@@ -36,38 +36,36 @@ class UnusableBatch(Exception):
 
 @dataclass(frozen=True)
 class Scored:
-    """Completions with all that is known of them before credit is given."""
+    """Completions with reference log-probs, KL and scores, before credit assignment."""
 
     prompts: PromptBatch
     rollout: Rollout
     completions: list[str]
     reference: ReferenceOutputs
     scores: Tensor
-    """`[batch]`: the weighted sum of the terms that give one number per completion, paid at its last token."""
+    """`[batch]`, weighted sum of terms with one number per completion, the reward of its last token."""
     dense: list[list[float]] | None
-    """The weighted sum of those that give one number per token, paid where it stands; None if none does."""
+    """Weighted sum of terms with one number per token; None if there is none."""
     terms: dict[str, list[float | None]]
-    """Each term by itself; None where it does not apply."""
+    """Unweighted values of each term; None where it does not apply."""
     of_texts: bool = True
-    """A term of the reward gave one number for a whole completion."""
+    """True if some term gave one number for a whole completion."""
     filtered: bool = False
-    """Filters such as top_p kept tokens from being drawn."""
+    """True if filters such as top_p truncated the sampling distribution."""
     bootstrap: Tensor | None = None
-    """`[batch]`: the critic's value of the state after a completion that was cut off, 0 elsewhere; None if that is
-    worth 0."""
+    """`[batch]`, the critic's value of the state after truncated completions, 0 elsewhere; None without a bootstrap."""
 
     def totals(self) -> Tensor:
-        """`[batch]`: the whole reward of each completion."""
+        """Total reward of each completion, `[batch]`."""
         if self.dense is None:
             return self.scores
         return self.scores + torch.tensor([sum(row) for row in self.dense], device=self.scores.device)
 
     def kl(self) -> tuple[str, Tensor] | None:
-        """Distance from the reference at each token, in nats, and the name of its metric; None without a reference.
+        """Metric name and KL to the reference model at each token, in nats; None without a reference model.
 
-        `kl`: the exact KL of each token's distribution where that is known, or else log π/reference of the token, whose
-        mean estimates it where tokens are drawn from π. Where filters keep some from being drawn it does not: it is
-        then called `log_ratio`.
+        The exact KL if known, otherwise log π/π_ref of the sampled token, whose mean estimates the KL. With filters
+        such as top_p it is a biased estimate and called `log_ratio`.
         """
         reference = self.reference
         if reference.exact and reference.kl is not None:
@@ -78,13 +76,13 @@ class Scored:
         return "log_ratio" if self.filtered else "kl", log_ratio
 
     def texts(self) -> list[str]:
-        """Each prompt with its completion."""
+        """Each prompt's text followed by its completion."""
         return self.prompts.continued(self.completions)
 
 
 @contextmanager
 def no_stage(name: str) -> Iterator[dict[str, Any]]:
-    """A stage that nobody times or listens to."""
+    """A stage without timing or callbacks."""
     yield {}
 
 
@@ -94,7 +92,7 @@ class Pipeline:
 
     policy: ActorCritic
     reference: ActorCritic | None
-    """A model of its own, the policy itself where only an adapter is trained, or None."""
+    """A model of its own, the policy itself if only an adapter is trained, or None."""
     tokenizer: PreTrainedTokenizerBase
     precision: Precision
     engine: Engine
@@ -102,12 +100,12 @@ class Pipeline:
     kl: KLConfig
     processes: Processes
     budget: int | None = None
-    """The most tokens of a pass over whole texts, padding included; None for no limit."""
+    """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
 
     def sample(
         self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
     ) -> tuple[Rollout, list[str]]:
-        """Sample a completion for each row of prompts: the rollout, and the texts; arguments as in `collect`."""
+        """Sample a completion for each row of prompts; returns rollout and texts. Arguments as in `collect`."""
         rollout = self.engine.generate(prompts, settings, uniforms, per_prompt)
         return rollout, rollout.texts(self.tokenizer)
 
@@ -126,16 +124,16 @@ class Pipeline:
 
         Args:
             prompts: this process's rows.
-            settings: how to draw and when to stop.
-            uniforms: `[batch, settings.max_new_tokens]`, the randomness.
-            per_prompt: consecutive rows with the same prompt.
-            values: also compute the critic's values, where the engine has not.
-            bootstrap: also compute the values of the states after completions that were cut off.
+            settings: sampling settings and stop conditions.
+            uniforms: `[batch, settings.max_new_tokens]`, random numbers in [0, 1).
+            per_prompt: number of consecutive rows with the same prompt.
+            values: compute the critic's values if the engine has not.
+            bootstrap: also compute the values of the states after truncated completions.
             stage: wraps the stages `rollout`, `reference` and `reward`.
 
         Raises:
             UnusableBatch: a log-probability, value or reward is not finite, in any process.
-            RewardError: a reward cannot be had.
+            RewardError: a reward could not be computed.
         """
         with stage("rollout") as results:
             rollout, completions = self.sample(prompts, settings, uniforms, per_prompt)
@@ -155,7 +153,7 @@ class Pipeline:
         bootstrap: bool = False,
         stage: Stage = no_stage,
     ) -> Scored:
-        """Reference log-probs, KL and scores of completions; arguments and errors as in `collect`."""
+        """Compute reference log-probs, KL and scores of completions; arguments and errors as in `collect`."""
         after = None
         with stage("reference") as results, self.precision.no_grad():
             if bootstrap:
@@ -194,11 +192,11 @@ class Pipeline:
         """The reward terms' scores of this process's completions."""
         columns = prompts.columns | rollout.columns(reference.logprobs)
         lengths = rollout.mask.sum(1).tolist()
-        scores, wrong = None, "a reward term is not finite in another process"
+        scores, reason = None, "a reward term is not finite in another process"
         try:
             scores = score(self.terms, prompts.questions(), prompts.answers(completions), columns, lengths)
         except NonFiniteReward as error:
-            wrong = str(error)
+            reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:
-            raise UnusableBatch(wrong, rollout, texts)
+            raise UnusableBatch(reason, rollout, texts)
         return scores

@@ -1,4 +1,4 @@
-"""A trained policy, loaded to write with and to look at: `tokencredit.load`, and `tokencredit generate`."""
+"""A trained policy for generation and inspection: `tokencredit.load` and `tokencredit generate`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Policy:
     """The policy of a run, on the run's device and in its dtype, with its critic."""
 
     def __init__(self, run: Path, config: PPOConfig, which: str = "policy", critic: bool = True):
-        """Load it.
+        """Load a run's policy.
 
         Args:
             run: the run's folder.
             config: the run's configuration.
             which: `policy`, `best`, or `base` for the model that the run started from.
-            critic: also load its critic, if it has one.
+            critic: also load the critic, if the run has one.
 
         Raises:
-            ConfigError: the run has no such policy, or not the critic that it should have.
+            ConfigError: the run has no such policy, or its critic is missing.
         """
         self.config, processes = config, Processes()
         models = load_run_models(run, config, which, processes, critic=critic)
@@ -54,14 +54,14 @@ class Policy:
         """Sample `n` completions, without their prompts.
 
         Args:
-            prompt: what to continue; None takes the run's own prompts in turn.
-            n: completions.
+            prompt: text to continue; None takes the run's own prompts in turn.
+            n: number of completions.
             max_new_tokens: longest completion; None for the run's.
             temperature: divides the logits; None for the run's.
-            seed: of the sampling.
+            seed: seed of the sampling.
 
         Raises:
-            ConfigError: the prompt does not fit into the model's context, or has no token; a number out of its range.
+            ConfigError: the prompt does not fit into the model's context or has no token, or a number is out of range.
         """
         longest = self.config.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
         limits: dict[str, tuple[float, bool, str]] = {
@@ -70,16 +70,16 @@ class Policy:
         }
         if temperature is not None:
             limits["temperature"] = (temperature, temperature > 0, "above 0")
-        for name, (value, fits, wanted) in limits.items():
-            if not fits:
-                raise ConfigError(f"{name} is {value}; it must be {wanted}")
+        for name, (value, valid, expected) in limits.items():
+            if not valid:
+                raise ConfigError(f"{name} is {value}; it must be {expected}")
         prompts = self.prompts(prompt, n, longest)
         return self.complete(prompts, longest, temperature, seed)
 
     def prompts(self, prompt: str | None, n: int, max_new_tokens: int, chat: bool = False) -> PromptBatch:
         """A batch of `n` rows with a prompt, or with the run's own prompts in turn.
 
-        With `chat` the prompt is a user's message, put into words by the tokenizer's chat template.
+        With `chat` the prompt is a user message, rendered by the tokenizer's chat template.
         """
         config, rows = self.config.prompts, None
         if prompt is not None and chat:
@@ -107,23 +107,22 @@ class Policy:
         return self.pipeline.sample(prompts, settings, uniforms)[1]
 
     def logprobs(self, text: str, prompt: str = "") -> list[float]:
-        """Log-probability of each token of a text after a prompt, at the run's temperature, in nats.
+        """Log-prob of each token of a text after a prompt, at the run's temperature, in nats.
 
-        Without a prompt the text's first token has nothing before it, unless the tokenizer begins with a token of its
-        own, and is left out.
+        Without a prompt, the first token is left out unless the tokenizer prepends a special token.
 
         Raises:
-            ConfigError: there is no token to rate.
+            ConfigError: there is no token to score.
         """
         rollout, temperature = self._read(text, prompt), self.config.rollout.temperature
         with self.pipeline.precision.no_grad():
             return _row(rollout_logprobs(self.model, rollout, temperature, None))
 
     def values(self, text: str, prompt: str = "") -> list[float]:
-        """The critic's value of the state before each token of a text, for the tokens that `logprobs` rates.
+        """The critic's value of the state before each token that `logprobs` scores.
 
         Raises:
-            ConfigError: the run had no critic, or there is no token to rate.
+            ConfigError: the run had no critic, or there is no token to score.
         """
         if self.model.critic is None:
             raise ConfigError("critic.kind of this run is none, so there are no values")
@@ -132,11 +131,11 @@ class Policy:
             return _row(rollout_values(self.model, rollout, None))
 
     def tokens(self, text: str, prompt: str = "") -> list[str]:
-        """The texts of the tokens that `logprobs` and `values` rate."""
+        """Texts of the tokens that `logprobs` and `values` score."""
         return self._read(text, prompt).tokens(0, self.tokenizer)
 
-    def _nothing(self) -> list[int]:
-        """The tokens before a text without a prompt."""
+    def _empty_prompt(self) -> list[int]:
+        """Token ids of an empty prompt."""
         add_bos = self.config.prompts.add_bos
         ids: list[int] = self.tokenizer("", add_special_tokens=add_bos is None)["input_ids"]
         return [self.tokenizer.bos_token_id] if add_bos else ids
@@ -144,29 +143,29 @@ class Policy:
     def _ids(self, text: str, prompt: str, prompt_ids: list[int]) -> list[int]:
         """Token ids of a text after its prompt.
 
-        Tokenizers like SentencePiece's put a space before a text. Where that space is too much, the text is tokenized
-        behind something: its prompt, or a line break, with which nothing merges.
+        SentencePiece tokenizers prepend a space. If that changes the text, it is tokenized after its prompt or after a
+        line break, which does not merge with other tokens, and that prefix is removed.
         """
 
         def tokenized(text: str) -> list[int]:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
             return ids
 
-        reader = Detokenizer(self.tokenizer, prompt_ids)
+        detokenizer = Detokenizer(self.tokenizer, prompt_ids)
         for lead in ("", prompt, "\n"):
             first, both = tokenized(lead), tokenized(lead + text)
             ids = both[len(first) :]
-            if both[: len(first)] == first and reader.text(ids) == text:
+            if both[: len(first)] == first and detokenizer.text(ids) == text:
                 return ids
         return tokenized(text)
 
     def _read(self, text: str, prompt: str) -> Rollout:
-        """The text as a rollout of one row; the prompt is tokenized as those of the run are."""
-        before = self.prompts(prompt, 1, 0).ids[0].tolist() if prompt else self._nothing()
+        """The text as a rollout of one row; the prompt is tokenized like the run's prompts."""
+        before = self.prompts(prompt, 1, 0).ids[0].tolist() if prompt else self._empty_prompt()
         ids = before + self._ids(text, prompt, before)
         start = len(before) or 1
         if len(ids) <= start:
-            raise ConfigError(f"{text!r} has no token to rate" + ("" if before else "; give a prompt before it"))
+            raise ConfigError(f"{text!r} has no token to score" + ("" if before else "; give a prompt before it"))
         context = room_for_prompts(self.model.lm, 0)
         if context is not None and len(ids) > context:
             raise ConfigError(f"prompt and text have {len(ids)} tokens; the model's context has {context}")
@@ -185,14 +184,14 @@ class Policy:
 
 
 def load(run: str | Path, which: str = "policy") -> Policy:
-    """The policy that a run trained, from the run's folder.
+    """Load the policy of a run.
 
     Args:
-        run: the folder of a run that has ended.
+        run: the folder of a finished run.
         which: `policy`, `best`, or `base` for the model that the run started from.
 
     Raises:
-        ConfigError: it is no run's folder, or has no such policy.
+        ConfigError: the folder holds no run, or the run has no such policy.
     """
     return Policy(Path(run), read_config(Path(run) / "config.yaml", PPOConfig), which)
 

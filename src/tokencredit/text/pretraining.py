@@ -22,17 +22,17 @@ from tokencredit.text.stages import Stages, count_step
 
 FILE = "pretrain.jsonl"
 PATIENCE, RISE = 10, 0.01
-"""It ends after so many batches in a row whose explained variance is not above the best one by so much.
+"""Early stopping: after `PATIENCE` batches in a row without a gain of `RISE` in explained variance.
 
-They count once a batch is explained by more than `RISE`: over long texts a critic learns for some batches before that.
+Counted from the first batch with more than `RISE`, since on long texts a critic takes some batches to get there.
 """
 
 
 class Pretraining:
     """Trains the critic alone on batches of the starting policy, with Monte-Carlo returns as targets.
 
-    Yuan et al. 2025 (VC-PPO, arXiv 2503.01491), "value pretraining". Each batch is sampled anew, measured, and then
-    learned from, so the explained variance of its returns is held out. Noise in the returns keeps it below 1.
+    Yuan et al. 2025 (VC-PPO, arXiv 2503.01491), "value pretraining". Each batch is fresh and measured before the critic
+    learns from it, so its explained variance is held out; noise in the returns keeps it below 1.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class Pretraining:
         learner: Learner,
         record: RunRecord,
     ):
-        """Put the parts together; `stream` is another one than that of the iterations, which it leaves as it is."""
+        """Prepare for pretraining; `stream` must not be that of the iterations, which would be advanced."""
         self.args, self.stream, self.pipeline = args, stream, pipeline
         self.credit, self.learner, self.record = credit, learner, record
         self.stages = Stages(self, ())  # callbacks are for iterations
 
     def batches(self) -> Generator[None, None, dict[str, float]]:
-        """Train on one batch after another, yielding between two.
+        """Train on one batch after another, yielding between them.
 
         Returns:
             `pretrain/batches`, `pretrain/tokens`, and `pretrain/explained_variance`, a mean over the last batches.
 
         Raises:
-            TooManyBadSteps: batches or steps with something that is not finite, `run.max_bad_steps` in a row.
-            RewardError: a reward cannot be had.
+            TooManyBadSteps: `run.max_bad_steps` batches or steps in a row were not finite.
+            RewardError: a reward could not be computed.
         """
         began = time.perf_counter()
         if self.record.main:
-            self.record.folder.write(FILE, "")  # a run that was cut short here begins anew
+            self.record.folder.write(FILE, "")  # an interrupted pretraining starts over
         plateau, tokens, risen = Plateau(patience=PATIENCE, least=RISE), 0.0, True
         explained: list[float] = []
         number = 0
@@ -85,7 +85,7 @@ class Pretraining:
         return {"pretrain/batches": number, "pretrain/tokens": tokens, "pretrain/explained_variance": mean}
 
     def _batch(self, number: int) -> dict[str, float]:
-        """Sample, measure and learn from a batch, and write it down; returns its metrics."""
+        """Sample a batch, measure and train the critic on it, and append its metrics to the file; returns them."""
         row: dict[str, float] = {"batch": number}
         began = time.perf_counter()
         settings, advantage, processes = self.args.rollout, self.args.advantage, self.pipeline.processes

@@ -1,4 +1,4 @@
-"""Passes over whole texts without gradients: policy, critic and reference model on a rollout."""
+"""Full forward passes over a rollout without gradients: policy, critic and reference model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 
 ROUNDING = 1e-5
-"""Largest difference between two log-probs of a token, in nats, that is put down to the rounding of two passes; its KL
-is then 0. Where nothing else is paid, Adam, which looks at no scale, would make a step of full size of it."""
+"""Largest difference of two log-probs of a token, in nats, that counts as rounding, with a KL of 0. Without other
+rewards, Adam, which is scale-invariant, would turn rounding into full-size steps."""
 
 
 class ReferenceOutputs(NamedTuple):
@@ -28,20 +28,20 @@ class ReferenceOutputs(NamedTuple):
     logprobs: Tensor | None = None
     """`[batch, time]`, nats."""
     kl: Tensor | None = None
-    """`[batch, time]`, the nats that each token's reward pays for; None where the loss pays."""
+    """`[batch, time]`, KL penalised in each token's reward, in nats; None if it is in the loss."""
     hidden: Tensor | None = None
     """`[batch, time, width]`, for an exact KL in the loss."""
     exact: bool = False
-    """`kl` is the sum over the vocabulary, not an estimate from the sampled token."""
+    """True if `kl` is the sum over the vocabulary, not an estimate from the sampled token."""
 
 
 def by_length(rollout: Rollout, budget: int | None, read: Callable[[Inputs], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What `read` gives for all rows, each `[batch, …]`, when it is handed rows of like length.
+    """Apply `read` to micro-batches of similar length; returns its outputs `[batch, …]` for all rows.
 
     Args:
-        rollout: its `inputs()` are what is read.
-        budget: the most tokens at once, padding included; None for no limit.
-        read: from the inputs of some rows to tensors with as many rows.
+        rollout: the rollout whose `inputs()` are read.
+        budget: tokens per micro-batch, padding included; None for no limit.
+        read: maps the inputs of some rows to tensors with as many rows.
     """
     inputs = rollout.inputs()
     results: dict[str, Tensor] = {}
@@ -54,18 +54,18 @@ def by_length(rollout: Rollout, budget: int | None, read: Callable[[Inputs], dic
 
 
 def evaluate_rollout(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> PolicyOutputs:
-    """Log-probabilities and values of a rollout under a policy and its critic, without gradients."""
+    """Log-probs and values of a rollout under a policy and its critic."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
-        now = policy(inputs, temperature=temperature)
-        return {"logprobs": now.logprobs} | ({} if now.values is None else {"values": now.values})
+        outputs = policy(inputs, temperature=temperature)
+        return {"logprobs": outputs.logprobs} | ({} if outputs.values is None else {"values": outputs.values})
 
     outputs = by_length(rollout, budget, read)
     return PolicyOutputs(torch.zeros(()), outputs["logprobs"], outputs.get("values"))
 
 
 def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> Tensor:
-    """Log-probabilities `[batch, time]` of a rollout under a policy, without its critic's values."""
+    """Log-probs `[batch, time]` of a rollout under a policy, without a pass of the critic."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         return {"logprobs": policy.logprobs(inputs, temperature)[0]}
@@ -74,7 +74,7 @@ def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, 
 
 
 def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
-    """Values `[batch, time]` of a rollout, by a pass of the critic alone."""
+    """Values `[batch, time]` of a rollout, by a pass of the critic only."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         return {"values": policy.critic_outputs(inputs).values}
@@ -83,9 +83,9 @@ def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) ->
 
 
 def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
-    """Values `[batch]` of the states after the last tokens of completions that were cut off; 0 for the others.
+    """Values `[batch]` of the states after truncated completions; 0 for the others.
 
-    The value before one more token, whose place is filled with anything: no pass reads the last token.
+    Computed as the value before an extra token of any id, since the last token is never an input.
     """
     after = torch.zeros(len(rollout.mask), device=rollout.mask.device)
     cut = rollout.truncated
@@ -101,7 +101,7 @@ def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> T
         values=None,
         truncated=cut[cut],
     )
-    # `lengths` counts the token that is not read, so a row that fits the budget is one longer here.
+    # `lengths` counts the extra token, which is not an input, so the budget is one larger.
     values = rollout_values(policy, longer, None if budget is None else budget + 1)
     after[cut] = values.gather(1, lengths).squeeze(1)
     return after
@@ -118,12 +118,12 @@ def reference_outputs(
     """Log-probs and KL of a rollout under the reference model, as far as the configuration needs them.
 
     Args:
-        policy: for the exact KL in the reward.
-        reference: a model of its own, or `policy` itself, whose adapter then makes way; None for none.
-        rollout: what was sampled.
-        args: where the KL is paid, and how it is estimated.
-        temperature: that of the sampling.
-        budget: the most tokens at once, padding included; None for no limit.
+        policy: the policy, for an exact KL in the reward.
+        reference: a model of its own, `policy` itself with its adapter switched off, or None.
+        rollout: the sampled completions.
+        args: place and estimator of the KL.
+        temperature: the sampling temperature.
+        budget: tokens per micro-batch, padding included; None for no limit.
     """
     if reference is None:
         return ReferenceOutputs()
@@ -146,5 +146,5 @@ def reference_outputs(
     if in_loss:
         return ReferenceOutputs(logprobs, hidden=outputs.get("ref_hidden"))
     kl = outputs["kl"] if full else kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
-    agree = kl < ROUNDING / 10 if full else (rollout.logprobs - logprobs).abs() < ROUNDING
-    return ReferenceOutputs(logprobs, kl.masked_fill(agree, 0.0), exact=full)
+    equal = kl < ROUNDING / 10 if full else (rollout.logprobs - logprobs).abs() < ROUNDING
+    return ReferenceOutputs(logprobs, kl.masked_fill(equal, 0.0), exact=full)

@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run beside its models: prompts, reward terms, pipeline and learner."""
+"""Build a run's prompts, reward terms, pipeline and learner from its configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def check_arguments(
     args: PPOConfig, model: Any, processing_class: Any, peft_config: Any, train_dataset: Any, eval_dataset: Any
 ) -> None:
-    """Raise `ConfigError` for an argument of `PPOTrainer` of the wrong kind, or one that takes a setting's place."""
+    """Raise `ConfigError` for an argument of `PPOTrainer` of the wrong type, or one that conflicts with a setting."""
     if not (model is None or isinstance(model, str) or (isinstance(model, nn.Module) and hasattr(model, "config"))):
         raise ConfigError(
             f"model is {shown(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
@@ -60,14 +60,14 @@ def check_arguments(
 
 
 def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
-    """Raise `ConfigError` for something other than a configuration of PEFT's, or for a second adapter."""
+    """Raise `ConfigError` for an argument that is no PEFT configuration, or for a second adapter."""
     try:
         from peft import PeftConfig
     except ImportError as error:
         raise ConfigError("peft_config needs PEFT, which is not installed: pip install tokencredit[peft]") from error
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(
-            f"peft_config is {shown(peft_config)}; it must be a configuration of PEFT's, such as peft.LoraConfig(…); "
+            f"peft_config is {shown(peft_config)}; it must be a PEFT configuration, such as peft.LoraConfig(…); "
             "Tokencredit's LoraConfig goes into args, as model.lora"
         )
     if args.model.lora.rank:
@@ -75,7 +75,7 @@ def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
 
 
 def check_batch_size(args: PPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless the processes can share a batch, and each its share among the minibatches."""
+    """Raise `ConfigError` unless batches can be split among processes, and their shares into minibatches."""
     if args.rollout.batch_size % (processes * args.rollout.per_prompt):
         raise ConfigError(
             f"rollout.batch_size is {args.rollout.batch_size}; it must be a multiple of {processes} processes times "
@@ -100,7 +100,7 @@ def prepare_prompts(
     train_dataset: Rows | None = None,
     eval_dataset: Rows | None = None,
 ) -> tuple[Prompts, Prompts]:
-    """Prompts for training and, which may be the same, for evaluation."""
+    """Load the prompts for training and for evaluation, which may be the same."""
     held_out = args.eval.prompts is not None or eval_dataset is not None
     longest = args.rollout.max_new_tokens
     if args.eval.every and not held_out:
@@ -113,7 +113,7 @@ def prepare_prompts(
 def evaluation_prompts(
     args: PPOConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dataset: Rows | None = None
 ) -> Prompts:
-    """The prompts of evaluations: the held-out ones, or else those of training."""
+    """Load the prompts for evaluation: held-out ones if configured, otherwise those of training."""
     held_out = args.eval.prompts is not None or dataset is not None
     return load_prompts(
         args.eval.prompts or args.prompts,
@@ -127,31 +127,31 @@ def evaluation_prompts(
 
 
 def left_out(*prompts: Prompts) -> list[str]:
-    """A line on each set of prompts of which some are too long to take part."""
-    return [line for line in (each.left_out() for each in dict.fromkeys(prompts)) if line]
+    """One line per set of prompts from which overlong ones were dropped."""
+    return [line for line in (unique.left_out() for unique in dict.fromkeys(prompts)) if line]
 
 
 def load_terms(args: PPOConfig, reward_funcs: Any, device: torch.device) -> list[Term]:
-    """The reward's terms: those of Python callers if there are any, or else the configuration's.
+    """Load the reward terms: `reward_funcs` if given, otherwise those of the configuration.
 
     Raises:
-        ConfigError: a term that cannot be had, or that scores whole texts where `advantage.bootstrap` needs tokens.
+        ConfigError: a term cannot be loaded, or scores whole texts although `advantage.bootstrap` is set.
     """
     if reward_funcs is not None:
         return as_terms(reward_funcs, device)
     for number, term in enumerate(args.reward if args.advantage.bootstrap else ()):
         kind, source = term.source()
-        if kind != "function" or ":" not in source:  # what functions of one's own return is known from the first batch
+        if kind != "function" or ":" not in source:  # user functions are checked at the first batch
             raise ConfigError(
-                f"advantage.bootstrap is True, and reward[{number}] ({kind} {source!r}) scores whole completions; one "
-                "that is cut off would be paid its score twice: give functions that return a list of numbers, one per "
+                f"advantage.bootstrap is True, and reward[{number}] ({kind} {source!r}) scores whole completions; the "
+                "score of a truncated one would count twice: give functions that return a list of numbers, one per "
                 "token"
             )
     return build_terms(args.reward, device)
 
 
 def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes: Processes) -> Pipeline:
-    """The pipeline of a run, around its models and reward terms."""
+    """Build a run's pipeline from its models and reward terms."""
     budget = args.ppo.micro_batch_tokens
     return Pipeline(
         models.policy,
@@ -167,7 +167,7 @@ def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes
 
 
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
-    """The learner of a run: optimizer, schedule, objective and the generator that shuffles."""
+    """Build a run's learner: optimizer, schedule, objective and the generator for shuffling."""
     policy, precision, optim = models.policy, models.precision, args.optim
     hidden = hidden_matrices(policy.lm, exclude=policy.lm.get_output_embeddings().parameters())
     for member in () if policy.critic is None else policy.critic.members:
@@ -203,7 +203,7 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
 
 
 def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
-    """The parameters of the policy, of separate critics' trunks and of the value heads, each with its rate."""
+    """Parameter groups of the policy, separate critics' trunks and value heads, each with its learning rate."""
     critics, rate = [] if policy.critic is None else policy.critic.members, args.optim.lr
     parts: list[tuple[str, list[torch.nn.Module], float]] = [
         ("lr", [policy.lm], rate),
@@ -220,7 +220,7 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
 
 
 def build_objective(args: PPOConfig) -> Objective:
-    """The objective of a run's updates; its KL coefficient is set before each."""
+    """Build the objective of a run's updates; the trainer sets its KL coefficient before each."""
     kl = args.kl
     return Objective(
         **args.ppo.objective(args.critic),
@@ -231,5 +231,5 @@ def build_objective(args: PPOConfig) -> Objective:
 
 
 def build_update(args: PPOConfig) -> UpdateSettings:
-    """The course of a run's updates."""
+    """Build the update settings of a run: epochs, minibatches and the like."""
     return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim))

@@ -1,4 +1,4 @@
-"""The stages of an iteration: timed, told to callbacks, with advice where memory runs out."""
+"""Stages of an iteration: timing, callbacks, and advice for out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from tokencredit.text.pipeline import Scored
 MEMORY_ADVICE = {
     "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
     "reward": "lower the batch_size of the reward's terms",
-    "audit": "lower rollout.batch_size, as many texts as are sampled at once, or audit.continuations",
-    "continuations": "lower rollout.batch_size, as many texts as are sampled at once, or critic.continuations",
+    "audit": "lower rollout.batch_size, the number of texts sampled at once, or audit.continuations",
+    "continuations": "lower rollout.batch_size, the number of texts sampled at once, or critic.continuations",
     "evaluation": "lower eval.samples or eval.max_new_tokens",
 }
 """Advice shown when a stage runs out of memory."""
 
 
 class Stages:
-    """Runs stages for a trainer, and knows how long each took.
+    """Runs and times a trainer's stages, and calls its callbacks.
 
     Attributes:
-        seconds: of each stage; the trainer puts a new dict here for each iteration.
+        seconds: duration of each stage; the trainer sets a new dict for each iteration.
     """
 
     def __init__(self, trainer: Any, callbacks: Sequence[Any]):
-        """Prepare to call the callbacks' `before_STAGE(trainer)` and `after_STAGE(trainer, **results)`."""
+        """Store the callbacks, whose `before_STAGE(trainer)` and `after_STAGE(trainer, **results)` are called."""
         self.trainer, self.callbacks = trainer, list(callbacks)
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[dict[str, Any]]:
-        """A context around a stage, which puts its results into what the context gives.
+        """A context around a stage, with a dict for the stage's results.
 
         Raises:
-            OutOfMemory: memory ran out in it.
-            RunStopped: a callback left something other than a number in its metrics.
+            OutOfMemory: the stage ran out of memory.
+            RunStopped: a callback set a metric to something other than a number.
         """
         self._call(f"before_{name}")
         results: dict[str, Any] = {}
@@ -73,17 +73,17 @@ class Stages:
 def count_step(
     record: RunRecord, number: int, scored: Scored, minibatch: Experience, error: NonFiniteUpdate | None
 ) -> None:
-    """Count the optimizer steps in a row that could not be taken, and keep their minibatches.
+    """Count skipped optimizer steps in a row, and save their minibatches.
 
     Args:
-        record: of the run.
-        number: of the iteration; 0 before the first.
-        scored: the batch that is learned from.
-        minibatch: a part of it.
-        error: the reason why the step was not taken; None for a step that was.
+        record: the run's recorder.
+        number: the iteration; 0 before the first.
+        scored: the batch of the update.
+        minibatch: the step's part of the batch.
+        error: the reason why the step was skipped; None if it was taken.
 
     Raises:
-        TooManyBadSteps: it is the `run.max_bad_steps`-th in a row.
+        TooManyBadSteps: this is the `run.max_bad_steps`-th skipped step in a row.
     """
     if error is None:
         record.bad_in_a_row = 0

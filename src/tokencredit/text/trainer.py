@@ -30,7 +30,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import TEXT
 from tokencredit.text import setup
 from tokencredit.text.audit.auditing import Auditor
-from tokencredit.text.audit.targets import with_continuations
+from tokencredit.text.audit.targets import continuation_targets
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
@@ -40,7 +40,7 @@ from tokencredit.text.models import assembly
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.parts import width
-from tokencredit.text.models.precision import choose
+from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 class PPOTrainer:
     """Trains a causal language model with PPO from a reward on its texts.
 
-    `PPOTrainer().train()` is what `tokencredit train` does. The arguments have the names and types of TRL's
-    GRPOTrainer; what is not given comes from `args`. The global random generators are left as they were.
+    `PPOTrainer().train()` is what `tokencredit train` does. Arguments have the names and types of TRL's GRPOTrainer;
+    omitted ones come from `args`. Global RNG state is preserved.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class PPOTrainer:
         peft_config: Any = None,
         callbacks: Iterable[Any] | None = None,
     ):
-        """Load everything that a run needs; its folder is made by `train`.
+        """Load everything that a run needs; `train` creates its folder.
 
         Args:
-            model: a hub id, a folder, or a loaded model or PeftModel, which is trained in place.
+            model: a hub id, a folder, or a loaded model or PeftModel, trained in place.
             reward_funcs: a function, a reward model, or a list of them; see `rewards.terms.as_terms`.
             args: the configuration.
             train_dataset: rows with prompts, as a `datasets.Dataset` or a list of dicts.
             eval_dataset: the same, for evaluation.
             processing_class: the policy's tokenizer.
-            peft_config: a configuration of PEFT's for a new adapter, which alone is then trained.
+            peft_config: a PEFT configuration for a new adapter; only the adapter is then trained.
             callbacks: see `text.callbacks.Callback`.
 
         Raises:
-            ConfigError: a setting, model, reward, callback or folder that cannot be used; the message names its key.
+            ConfigError: a setting, model, reward, callback or folder cannot be used; the message names its key.
         """
         callbacks = check_callbacks(callbacks)
         args = require_config(args, PPOConfig)
@@ -93,10 +93,10 @@ class PPOTrainer:
         self.processes = Processes()
         setup.check_batch_size(args, self.processes.count)
         with rng.preserved():
-            torch.manual_seed(args.seed)  # for what libraries draw by themselves, such as a new layer's weights
+            torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
             lm, self.tokenizer = assembly.load_start(args, model, processing_class)
-            precision = choose(args.model.dtype, width(lm), self.processes, args.run.dir)
+            precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices)
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
@@ -114,21 +114,21 @@ class PPOTrainer:
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
         self.pretrained: dict[str, float] | None = None
-        """Metrics of the critic's pretraining; empty if there is none, None before it."""
+        """Metrics of value pretraining; empty if there is none, None before it."""
         self.before: State | None = None
         """Resumable state other than weights when the iteration began; None once it changes weights."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
-        """Run all iterations, leave the run's folder behind, and return its summary.
+        """Run all iterations, write the run's folder, and return its summary.
 
         Args:
-            resume_from_checkpoint: go on in `run.dir` where a run was cut short; docs/resuming.md says how.
+            resume_from_checkpoint: resume the interrupted run in `run.dir`; see docs/resuming.md.
 
         Raises:
-            ConfigError: `run.dir` is in use, or holds nothing that can go on with these settings.
+            ConfigError: `run.dir` is in use, or holds no run that can be resumed with these settings.
             RunStopped: losses, gradients or rewards were not finite several times in a row, a reward could not be
-                computed, a file not be written, or memory ran out. What was trained until then is kept.
-            KeyboardInterrupt: likewise kept, then passed on; after a second Ctrl-C nothing more is written.
+                computed, a file could not be written, or memory ran out. The policy trained so far is saved.
+            KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
         """
         for line in setup.left_out(self.prompts, self.eval_prompts):
             self.record.screen.say(line)
@@ -139,7 +139,7 @@ class PPOTrainer:
             return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
 
     def pretrain(self) -> Iterator[None]:
-        """Let the critic learn alone, a batch after another, unless the run goes on from a checkpoint."""
+        """Pretrain the critic, one batch per step, unless the run is resumed."""
         if self.pretrained is not None or not self.args.critic.pretrain:
             return
         stream = BatchStream(self.prompts, self.args.rollout, self.processes, seed=~self.args.seed)
@@ -149,8 +149,8 @@ class PPOTrainer:
             self.record.checkpoint(0, *self.state())
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Collect, give credit, update, write down: returns the iteration's metrics and samples."""
-        self.before = self._standing()
+        """Collect completions, assign credit, update; returns the iteration's metrics and samples."""
+        self.before = self._loop_state()
         seconds: dict[str, float] = {}
         self.stages.seconds = seconds
         with self.stages("iteration") as results:
@@ -161,7 +161,9 @@ class PPOTrainer:
                 batch, experience = self.credit.give(self.collect())
                 if self.args.critic.continuations:
                     with self.stages("continuations"):
-                        experience, sampled = with_continuations(experience, batch, self.pipeline, self.credit, number)
+                        experience, sampled = continuation_targets(
+                            experience, batch, self.pipeline, self.credit, number
+                        )
                     metrics |= sampled
             except UnusableBatch as bad:
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
@@ -184,11 +186,11 @@ class PPOTrainer:
         return metrics, samples
 
     def collect(self) -> Scored:
-        """Sample the next batch from the policy as it is, and score it.
+        """Sample the next batch from the current policy, and score it.
 
         Raises:
             UnusableBatch: a log-probability, value or reward is not finite.
-            RewardError: a reward cannot be had.
+            RewardError: a reward could not be computed.
         """
         settings = self.args.rollout
         prompts, uniforms = self.stream.take()
@@ -203,7 +205,7 @@ class PPOTrainer:
         )
 
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
-        """Train policy and critic on a batch, the critic alone while it warms up; returns the update's metrics."""
+        """Train policy and critic on a batch, only the critic during its warm-up; returns the update's metrics."""
         self.before = None
         self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
         critic = () if self.policy.critic is None else trainable(self.policy.critic)
@@ -216,7 +218,7 @@ class PPOTrainer:
         return metrics
 
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
-        """The completions of this iteration that are written down, with log-probabilities after the update."""
+        """Records for samples.jsonl of this iteration, with log-probs after the update."""
         run, rollout = self.args.run, batch.scored.rollout.head(self.args.run.samples)
         if number % run.samples_every and number not in (1, run.iterations):
             return []
@@ -229,7 +231,10 @@ class PPOTrainer:
         return [{"iteration": number, **sample} for sample in samples]
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the policy, and keep it in `best/` if it never did as well; nothing if a number is not finite."""
+        """Evaluate the policy, and save it to `best/` if its reward is the best so far.
+
+        Returns the metrics; none if a number is not finite.
+        """
         try:
             with self.stages("evaluation") as results:
                 metrics = evaluate(self.pipeline, self.eval_prompts, self.args.eval, seed=self.args.seed)
@@ -243,13 +248,13 @@ class PPOTrainer:
         return metrics
 
     def state(self) -> tuple[State, State]:
-        """Everything that the next iteration depends on: what all processes share, and this process's own."""
-        standing = self._standing()
-        random = standing.pop("random")
+        """Resumable state: the part that all processes share, and this process's own."""
+        state = self._loop_state()
+        random = state.pop("random")
         shared, own = self.learner.state()
-        return standing | {"origin": self.origin} | shared, own | {"random": random}
+        return state | {"origin": self.origin} | shared, own | {"random": random}
 
-    def _standing(self) -> State:
+    def _loop_state(self) -> State:
         """Resumable state other than the learner's."""
         return {
             **self.stream.state_dict(),
@@ -259,10 +264,10 @@ class PPOTrainer:
         }
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
-        """Go on from what `state` gave, its second part under `process`; `changed` are keys with new settings.
+        """Restore `state`, with its second part under `process`; `changed` are keys of changed settings.
 
         Raises:
-            ConfigError: the model, tokenizer or an argument of Python's is not the one that the run began with.
+            ConfigError: the model, tokenizer or Python arguments differ from those that the run began with.
         """
         check_origin(state["origin"], self.origin, self.args.model.name)
         try:
@@ -275,17 +280,17 @@ class PPOTrainer:
         self.pipeline.engine.weights_changed()
         return ()
 
-    def _restore(self, standing: State) -> None:
-        """Go back to what `_standing` gave."""
-        self.stream.load_state_dict(standing)
-        self.pretrained = standing.get("pretrained", {})
-        self.credit.load_state_dict(standing["credit"])
-        rng.set_random_state(standing["random"])
+    def _restore(self, state: State) -> None:
+        """Restore the state from `_loop_state`."""
+        self.stream.load_state_dict(state)
+        self.pretrained = state.get("pretrained", {})
+        self.credit.load_state_dict(state["credit"])
+        rng.set_random_state(state["random"])
 
     def rewind(self) -> bool:
-        """Go back to the beginning of the iteration that failed, if it has changed no weights; returns if it could.
+        """Restore the start of a failed iteration unless it changed weights; returns True if restored.
 
-        With several processes nobody knows how far the others are.
+        Never with several processes, which may have failed at different points.
         """
         if self.before is None or self.processes.count > 1:
             return False
@@ -293,7 +298,7 @@ class PPOTrainer:
         return True
 
     def finish(self, stopped_by: str) -> Summary:
-        """Write what a run leaves at its end: policy, summary and report; returns the summary."""
+        """Write policy, summary and report, upload the policy if configured, and return the summary."""
         summary = self.record.end(stopped_by, self._save)
         if self.processes.main and self.record.history:
             try:

@@ -76,7 +76,7 @@ def test_a_broken_line_of_jsonl_is_named(write):
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 317, column 18: Expecting ',' delimiter$"):
         read_dataset(write("rows.jsonl", "\n".join(lines)))
     lines[316] = '"p316"'
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 317: 'p316' is no object"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 317: 'p316' is not an object"):
         read_dataset(write("rows.jsonl", "\n".join(lines)))
 
 
@@ -86,13 +86,13 @@ def test_a_broken_line_of_jsonl_is_named(write):
         ("rows.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', r"rows\.jsonl, line 2: not UTF-8 text"),
         ("rows.csv", b"prompt\na\n\xe9\n", r"rows\.csv, line 3: not UTF-8 text"),
         ("rows.json", '[{"prompt": "a"},\n{"prompt" "b"}]', r"rows\.json, line 2, column 11: Expecting ':' delimiter"),
-        ("rows.json", '["a"]', r"rows\.json, row 1: 'a' is no object"),
+        ("rows.json", '["a"]', r"rows\.json, row 1: 'a' is not an object"),
         ("rows.csv", "prompt,answer\na,1\nb, or c,2\n", r"rows\.csv, line 3: 3 fields under 2 column names"),
         ("rows.csv", "prompt,answer\na,1\nb\n", r"rows\.csv, line 3: 1 fields under 2 column names"),
-        ("rows.csv", "prompt,prompt\na,1\n", r"rows\.csv, line 1: a column name stands twice"),
+        ("rows.csv", "prompt,prompt\na,1\n", r"rows\.csv, line 1: a column name occurs twice"),
         ("rows.csv", 'prompt\n"a"b\n', r"rows\.csv, line 2: ',' expected after '\"'"),
         ("rows.csv", 'prompt\na\n"b\n', r"rows\.csv, line 3: unexpected end of data"),
-        ("rows.parquet", b"PAR1 or not", r"rows\.parquet: not a Parquet file that can be read"),
+        ("rows.parquet", b"PAR1 or not", r"rows\.parquet: cannot read this as a Parquet file"),
         ("rows.jsonl", "[" * 100_000, r"rows\.jsonl, line 1: maximum recursion depth exceeded"),
         ("rows.jsonl", '{"prompt": %s}' % ("1" * 5000), r"rows\.jsonl, line 1: Exceeds the limit"),
         ("rows.json", "[" * 100_000, r"rows\.json: maximum recursion depth exceeded"),
@@ -124,7 +124,7 @@ def test_a_folder_without_a_saved_data_set_is_refused(tmp_path):
         read_dataset(str(tmp_path))
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     next((tmp_path / "one").glob("*.arrow")).unlink()
-    with pytest.raises(ConfigError, match=r"one: a saved data set that cannot be read"):
+    with pytest.raises(ConfigError, match=r"one: cannot read this saved data set"):
         read_dataset(str(tmp_path / "one"))
 
 
@@ -137,7 +137,7 @@ def test_a_saved_text_that_lies_outside_of_its_file_is_refused(tmp_path):
     assert data.count(offsets) == 1
     file.unlink()
     file.write_bytes(data.replace(offsets, offsets[:8] + (2**30).to_bytes(4, "little") + offsets[12:]))
-    with pytest.raises(ConfigError, match="a saved data set that cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read this saved data set"):
         read_dataset(str(tmp_path / "one"))
 
 
@@ -222,7 +222,7 @@ def test_the_hub(ask_hub):
     assert "'org/data' with prompts.split 'dev' and prompts.config_name None cannot be loaded" in split
     assert "['train', 'test']" in split
     assert "'main' not found" in subset
-    assert "'org/other', which is no file or folder here, and the hub does not give it" in missing
+    assert "'org/other', which is not a local file or folder, and the hub request failed" in missing
 
 
 @pytest.mark.slow
@@ -230,10 +230,10 @@ def test_without_a_hub_there_is_its_cache_and_what_is_local(ask_hub):
     ask_hub({"name": "org/data"})
     nowhere = "http://127.0.0.1:9"
     [message] = ask_hub({"name": "org/data"}, HF_ENDPOINT=nowhere)
-    assert "'org/data', which is no file or folder here, and the hub does not give it (ConnectError" in message
-    assert "a file (.jsonl, .json, .csv, .parquet) or a folder that Dataset.save_to_disk wrote can stand" in message
-    assert message.endswith("and HF_HUB_OFFLINE=1 takes a copy from the cache")
+    assert "'org/data', which is not a local file or folder, and the hub request failed (ConnectError" in message
+    assert "a file (.jsonl, .json, .csv, .parquet) or a folder written by Dataset.save_to_disk" in message
+    assert message.endswith("and HF_HUB_OFFLINE=1 loads a copy from the cache")
 
     cached, message = ask_hub({"name": "org/data"}, {"name": "org/other"}, HF_ENDPOINT=nowhere, HF_HUB_OFFLINE="1")
     assert cached == ROWS
-    assert message.endswith("a folder that Dataset.save_to_disk wrote can stand in prompts.dataset instead")
+    assert message.endswith("or a folder written by Dataset.save_to_disk")

@@ -129,7 +129,7 @@ def test_a_table_adds_nothing_to_messages(chatty):
 def test_a_prompt_that_is_too_long_is_refused_dropped_or_truncated(tokenizer):
     rows = [{"prompt": text} for text in ("A film", "This movie was really not what I had expected", "The end")]
     with pytest.raises(
-        ConfigError, match=r"row 2 of 'x' has \d+ tokens, but .* room for 4; shorten it, or set prompts"
+        ConfigError, match=r"row 2 of 'x' has \d+ tokens; at most 4 fit, by .*; shorten it, or set prompts"
     ):
         Prompts(rows, tokenizer, PromptsConfig(max_length=4), name="'x'")
     drop = PromptsConfig(max_length=4, overlong="drop")
@@ -153,7 +153,7 @@ def test_the_limit_is_exact(tokenizer, add_bos):
     length = Prompts(text, tokenizer, config).batch(0, 1).ids.shape[1]
     assert Prompts(text, tokenizer, replace(config, max_length=length)).batch(0, 1).mask.all()
     assert Prompts(text, tokenizer, config, room=length).batch(0, 1).mask.all()
-    with pytest.raises(ConfigError, match=rf"prompts\.text\[0\] has {length} tokens, .* room for {length - 1};"):
+    with pytest.raises(ConfigError, match=rf"prompts\.text\[0\] has {length} tokens; at most {length - 1} fit, .*;"):
         Prompts(text, tokenizer, replace(config, max_length=length - 1))
 
 
@@ -174,7 +174,7 @@ def test_an_empty_prompt_is_refused(tokenizer):
         (7, r"row 2 of 'x' is 7; it must be a text, as the first row is"),
         (None, r"row 2 of 'x' is None; it must be a text"),
         (QUESTION, r"row 2 of 'x' is \[\{'role'.*; it must be a text"),
-        ("half \ud83c", r"row 2 of 'x' holds '\\ud83c', which is half a character"),
+        ("half \ud83c", r"row 2 of 'x' holds '\\ud83c', a lone surrogate"),
     ],
 )
 def test_what_is_not_text_is_refused_by_row(tokenizer, prompt, message):
@@ -193,7 +193,7 @@ def test_a_template_that_refuses_a_conversation_is_named_by_row(chatty):
     strict.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}hello"
     )
-    with pytest.raises(ConfigError, match=r"row 2 of 'x': the tokenizer's chat template refuses it: no system role"):
+    with pytest.raises(ConfigError, match=r"row 2 of 'x': the tokenizer's chat template rejects it: no system role"):
         Prompts([{"prompt": QUESTION}, {"prompt": [{"role": "system", "content": ""}]}], strict, name="'x'")
 
 
@@ -246,7 +246,7 @@ def test_the_shorter_of_two_limits_holds(tokenizer):
 def test_what_is_dropped_is_said(tokenizer):
     config = PromptsConfig(text=["A", "This movie was really not what I had expected"], overlong="drop", max_length=4)
     said = load_prompts(config, tokenizer, seed=1, room=None).left_out()
-    assert said == "1 of the 2 prompts of prompts.text have more than 4 tokens and are left out"
+    assert said == "1 of the 2 prompts of prompts.text have more than 4 tokens and are dropped"
     assert load_prompts(PromptsConfig(), tokenizer, seed=1, room=None).left_out() is None
 
 

@@ -1,7 +1,7 @@
 import torch
 from transformers import AutoConfig, DynamicCache
 
-from tokencredit.text.engines.cache import LEAST_ROOM, RoomyLayer, sampling_cache
+from tokencredit.text.engines.cache import SPARE_TOKENS, SpareCapacityLayer, sampling_cache
 
 
 def states(time, batch=3, seed=0):
@@ -10,8 +10,8 @@ def states(time, batch=3, seed=0):
 
 def test_it_holds_what_transformers_own_cache_holds():
     ours, theirs = sampling_cache(AutoConfig.for_model("gpt2", n_layer=1)), DynamicCache()
-    assert isinstance(ours.layers[0], RoomyLayer)
-    for step, time in enumerate([5, *[1] * (LEAST_ROOM + 3), 40]):  # past the first room, and past what is doubled
+    assert isinstance(ours.layers[0], SpareCapacityLayer)
+    for step, time in enumerate([5, *[1] * (SPARE_TOKENS + 3), 40]):  # past the first buffer, and past a larger one
         if step == 7:  # rows leave
             for cache in (ours, theirs):
                 cache.batch_select_indices(torch.tensor([0, 2]))
@@ -25,10 +25,10 @@ def test_it_holds_what_transformers_own_cache_holds():
 
 
 def test_one_more_token_copies_nothing():
-    layer = RoomyLayer()
+    layer = SpareCapacityLayer()
     layer.update(*states(5))
     place = layer.keys.data_ptr()
-    for _ in range(LEAST_ROOM):
+    for _ in range(SPARE_TOKENS):
         layer.update(*states(1))
         assert layer.keys.data_ptr() == place
     layer.update(*states(1))
@@ -40,4 +40,4 @@ def test_layers_that_look_back_a_limited_way_stay_as_they_are():
         "gemma3_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
     )
     kinds = [type(layer).__name__ for layer in sampling_cache(config).layers]
-    assert kinds == ["DynamicSlidingWindowLayer", "RoomyLayer"]
+    assert kinds == ["DynamicSlidingWindowLayer", "SpareCapacityLayer"]

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import says_any
+from tokencredit.text.engines.sampling import contains_stop
 
 KINDS = ["sentencepiece", "unigram", "wordpiece", "bytes"]
 
@@ -185,4 +185,4 @@ def test_stop_strings_see_the_space_and_special_tokens(tokenizer):
     reader = Detokenizer(tokenizer, prompt, skip_special_tokens=False)
     rows = torch.tensor([[*blue, tokenizer.eos_token_id]])
     for stop, found in {" blue": True, "</s>": True, "is": False, "is blue": False, "green": False}.items():
-        assert says_any([stop], rows.tolist(), [reader]) == [found]
+        assert contains_stop([stop], rows.tolist(), [reader]) == [found]

@@ -22,7 +22,7 @@ from tokencredit.text.models.checks import static_decoding
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.parts import width
 from tokencredit.text.models.peft_models import take_over
-from tokencredit.text.models.precision import Precision, products
+from tokencredit.text.models.precision import Precision, matrix_layers
 
 FLOAT = Precision("float32", torch.device("cpu"))
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -79,7 +79,7 @@ def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, token
     dynamic, static = both(model, tokenizer, every=every)
     lengths = sorted(dynamic.mask.sum(1).tolist())
     assert lengths[0] < 20
-    assert lengths[-1] > 64, "longer than the first stretch of columns, and most rows have left by then"
+    assert lengths[-1] > 64, "longer than the first segment of columns, and most rows have left by then"
     assert_same(dynamic, static)
 
 
@@ -192,7 +192,7 @@ def test_a_step_needs_no_number_of_a_tensor(half, model, tokenizer):
                     setattr(state, name, fake.from_tensor(x))
             step()
             with pytest.raises(DataDependentOutputException):
-                state.settle()
+                state.check()
 
 
 def train(tokenizer, folder, cache, lm=None):
@@ -270,7 +270,7 @@ def test_the_check_passes_in_bfloat16_too(kind, tokenizer):
 def test_what_is_wrong_in_bfloat16_alone_is_found_out(tokenizer, monkeypatch):
     def numb(self, dtype):
         """Rounding to one bit."""
-        for module in products(self.model.lm):
+        for module in matrix_layers(self.model.lm):
             module._parameters["weight"] = torch.nn.Parameter(module.weight.sign().to(dtype), requires_grad=False)
 
     monkeypatch.setattr(StaticDecoding, "_round", numb)

@@ -179,11 +179,11 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_kinds_that_would_not_be_trained_are_refused(kind, model_folders, tmp_path):
     config, name = REFUSED[kind]
-    with pytest.raises(ConfigError, match=rf"an adapter of kind {name} cannot be trained here: .*; take LoRA"):
+    with pytest.raises(ConfigError, match=rf"an adapter of type {name} cannot be trained here: .*; use LoRA"):
         models_of(model_folders["llama"], config)
     config.base_model_name_or_path = str(model_folders["llama"])
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"an adapter of kind {name} cannot be trained here"):
+    with pytest.raises(ConfigError, match=rf"an adapter of type {name} cannot be trained here"):
         load_language_model(ModelConfig(name=str(tmp_path)))
 
 
@@ -239,7 +239,7 @@ def test_an_adapter_on_the_output_projection_can_only_be_merged(model_folders, t
     lm = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
     model = peft.get_peft_model(lm, peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
     model.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"on the output projection too, .*; set model\.adapter: merge"):
+    with pytest.raises(ConfigError, match=r"adapts the output projection, .*; set model\.adapter: merge"):
         models_of(tmp_path)
     torch.testing.assert_close(logits(models_of(tmp_path, adapter="merge").policy.lm), logits(model), atol=1e-4, rtol=0)
 
@@ -277,14 +277,16 @@ def test_states_of_a_peft_model_that_would_not_be_trained(lora_folder):
     two = plain(lora_folder)
     two.load_adapter(lora_folder, "other")
     two.base_model.set_adapter(["default", "other"])
-    with pytest.raises(ConfigError, match="one adapter of the model must be active, and these are: default, other"):
+    with pytest.raises(
+        ConfigError, match="the model must have exactly one active adapter, and these are active: default, other"
+    ):
         models_of(lora_folder, model=two)
 
 
 def test_weights_that_the_adapters_folder_would_not_hold(lora_folder):
     model = plain(lora_folder, is_trainable=True)
     model.get_base_model().model.norm.weight.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight is trained beside the adapter, whose folder would not"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is trainable but not part of the adapter"):
         models_of(lora_folder, model=model)
 
 

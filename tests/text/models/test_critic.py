@@ -147,7 +147,7 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, t
     assert all(torch.equal(x, trained[name]) for name, x in second.policy.critic.state_dict().items())
     second.train()
     events = [json.loads(line)["event"] for line in (tmp_path / "b" / "events.jsonl").read_text().splitlines()]
-    assert f"the critic goes on from the one saved in {model.name}" in events
+    assert f"the critic continues from the one saved in {model.name}" in events
     fresh = PPOTrainer(args=small(tmp_path / "c", model=model, critic=CriticConfig(kind=kind, init="zeros")))
     assert fresh.policy.critic.head[-1].weight.abs().sum() == 0
     assert fresh.notes == []
@@ -161,19 +161,19 @@ def test_a_separate_critic_goes_on_by_its_own_name(tmp_path):
     again = PPOTrainer(args=small(tmp_path / "b", critic=CriticConfig(kind="separate", name=name)))
     expected = first.policy.critic.state_dict()
     assert all(torch.equal(x, expected[key]) for key, x in again.policy.critic.state_dict().items())
-    assert again.notes == [f"the critic goes on from the one saved in {name}"]
+    assert again.notes == [f"the critic continues from the one saved in {name}"]
 
 
 @pytest.mark.parametrize(
     ("saved", "asked", "note"),
     [
-        ({"kind": "separate"}, {"kind": "shared"}, "is separate, and critic.kind is shared: a new critic begins"),
+        ({"kind": "separate"}, {"kind": "shared"}, "is separate, but critic.kind is shared: starting a new critic"),
         (
             {"head": "linear"},
             {"head": "mlp"},
-            "has another form than critic.head and critic.loss give: a new one begins",
+            "does not match critic.head and critic.loss: starting a new one",
         ),
-        ({"loss": "histogram"}, {}, "has another form than critic.head and critic.loss give: a new one begins"),
+        ({"loss": "histogram"}, {}, "does not match critic.head and critic.loss: starting a new one"),
     ],
 )
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_damaged_head_is_refused(tmp_path):
     PPOTrainer(args=small(tmp_path / "a")).train()
     folder = tmp_path / "a" / "policy"
     (folder / "value_head.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(ConfigError, match=r"value_head.safetensors: .*critic.init: zeros begins with a new critic"):
+    with pytest.raises(ConfigError, match=r"value_head.safetensors: .*critic.init: zeros to start a new critic"):
         PPOTrainer(args=small(tmp_path / "b", model=ModelConfig(name=str(folder), dtype="float32")))
 
 
@@ -407,7 +407,7 @@ def test_an_adapters_folder_is_no_critic(tmp_path):
     pytest.importorskip("peft")
     PPOTrainer(args=small(tmp_path / "a", model=ModelConfig(dtype="float32", lora=LoraConfig(rank=2)))).train()
     asked = CriticConfig(kind="separate", name=str(tmp_path / "a" / "policy"))
-    with pytest.raises(ConfigError, match=r"critic\.name is .*, which holds an adapter and no trunk of a critic"):
+    with pytest.raises(ConfigError, match=r"critic\.name is .*, which holds an adapter instead of a critic"):
         PPOTrainer(args=small(tmp_path / "b", critic=asked))
 
 

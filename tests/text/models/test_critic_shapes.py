@@ -155,15 +155,15 @@ def test_a_cut_trunk_normalises_the_states_of_its_last_layer_and_is_loaded_as_it
     args = ModelConfig(name=str(tmp_path))
     for layers in (None, 1):
         again, notes = build_policy(*load_language_model(args), args, CriticConfig(layers=layers, **SEPARATE))
-        assert notes == [f"the critic goes on from the one saved in {tmp_path}"]
+        assert notes == [f"the critic continues from the one saved in {tmp_path}"]
         assert torch.equal(again.critic_outputs(batch()).values, policy.critic_outputs(batch()).values)
-    with pytest.raises(ConfigError, match=r"critic\.layers is 2, and the critic saved in .* has 1 layers, which it"):
+    with pytest.raises(ConfigError, match=r"critic\.layers is 2, and the critic saved in .* has 1 layers; leave"):
         build_policy(*load_language_model(args), args, CriticConfig(layers=2, **SEPARATE))
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_more_layers_than_there_are_are_refused(kind, model_folders):
-    with pytest.raises(ConfigError, match=r"critic\.layers is 3; it must be at most 2, the layers of the Llama"):
+    with pytest.raises(ConfigError, match=r"critic\.layers is 3; it must be at most 2, the number of layers of Llama"):
         built(str(model_folders["llama"]), kind=kind, layers=3)
 
 
@@ -214,19 +214,19 @@ def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(fa
             "minicpm3",
             SHAPE | MLA,
             {"kind": "separate", "layers": 1},
-            r"separate critic MiniCPM3Model with critic\.layers: 1 computes something else when it is loaded again",
+            r"separate critic MiniCPM3Model with critic\.layers: 1 gives other states once it is saved and loaded",
         ),
         (
             "gemma3n_text",
             SHAPE | GEMMA,
             {"layers": 1},
-            r"Gemma3nForCausalLM with critic\.layers: 1 gives states of a form that no value head reads; leave it out",
+            r"Gemma3nForCausalLM with critic\.layers: 1 has hidden states of a shape that no value head can read",
         ),
         (
             "gpt_neox_japanese",
             {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
             {"kind": "separate", "layers": 1},
-            r"GPTNeoXJapaneseModel with critic\.layers: 1 cannot be cut: .*; leave it out",
+            r"GPTNeoXJapaneseModel with critic\.layers: 1 cannot be truncated: .*; leave it out",
         ),
         (
             "mamba",
@@ -264,9 +264,9 @@ def test_a_saved_tap_goes_on_at_the_same_layer_only(tmp_path):
     weights = {key: x.clone() for key, x in first.policy.critic.state_dict().items()}
     assert weights["head.2.weight"].abs().sum() > 0
     model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
-    other = "is for other layers than critic.layers: a new one begins"
+    other = "does not match critic.layers: starting a new one"
     for critic, note in [
-        ({"layers": 1}, "the critic goes on from"),
+        ({"layers": 1}, "the critic continues from"),
         ({}, other),
         ({"kind": "separate"}, other),
         ({"kind": "separate", "layers": 1}, other),
@@ -361,7 +361,7 @@ def test_members_are_saved_and_go_on_together(tmp_path):
     assert all(torch.equal(x, trained[key.replace("s.1", "s.0")]) for key, x in state.items())
     (policy / "value_head-2.safetensors").write_bytes((policy / "value_head.safetensors").read_bytes())
     (policy / "critic-2" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"value_head-2.safetensors' is there without its trunk; the files of"):
+    with pytest.raises(ConfigError, match=r"value_head-2.safetensors' has no trunk beside it; the files of"):
         PPOTrainer(args=small(tmp_path / "e", members=2, **options))
 
 
@@ -419,5 +419,7 @@ def test_a_causal_classifier_with_the_policys_tokens_starts_a_critic(tokenizer, 
 
 def test_the_built_in_classifier_reads_other_tokens(tmp_path):
     name = resolve("builtin:reviews", "sentiment")
-    with pytest.raises(ConfigError, match=r"the tokenizer has 2048 tokens, but '.*sentiment' knows 1265; they do not"):
+    with pytest.raises(
+        ConfigError, match=r"the tokenizer has 2048 tokens, but the embedding of '.*sentiment' only 1265; use"
+    ):
         PPOTrainer(args=small(tmp_path, kind="separate", name=name))

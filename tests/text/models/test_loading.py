@@ -30,7 +30,7 @@ def test_a_saved_policy_is_an_ordinary_folder_with_its_value_head(loaded, tmp_pa
     args = ModelConfig(name=str(tmp_path))
     again, notes = build_policy(*load_language_model(args), args, CriticConfig(head="linear"))
     assert torch.equal(again.critic.head.weight, model.critic.head.weight)
-    assert notes == [f"the critic goes on from the one saved in {tmp_path}"]
+    assert notes == [f"the critic continues from the one saved in {tmp_path}"]
 
 
 def test_every_token_that_ends_a_text_is_known(loaded):
@@ -46,7 +46,7 @@ def test_room_for_prompts(loaded):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("builtin:news", "not a built-in world; there is one, builtin:reviews"),
+        ("builtin:news", "not a built-in world; the only one is builtin:reviews"),
         ("./nowhere", "'./nowhere' is not a model folder: it has no config.json"),
     ],
 )
@@ -58,7 +58,7 @@ def test_names_that_lead_nowhere(name, message):
 def test_a_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ConfigError, match=r"'nobody/nothing' is no folder here, the hub cannot be reached.*give a folder"
+        ConfigError, match=r"'nobody/nothing' is not a local folder, the hub cannot be reached.*give a folder"
     ):
         resolve("nobody/nothing", "policy")
 
@@ -106,8 +106,15 @@ def test_a_tokenizer_of_another_model(tmp_path, model_folders):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.add_tokens(["<one>", "<two>"])
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ tokens, but .* knows \d+; they do not belong"):
+    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ tokens, but the embedding of .* only \d+; use"):
         load_language_model(ModelConfig(name=str(tmp_path / "model")))
+
+
+def test_a_folder_without_a_tokenizer_is_named_as_that(architecture, tmp_path, model_folders):
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(model_folders[architecture] / file, tmp_path)
+    with pytest.raises(ConfigError, match=rf"tokenizer.*{tmp_path}|{tmp_path}.*has no tokenizer"):
+        load_language_model(ModelConfig(name=str(tmp_path)))
 
 
 def test_a_separate_critic_from_another_folder_is_saved_beside_the_policy(model_folders, tmp_path):
@@ -153,7 +160,7 @@ def test_an_adapter_alone_is_trained_and_loads_with_plain_peft(model_folders, tm
     ("targets", "message"),
     [
         (["no_such_layer"], r"model\.lora\.target_modules: Target modules .*no_such_layer.* not found"),
-        (["lm_head"], r"model\.lora puts an adapter on the output projection"),
+        (["lm_head"], r"model\.lora adapts the output projection"),
     ],
 )
 def test_an_adapter_that_fits_no_layer(model_folders, targets, message):

@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_lets_each_measure(folder):
     for result in RESULTS:
         found, origin = measure_once("pays", KEY, RESULTS, lambda result=result: result)
         assert found == result
-        assert origin == f"timed now; it cannot be kept in {cache_file('pays', KEY)}: Not a directory"
+        assert origin == f"timed now, and not cached in {cache_file('pays', KEY)}: Not a directory"
 
 
 def test_it_is_in_the_users_cache_folder(monkeypatch, tmp_path):
@@ -113,7 +113,7 @@ def test_without_a_home_each_measures(monkeypatch):
     monkeypatch.setattr(Path, "home", no_home)
     for result in RESULTS:
         found, origin = measure_once("pays", KEY, RESULTS, lambda result=result: result)
-        assert (found, "no cache folder" in origin) == (result, True)
+        assert (found, "no home folder" in origin) == (result, True)
 
 
 def test_the_processor_has_a_name():

@@ -15,7 +15,7 @@ from tokencredit.text.engines.sampling import sample
 from tokencredit.text.models import precision
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model
-from tokencredit.text.models.precision import Precision, bfloat16_helps, choose, round_frozen
+from tokencredit.text.models.precision import Precision, bfloat16_helps, choose_precision, round_frozen
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.trainer import PPOTrainer
 
@@ -36,7 +36,7 @@ def faster(monkeypatch, half):
 def test_what_is_asked_for_is_taken(dtype, monkeypatch):
     monkeypatch.setattr(precision, "bfloat16_helps", lambda *_: pytest.fail("nothing to try out"))
     processes = Processes()
-    chosen = choose(dtype, 64, processes, None)
+    chosen = choose_precision(dtype, 64, processes, None)
     assert chosen == Precision(dtype, processes.device)
     assert (chosen.choices, chosen.notes) == ({}, [])
 
@@ -44,7 +44,7 @@ def test_what_is_asked_for_is_taken(dtype, monkeypatch):
 @pytest.mark.parametrize(("half", "expected"), [(0.7, "bfloat16"), (0.8, "float32"), (3.0, "float32")])
 def test_auto_takes_bfloat16_where_it_is_clearly_faster(half, expected, monkeypatch):
     faster(monkeypatch, half)
-    chosen = choose("auto", 64, Processes(), None)
+    chosen = choose_precision("auto", 64, Processes(), None)
     assert chosen.dtype == expected
     assert chosen.choices == {"model.dtype": expected}
     (note,) = chosen.notes
@@ -53,12 +53,12 @@ def test_auto_takes_bfloat16_where_it_is_clearly_faster(half, expected, monkeypa
 
 def test_a_machine_is_timed_once_per_width_and_stays_with_the_result(monkeypatch, tmp_path):
     faster(monkeypatch, 0.5)
-    assert choose("auto", 64, Processes(), None).dtype == "bfloat16"
+    assert choose_precision("auto", 64, Processes(), None).dtype == "bfloat16"
     faster(monkeypatch, 2.0)
-    again = choose("auto", 64, Processes(), tmp_path / "no run yet")
+    again = choose_precision("auto", 64, Processes(), tmp_path / "no run yet")
     assert again.dtype == "bfloat16"
     assert again.notes[0].startswith("model.dtype auto: bfloat16, as timed on 2")
-    assert choose("auto", 32, Processes(), None).dtype == "float32"
+    assert choose_precision("auto", 32, Processes(), None).dtype == "float32"
 
 
 @pytest.mark.parametrize("file", ["choices.json", "config.yaml"])
@@ -69,19 +69,19 @@ def test_a_run_keeps_what_it_chose_also_one_of_a_version_that_wrote_it_into_its_
     monkeypatch.setattr(precision, "bfloat16_helps", lambda *_: pytest.fail("nothing to try out"))
     old = {"model": {"dtype": dtype}}
     (tmp_path / file).write_text(json.dumps({"model.dtype": dtype} if file == "choices.json" else old))
-    chosen = choose("auto", 64, Processes(), tmp_path)
+    chosen = choose_precision("auto", 64, Processes(), tmp_path)
     assert chosen.dtype == dtype
     assert chosen.choices == {"model.dtype": dtype}
     assert chosen.notes == [f"model.dtype auto: {dtype}, as when this run began"]
     other = "float32" if dtype == "bfloat16" else "bfloat16"
-    assert choose(other, 64, Processes(), tmp_path).dtype == other
+    assert choose_precision(other, 64, Processes(), tmp_path).dtype == other
 
 
 @pytest.mark.parametrize("text", ['{"model.dtype": "float16"}', '{"model.dtype": ["float32"]}', "[]", "{"])
 def test_a_choice_that_cannot_be_read_is_named(text, tmp_path):
     (tmp_path / "choices.json").write_text(text)
     with pytest.raises(ConfigError, match=r"choices\.json"):
-        choose("auto", 64, Processes(), tmp_path)
+        choose_precision("auto", 64, Processes(), tmp_path)
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -31,7 +31,7 @@ SPENT = [
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(reward_calls, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(reward_calls, "FIRST_BACKOFF", 0.0)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_service_that_hangs_is_asked_again(service, caplog):
     # Many retries, because on a busy machine an honest answer may come too late as well.
     assert rate(judge(service, timeout=0.2, retries=100)) == LENGTHS
     assert len(service.asked) >= 3
-    assert "reward term 'judge' gave no answer within 0.2 s, its timeout; trying again in 0 s" in caplog.messages
+    assert "reward term 'judge' exceeded its timeout of 0.2 s; trying again in 0 s" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_a_service_that_hangs_is_asked_again(service, caplog):
         (
             "error",
             r"^reward term 'judge' raised HTTPError: HTTP Error 500: Internal Server Error \(the last of 3 tries\); "
-            r"if it only takes longer, raise the term's timeout or its retries$",
+            r"if the service is only slow, raise the term's timeout or retries$",
         ),
         (
             "hang",
-            r"^reward term 'judge' gave no answer within 0\.2 s, its timeout \(the last of 3 tries\); "
-            r"if it only takes longer, raise the term's timeout or its retries$",
+            r"^reward term 'judge' exceeded its timeout of 0\.2 s \(the last of 3 tries\); "
+            r"if the service is only slow, raise the term's timeout or retries$",
         ),
         ("garbage", r"^reward term 'judge' returned 1 numbers for 2 completions \(the last of 3 tries\)$"),
     ],
@@ -202,8 +202,8 @@ def test_a_reward_out_of_memory_stops_the_run_with_the_advice_for_it(spent, tmp_
 
 
 def test_pauses_double_up_to_the_longest(monkeypatch, caplog):
-    monkeypatch.setattr(reward_calls, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(reward_calls, "LONGEST_PAUSE", 0.003)
+    monkeypatch.setattr(reward_calls, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr(reward_calls, "MAX_BACKOFF", 0.003)
     failing = Failing(OSError("gone"), OSError("gone"), OSError("gone"), OSError("gone"), LENGTHS)
     assert rate(Term("f", 1.0, failing, retries=4)) == LENGTHS
     assert caplog.messages == [
@@ -239,7 +239,7 @@ def test_a_coroutine_that_hangs_for_ever_is_given_up():
     async def hangs(completions):
         await asyncio.Event().wait()
 
-    with pytest.raises(RewardError, match=r"'f' gave no answer within 0\.2 s, its timeout \(the last of 2 tries\)"):
+    with pytest.raises(RewardError, match=r"'f' exceeded its timeout of 0\.2 s \(the last of 2 tries\)"):
         rate(Term("f", 1.0, hangs, timeout=0.2, retries=1))
 
 
@@ -262,7 +262,7 @@ def test_coroutines_are_tried_again_together():
 
 
 def test_a_timeout_of_the_functions_own_is_not_the_terms():
-    with pytest.raises(RewardError, match=r"raised TimeoutError: timed out; if it only"):
+    with pytest.raises(RewardError, match=r"raised TimeoutError: timed out; if the service"):
         rate(Term("f", 1.0, Failing(TimeoutError("timed out")), timeout=30, retries=0))
 
 
@@ -297,9 +297,9 @@ def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
     )
     assert done.returncode == 1
     again, end = [line for line in done.stderr.splitlines() if "hangs" in line]
-    assert again == "reward term 'hangs' gave no answer within 0.2 s, its timeout; trying again in 1 s"
+    assert again == "reward term 'hangs' exceeded its timeout of 0.2 s; trying again in 1 s"
     assert end.startswith(
-        "tokencredit: stopped in iteration 1: reward term 'hangs' gave no answer within 0.2 s, its timeout "
-        "(the last of 2 tries); if it only takes longer"
+        "tokencredit: stopped in iteration 1: reward term 'hangs' exceeded its timeout of 0.2 s "
+        "(the last of 2 tries); if the service is only slow"
     )
     assert "Traceback" not in done.stderr

@@ -52,7 +52,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr("tokencredit.text.rewards.calls.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("tokencredit.text.rewards.calls.FIRST_BACKOFF", 0.0)
 
 
 def rate(terms, prompts=PROMPTS, completions=COMPLETIONS, lengths=(2, 3), **columns):
@@ -147,7 +147,7 @@ def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(t
 
 def test_a_text_that_is_too_long_is_read_from_its_end_and_said_so_once():
     classifier = Classifier(BUILTIN, "NEGATIVE")
-    with pytest.warns(UserWarning, match=r"'builtin:reviews' reads at most 128 tokens; of a text of \d+ the beginning"):
+    with pytest.warns(UserWarning, match=r"'builtin:reviews' reads at most 128 tokens; a text of \d+ was truncated"):
         good, bad = classifier([" film" * 200] * 2, COMPLETIONS)
     assert good < bad
     with warnings.catch_warnings():
@@ -273,7 +273,9 @@ def test_a_model_that_cannot_read_a_text_is_refused(tokenizer):
     config = AutoConfig.for_model("xmod", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
     config.vocab_size = len(tokenizer)
     model = AutoModelForSequenceClassification.from_config(config)
-    with pytest.raises(ConfigError, match=r"'many' cannot read a text: ValueError: Input language unknown"):
+    with pytest.raises(
+        ConfigError, match=r"a forward pass of 'many' on a text fails: ValueError: Input language unknown"
+    ):
         RewardModel("many", model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
 
 
@@ -330,12 +332,15 @@ def test_plain_texts_of_messages():
     ("term", "message"),
     [
         ({"classifier": BUILTIN, "label": "BAD"}, r"has no label 'BAD'; its labels are NEGATIVE, POSITIVE"),
-        ({"reward_model": BUILTIN}, r"'builtin:reviews' has 2 outputs, .* name it as classifier"),
+        ({"reward_model": BUILTIN}, r"'builtin:reviews' has 2 outputs, .* set it as classifier"),
         ({}, r"needs exactly one of function, classifier, reward_model"),
         ({"function": "lenght"}, r"'lenght' is none of the ready-made ones, length, count, .*'path/file\.py:name'"),
         ({"function": "count"}, r"count needs text; give it in kwargs"),
         ({"function": "length", "kwargs": {"units": "words"}}, r"kwargs has 'units', which length does not take"),
-        ({"function": "regex", "kwargs": {"pattern": "("}}, r"pattern is '\(', which is no regular expression"),
+        (
+            {"function": "regex", "kwargs": {"pattern": "("}},
+            r"pattern is '\(', which is not a valid regular expression",
+        ),
         ({"function": "nowhere.py:f"}, r"there is no reward file 'nowhere\.py'"),
         ({"function": "no_such_package.rewards:f"}, r"'no_such_package\.rewards' cannot be imported: ModuleNotFound"),
         ({"function": "math:sqr"}, r"'math' has no 'sqr'; did you mean 'sqrt'\?"),
@@ -356,8 +361,8 @@ def test_a_label_must_be_chosen(tmp_path):
 def test_a_folder_that_is_no_classifier_is_refused(tmp_path, model_folders, reward_model):
     for folder, message in (
         (tmp_path, "is not a model folder"),
-        (model_folders["gpt2"], r"is no sequence classifier: its weights lack score\.weight"),
-        (reward_model, "has one output and no labels to choose from; name it as reward_model"),
+        (model_folders["gpt2"], r"is not a sequence classifier: its weights lack score\.weight"),
+        (reward_model, "has one output and no labels to choose from; set it as reward_model"),
     ):
         with pytest.raises(ConfigError, match=rf"reward\[0\]: .*{message}"):
             build_terms([RewardTerm(classifier=str(folder), label="A")], "cpu")
@@ -381,12 +386,14 @@ def test_a_vocabulary_that_does_not_match_its_tokenizer(tmp_path, reward_model):
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path / "model")
     rows = len(tokenizer) - 1
-    with pytest.raises(ConfigError, match=rf"tokenizer of .* has {rows + 1} tokens, but its model knows {rows}"):
+    with pytest.raises(
+        ConfigError, match=rf"tokenizer of .* has {rows + 1} tokens, but its model's embedding only {rows}"
+    ):
         build_terms([RewardTerm(reward_model=str(tmp_path / "model"))], "cpu")
 
 
 def test_two_terms_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match=r"reward\[1\]\.name is 'NEGATIVE', as another term's is"):
+    with pytest.raises(ConfigError, match=r"reward\[1\]\.name is 'NEGATIVE', the name of another term"):
         build_terms([RewardTerm(classifier=BUILTIN), RewardTerm(classifier=BUILTIN, output="logit")], "cpu")
 
 
@@ -594,7 +601,9 @@ def test_a_function_that_raises_on_the_whole_only():
             raise ValueError("too many")
         return [0.0]
 
-    with pytest.raises(RewardError, match=r"ValueError: too many; .* 2 completions together, on none of them alone"):
+    with pytest.raises(
+        RewardError, match=r"ValueError: too many; .* batch of 2 completions, but on none of them alone"
+    ):
         rate([Term("small", 1.0, small)])
 
 
@@ -609,7 +618,7 @@ def test_a_function_that_raises_on_the_whole_only():
         ([1.0, "good"], r"reward term 'odd' is 'good' for the text 'This movie was really awful.*it must be a number"),
         ([[1.0, 2.0], [1.0]], r"'odd' gave 1 numbers for the 3 tokens of the text 'This movie was really awful"),
         ([[1.0, None], None], r"'odd' is None for the text .*wonderful"),
-        ([None, None], r"no reward term said anything of any completion: odd gave None everywhere"),
+        ([None, None], r"no reward term scored any completion: odd returned None for all"),
     ],
 )
 def test_results_that_are_no_rewards(result, message):

@@ -1,1 +1,1 @@
-"""The true values of a policy's states, sampled, and what a run shows beside them."""
+"""Monte-Carlo estimates of true values, and audits of a run's credit against them."""

@@ -1,4 +1,4 @@
-"""The audit of a policy's credit: fresh completions, their true values, and every estimator beside them."""
+"""Audit a policy's credit: fresh completions, their true values, and the advantages of every estimator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokencredit.processes import Processes
 from tokencredit.runs.folder import write_audit
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
-from tokencredit.text.audit.continuations import Continuations, States, in_all, states_of
+from tokencredit.text.audit.continuations import Continuations, States, run_in_all, states_of
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
@@ -32,18 +32,18 @@ from tokencredit.text.stages import Stages
 
 @dataclass(frozen=True)
 class Audit:
-    """Audited completions with the truth and the advantages of every estimator, `[completions, time]` each."""
+    """Audited completions with true values and the advantages of every estimator, `[completions, time]` each."""
 
     batch: Batch
-    """Of the whole groups; `rows` are audited."""
+    """Whole groups of completions; `rows` are audited."""
     rows: list[int]
     truth: Truth
     values: Tensor | None
-    """The critic's."""
+    """The critic's values; None without a critic."""
     advantages: Mapping[str, Tensor]
-    """By label; the first is the run's own."""
+    """Advantages by the estimator's label; the first is the run's own."""
     continuations: float
-    """Per state, on average."""
+    """Mean number of continuations per state."""
     seconds: float
 
     def judge(self, processes: Processes) -> dict[str, Any]:
@@ -51,47 +51,46 @@ class Audit:
         parts = {f"truth {name}": x for name, x in vars(self.truth).items()} | dict(self.advantages)
         if self.values is not None:
             parts["values"] = self.values
-        everyone = dict(zip(parts, gathered(processes, list(parts.values())), strict=True))
-        truth = Truth(**{name: everyone[f"truth {name}"] for name in vars(self.truth)})
-        credit = judge_credit(truth, {label: everyone[label] for label in self.advantages})
-        critic = None if self.values is None else judge_critic(truth, everyone["values"])
+        gathered = dict(zip(parts, gather(processes, list(parts.values())), strict=True))
+        truth = Truth(**{name: gathered[f"truth {name}"] for name in vars(self.truth)})
+        credit = judge_credit(truth, {label: gathered[label] for label in self.advantages})
+        critic = None if self.values is None else judge_critic(truth, gathered["values"])
         return {"credit": credit, "critic": critic, "metrics": audit_metrics(credit, critic)}
 
     def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-        """This process's completions as samples.jsonl has them, with the truth of each token."""
+        """This process's completions as records for samples.jsonl, with the true values of each token."""
         samples = self.batch.samples(tokenizer, self.rows)
         return [sample | true_numbers(self.truth, row, len(sample["tokens"])) for row, sample in enumerate(samples)]
 
     def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """This process's part of audit.json, beside what `judge` finds."""
-        asked = {name: getattr(settings, name) for name in ("completions", "continuations", "states")}
+        """This process's part of audit.json, without the results of `judge`."""
+        configured = {name: getattr(settings, name) for name in ("completions", "continuations", "states")}
         samples = [{"iteration": number, **sample} for sample in self.samples(tokenizer)]
         measured = {"continuations": self.continuations, "seconds": self.seconds}
-        return {"iteration": number, "settings": asked, **measured, "samples": samples}
+        return {"iteration": number, "settings": configured, **measured, "samples": samples}
 
 
 @dataclass(frozen=True)
 class Auditor:
-    """Measures the true credit of completions that a run's policy samples, as the run samples and scores them."""
+    """Measures the true credit of completions, sampled and scored as in the run."""
 
     pipeline: Pipeline
     credit: Credit
-    """Of the run; audits leave it as it is."""
+    """The run's credit, which audits do not modify."""
     prompts: Prompts
     settings: AuditConfig
-    """How much is measured; `every` is not read."""
+    """Size of the audit; `every` is not read."""
     group: int = 1
-    """Least number of completions per prompt that group estimators compare; the first of each group is audited."""
+    """Minimum group size of group estimators; the first completion of each group is audited."""
 
     def audit(self, number: int) -> Audit:
-        """Audit fresh completions; those of another iteration, `number`, are others.
+        """Audit fresh completions; each iteration `number` has its own.
 
-        The run's scale of scores and its running means stand where they are. Continuations are sampled for the truth
-        alone.
+        The run's score scale and running means are left unchanged.
 
         Raises:
             UnusableBatch: a log-probability, KL, value or reward is not finite, in any process.
-            RewardError: a reward cannot be had.
+            RewardError: a reward could not be computed.
         """
         with preserved():  # a reward may draw from the global generators
             return self._audit(number)
@@ -102,17 +101,17 @@ class Auditor:
         place = number * processes.count + processes.rank
         random = generator(STREAM, args.seed, place)
         scored = self._collect(place, group, random)
-        # A batch that holds whole groups, whatever their size, as the configuration's check wants it.
+        # The configuration's check requires a batch size divisible by the group size.
         groups = replace(args.rollout, per_prompt=group, batch_size=group * args.rollout.batch_size)
         credit = Credit(replace(args, rollout=groups), self.credit.reduce)
         credit.load_state_dict(self.credit.state_dict())
         batch, _ = credit.give(scored)
-        credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # that of the batches before
+        credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # as before this batch
         scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
         returns = Returns(len(rows), scored.rollout.mask.shape[1])
         most = args.rollout.batch_size // processes.count
         sampler = Continuations.of(self.pipeline, credit, scored, random, most)
-        in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
+        run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
         lengths = scored.rollout.mask.sum(1).cpu()[rows]
         last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
         values = scored.rollout.values
@@ -133,18 +132,18 @@ class Auditor:
         try:
             with stages("audit") as results:
                 audit = self.audit(number)
-                found = audit.judge(self.pipeline.processes)
-                results["metrics"] = found["metrics"]
+                findings = audit.judge(self.pipeline.processes)
+                results["metrics"] = findings["metrics"]
         except UnusableBatch as error:
             record.event(f"an audit is left out: {error}")
             return {}
         if self.pipeline.processes.main:
-            write_audit(record.folder, audit.record(number, self.settings, tokenizer) | found)
-        metrics: dict[str, float] = found["metrics"]
+            write_audit(record.folder, audit.record(number, self.settings, tokenizer) | findings)
+        metrics: dict[str, float] = findings["metrics"]
         return metrics
 
     def _collect(self, place: int, group: int, random: torch.Generator) -> Scored:
-        """Fresh completions of this process, whole groups."""
+        """Collect this process's fresh completions, in whole groups."""
         args = self.credit.args
         count = -(-self.settings.completions // self.pipeline.processes.count) * group
         uniforms = torch.rand(count, args.rollout.max_new_tokens, generator=random)
@@ -152,12 +151,12 @@ class Auditor:
         return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
 
     def _sample(self, returns: Returns, sampler: Continuations, scored: Scored, rows: Tensor, started: float) -> None:
-        """Sample continuations into `returns` until there are enough, or the time is up."""
+        """Sample continuations into `returns` up to the configured number or time limit."""
         seconds, random = self.settings.seconds, sampler.generator
-        # Positions of each row's own: those that rows shared would be chance that no interval over rows holds.
+        # Independent positions for each row; shared ones would correlate rows, which the confidence intervals exclude.
         lengths = scored.rollout.mask.sum(1).cpu()[rows].tolist()
-        own = [around(spread(length, self.settings.states, random), length) for length in lengths]
-        states, number = states_of(own), 0
+        positions = [around(spread(length, self.settings.states, random), length) for length in lengths]
+        states, number = states_of(positions), 0
         for count in rounds(self.settings.continuations, limited=seconds is not None):
             for part in sampler.returns(scored, States(rows[states.rows], states.at), count):
                 returns.add(torch.searchsorted(rows, part.states.rows), part.states.at, part.values, part.actions)
@@ -166,23 +165,25 @@ class Auditor:
                     return
 
     def _estimates(self, credit: Credit, scored: Scored, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
-        """The advantages of each estimator, before any whitening, by its label."""
+        """Label and unwhitened advantages of each estimator."""
         args, values = credit.advantage_now(), scored.rollout.values
         options, texts = args.options(), scored.dense is None and scored.bootstrap is None
-        chosen = variants(args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1)
-        for label, variant in chosen.items():
+        estimators = variants(
+            args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1
+        )
+        for label, variant in estimators.items():
             rollout = replace(scored.rollout, values=values if variant.critic else None)
             estimator = replace(args, **{**variant.options, "estimator": variant.name})
             yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
 
 
 def around(tokens: list[int], length: int) -> list[int]:
-    """Positions of the states before and after these tokens of a completion, but for the one at its end."""
+    """Positions of the states before and after these tokens of a completion, without the final state."""
     return sorted({at for token in tokens for at in (token, token + 1) if at < length})
 
 
-def gathered(processes: Processes, tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors `[completions, time]` of all processes, joined along their first axis, with NaN as padding."""
+def gather(processes: Processes, tensors: list[Tensor]) -> list[Tensor]:
+    """Concatenate tensors `[completions, time]` over all processes, padded with NaN."""
     if processes.count == 1:
         return tensors
     longest = int(processes.max(torch.tensor(tensors[0].shape[1], device=processes.device)))

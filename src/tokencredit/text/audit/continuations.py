@@ -1,4 +1,4 @@
-"""Continuations: completions sampled anew from states of given ones, and the returns that they give."""
+"""Continuations: completions sampled from intermediate states of others, and their returns."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 
 
 class States(NamedTuple):
-    """States of completions, `[states]` each: the row of the completion, and the token before which the state is."""
+    """States of completions, `[states]` each."""
 
     rows: Tensor
+    """Row of the completion."""
     at: Tensor
+    """Index of the token after the state."""
 
 
-def states_of(places: Sequence[Sequence[int]]) -> States:
-    """The states before these tokens of each completion."""
-    pairs = [(row, at) for row, own in enumerate(places) for at in own]
+def states_of(positions: Sequence[Sequence[int]]) -> States:
+    """The states before the tokens at these positions of each completion."""
+    pairs = [(row, at) for row, row_positions in enumerate(positions) for at in row_positions]
     rows, at = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
     return States(rows, at)
 
 
-def of_like_position(at: Tensor, size: int, apart: int | None) -> list[Tensor]:
-    """Cut states, by their positions `[states]`, into parts of like position; returns the indices of each.
+def batch_by_position(at: Tensor, size: int, max_distance: int | None) -> list[Tensor]:
+    """Batch states with similar positions; returns the indices of each batch.
 
     Args:
-        at: the positions.
-        size: the most states of a part.
-        apart: the most tokens between two of them; None for any number.
+        at: positions, `[states]`.
+        size: largest number of states in a batch.
+        max_distance: largest difference of positions in a batch, in tokens; None for no limit.
     """
     order = at.argsort(stable=True)
-    positions, parts, begin = at[order].tolist(), [], 0
+    positions, batches, start = at[order].tolist(), [], 0
     for end in range(1, len(positions) + 1):
-        far = end < len(positions) and apart is not None and positions[end] - positions[begin] > apart
-        if end == len(positions) or end - begin == size or far:
-            parts.append(order[begin:end])
-            begin = end
-    return parts
+        far = end < len(positions) and max_distance is not None and positions[end] - positions[start] > max_distance
+        if end == len(positions) or end - start == size or far:
+            batches.append(order[start:end])
+            start = end
+    return batches
 
 
 class Continued(NamedTuple):
@@ -52,53 +54,53 @@ class Continued(NamedTuple):
 
     states: States
     values: Tensor
-    """From the state on."""
+    """Returns from the state on."""
     actions: Tensor
-    """From the token before it on; of a first state the same as `values`."""
+    """Returns from the token before the state on; for a first state the same as `values`."""
     tokens: int
-    """Tokens that were sampled."""
+    """Number of sampled tokens."""
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """Samples from states of completions as the run samples, and scores as it scores, the price of KL included."""
+    """Continues completions from their states, with the sampling, scores and KL penalty of the run."""
 
     pipeline: Pipeline
-    """Of this process alone, since each has states of its own."""
+    """The run's pipeline in a process group of this process alone, since states differ between processes."""
     credit: Credit
     scale: ScoreScale
-    """Of the scores, held still."""
+    """Fixed scale of the scores."""
     generator: torch.Generator
     most: int
-    """Texts that are sampled at once, unless one state has more: as many as in a rollout, for which there is memory."""
+    """Largest batch of continuations, unless one state has more: the rollout's batch size, known to fit in memory."""
 
     @classmethod
     def of(
         cls, pipeline: Pipeline, credit: Credit, scored: Scored, generator: torch.Generator, most: int
     ) -> Continuations:
-        """For completions to which `credit` was given, in any number of processes."""
+        """Continuations of completions after `credit.give`."""
         scale = credit.score_scale(scored.scores)
         alone = Credit(credit.args, lambda x: x)
         alone.load_state_dict(credit.state_dict())
         return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator, most)
 
     def returns(self, scored: Scored, states: States, count: int) -> Iterator[Continued]:
-        """Returns of continuations from states of completions, some states of like position at a time.
+        """Sample continuations from states and yield their returns, batched by position.
 
         Args:
             scored: the completions.
-            states: those that are continued, all different.
-            count: continuations of each.
+            states: distinct states to continue from.
+            count: number of continuations per state.
 
         Raises:
             UnusableBatch: a log-probability, KL or reward is not finite.
-            RewardError: a reward cannot be had.
+            RewardError: a reward could not be computed.
         """
-        # Sampling pads before the text, which some models' context must hold too.
+        # Some models count left padding towards their context.
         room = room_for_prompts(self.pipeline.policy.lm, self.credit.args.rollout.max_new_tokens)
-        apart = None if room is None else room - scored.rollout.prompt_ids.shape[1]
-        parts = of_like_position(states.at, max(self.most // count, 1), apart)
-        # In a random order, so that an audit whose time is up has not seen the beginnings alone.
+        max_distance = None if room is None else room - scored.rollout.prompt_ids.shape[1]
+        parts = batch_by_position(states.at, max(self.most // count, 1), max_distance)
+        # In random order, so that an audit that runs out of time has sampled all positions alike.
         for i in torch.randperm(len(parts), generator=self.generator).tolist():
             part = States(states.rows[parts[i]], states.at[parts[i]])
             sampled = self._sample(scored, part, count)
@@ -112,19 +114,21 @@ class Continuations:
         repeated, at = (x.repeat_interleave(count).to(device) for x in (states.rows, states.at))
         prompts = scored.prompts.select(repeated.tolist())
         uniforms = torch.rand(len(repeated), args.rollout.max_new_tokens, generator=self.generator)
-        started = [rollout.response_ids[row, :begun] for row, begun in zip(repeated.tolist(), at.tolist(), strict=True)]
+        started = [rollout.response_ids[row, :end] for row, end in zip(repeated.tolist(), at.tolist(), strict=True)]
         sampled = self.pipeline.engine.generate(prompts, args.rollout, uniforms, count, started)
-        kept, own = (torch.arange(x.shape[1], device=device) < at.unsqueeze(1) for x in (sampled.mask, rollout.mask))
-        sampled.logprobs[kept] = rollout.logprobs[repeated][own]
+        target, source = (
+            torch.arange(x.shape[1], device=device) < at.unsqueeze(1) for x in (sampled.mask, rollout.mask)
+        )
+        sampled.logprobs[target] = rollout.logprobs[repeated][source]
         texts = sampled.texts(self.pipeline.tokenizer)
         return self.pipeline.score(prompts, args.rollout, sampled, texts, bootstrap=args.advantage.bootstrap)
 
 
-def in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -> None:
-    """Do what each process does alone.
+def run_in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -> None:
+    """Run a function in every process, and let all fail if one does.
 
     Raises:
-        UnusableBatch: in all of them, if one raises it.
+        UnusableBatch: in all processes, if one raises it.
     """
     error = None
     try:

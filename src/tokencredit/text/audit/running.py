@@ -1,4 +1,4 @@
-"""`tokencredit audit`: the credit of a run against the truth, at one of its checkpoints."""
+"""`tokencredit audit`: audit the credit of a run at one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.trainer import PPOTrainer
 
 GROUP = 8
-"""Completions per prompt that group estimators compare, in an audit of a run that sampled fewer."""
+"""Group size of group estimators in an audit of a run with one completion per prompt."""
 
 
 def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None = None) -> dict[str, Any]:
-    """Audit a run as it stood at a checkpoint; nothing is written.
+    """Audit a run at a checkpoint; writes nothing.
 
     Args:
-        run: its folder; it may still be going on.
-        config: its configuration.
-        settings: how much is measured; `every` is not read.
-        checkpoint: the iteration; None for the newest checkpoint.
+        run: the run's folder; the run may be in progress.
+        config: the run's configuration.
+        settings: size of the audit; `every` is not read.
+        checkpoint: iteration of the checkpoint; None for the newest.
 
     Returns:
         The contents of audit.json.
 
     Raises:
         ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
-        RunStopped: a number of the audit is not finite.
+        RunStopped: a number in the audit is not finite.
     """
     number, state = at_iteration(run, checkpoint)
-    given = [*state["origin"]["given"], *(() if config.model.name else ("model",))]
-    if given:
+    arguments = [*state["origin"]["given"], *(() if config.model.name else ("model",))]
+    if arguments:
         raise ConfigError(
-            f"{str(run)!r} was begun in Python with {', '.join(given)}, which its folder does not hold; audit it while "
-            "it trains, with audit.every"
+            f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "
+            "during training, with audit.every"
         )
     with rng.preserved():
         trainer = PPOTrainer(args=replace(config, run=replace(config.run, dir=str(run))))

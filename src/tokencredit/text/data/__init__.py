@@ -1,1 +1,1 @@
-"""Data sets and the prompts made of them."""
+"""Data sets, prompts and batches of them."""

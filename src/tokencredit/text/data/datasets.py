@@ -1,8 +1,8 @@
-"""Data sets as rows: JSONL, JSON, CSV and Parquet files, folders of the Datasets library, and the hub.
+"""Read data sets as rows: JSONL, JSON, CSV and Parquet files, folders of the Datasets library, and the hub.
 
-Files are read here rather than by the Datasets library: a mistake in one is then named by its line, nothing is copied
-into a cache, and JSON stays what it is, where a table would give each row the keys of all rows. No pickle is read and
-no code of a data set is run; the Datasets library, from 4.0 on, cannot do so either.
+Files are read here rather than by the Datasets library, so that errors name the line, nothing is copied into a cache,
+and rows of JSON keep their own keys instead of a table's columns. No pickle is read and no code of a data set is run;
+the Datasets library does neither from version 4.0 on.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokencredit.errors import ConfigError, NotInstalled
 
-if TYPE_CHECKING:  # imported where it is used: lists, JSONL, JSON and CSV do without
+if TYPE_CHECKING:  # optional: lists, JSONL, JSON and CSV do not need it
     from datasets import Dataset
 
     Rows: TypeAlias = list[dict[str, Any]] | Dataset
 
 HUB_TIMEOUT = 10
-"""Seconds for the hub's first answer. Without that question a download would be tried six times over."""
+"""Timeout of the request that tests whether the hub answers, in seconds; a download would retry six times."""
 CHUNK = 1000
-"""Rows read at once."""
+"""Rows per chunk of a column."""
 
 
 def read_dataset(name: str, *, split: str = "train", config_name: str | None = None) -> Rows:
-    """The rows of a data set: a list of dicts, or a `datasets.Dataset`, which reads them from disk when asked for.
+    """Read the rows of a data set: a list of dicts, or a `datasets.Dataset`, which reads from disk on access.
 
     Args:
-        name: a .jsonl, .json, .csv or .parquet file, a folder that `save_to_disk` wrote, or a hub id.
-        split: its split; a file has only train.
-        config_name: the subset, on the hub.
+        name: a .jsonl, .json, .csv or .parquet file, a folder written by `save_to_disk`, or a hub id.
+        split: the split; a file has only train.
+        config_name: the subset of a hub data set.
 
     Raises:
-        ConfigError: it is not there, has no such split or subset, holds no row, or cannot be read; the message names
-            the file with its line, the folder or the hub id.
+        ConfigError: the data set, split or subset does not exist or cannot be read; the message names the file and
+            line, the folder or the hub id.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -52,14 +52,14 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
 
 
 def from_python(dataset: Any, name: str) -> Rows:
-    """A data set that a program hands over as the argument `name`, if it is of a kind that can be read row by row."""
+    """Check and return a data set passed from Python as the argument `name`."""
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return dataset
     if is_dataset(dataset):
         return plain(dataset)
     raise ConfigError(
         f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset (one split of a "
-        "DatasetDict, no iterable one) or a list of dicts"
+        "DatasetDict, not an IterableDataset) or a list of dicts"
     )
 
 
@@ -73,37 +73,37 @@ def is_dataset(value: Any) -> bool:
 
 
 def plain(dataset: Dataset) -> Dataset:
-    """Rows as Python values, whatever format was set; a transform of the user's own stays."""
+    """The data set with rows as Python values, whatever its format; a user's own transform is kept."""
     return dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
 
 
 def column_names(rows: Rows) -> list[str]:
-    """Every column that some row has."""
+    """Names of all columns that occur in any row."""
     return list(dict.fromkeys(key for row in rows for key in row)) if isinstance(rows, list) else rows.column_names
 
 
 def column_values(rows: Rows, column: str) -> Iterator[list[Any]]:
-    """A column from its first row to its last, some rows at a time; None where a row lacks it."""
+    """Values of a column, in chunks; None where a row lacks it."""
     if not isinstance(rows, list) and rows.format["type"] != "custom":
-        rows = rows.select_columns([column])  # a transform may need the others
+        rows = rows.select_columns([column])  # not with a transform, which may need the others
     for start in range(0, len(rows), CHUNK):
-        some = rows[start : start + CHUNK]
-        yield [row.get(column) for row in some] if isinstance(some, list) else list(some[column])
+        chunk = rows[start : start + CHUNK]
+        yield [row.get(column) for row in chunk] if isinstance(chunk, list) else list(chunk[column])
 
 
 def read_file(path: Path, split: str) -> Rows:
-    """The rows of a file, by its ending."""
+    """Read the rows of a file by its suffix."""
     if path.suffix not in READERS:
         raise ConfigError(f"prompts.dataset is {str(path)!r}; it must end in one of {', '.join(READERS)}")
     if not path.is_file():
-        raise ConfigError(f"prompts.dataset is {str(path)!r}, but there is no such file")
+        raise ConfigError(f"prompts.dataset is {str(path)!r}, which does not exist")
     if split != "train":
         raise ConfigError(f"prompts.split is {split!r}, but {str(path)!r} is one file, whose only split is train")
     return READERS[path.suffix](path)
 
 
 def read_text(path: Path) -> str:
-    """A file's text, which must be UTF-8; a byte order mark at its start is left out."""
+    """Read a UTF-8 file, without its byte order mark."""
     data = path.read_bytes()
     try:
         return data.decode("utf-8-sig")
@@ -113,30 +113,30 @@ def read_text(path: Path) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """One object a line; blank lines are passed over."""
+    """Read one object per line, skipping blank lines."""
     return _parse_lines(path, read_text(path))
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:
-    """An array of objects, or, as many files of that name hold, one object a line."""
+    """Read an array of objects or, as in many .json files, one object per line."""
     text = read_text(path)
     if not text.lstrip().startswith("["):
         return _parse_lines(path, text)
     try:
-        rows: list[dict[str, Any]] = json.loads(text)  # if they are: seen to below
+        rows: list[dict[str, Any]] = json.loads(text)  # types are checked below
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists without end
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
         raise ConfigError(f"{path}: {error}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise ConfigError(f'{path}, row {number}: {_short(row)} is no object such as {{"prompt": "..."}}')
+            raise ConfigError(f'{path}, row {number}: {_short(row)} is not an object such as {{"prompt": "..."}}')
     return rows
 
 
 def _parse_lines(path: Path, text: str) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028, inside a string
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also splits at U+2028, inside a string
         if not line.strip():
             continue
         try:
@@ -146,13 +146,13 @@ def _parse_lines(path: Path, text: str) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
         if not isinstance(row, dict):
-            raise ConfigError(f'{path}, line {number}: {_short(row)} is no object such as {{"prompt": "..."}}')
+            raise ConfigError(f'{path}, line {number}: {_short(row)} is not an object such as {{"prompt": "..."}}')
         rows.append(row)
     return rows
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
-    """Rows under a line of column names. CSV has no types, so every value is a text."""
+    """Read rows below a header line; CSV has no types, so every value is a string."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     header: list[str] = []
     rows = []
@@ -163,11 +163,11 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
             if not header:
                 header = fields
                 if len(set(header)) < len(header):
-                    raise ConfigError(f"{path}, line {reader.line_num}: a column name stands twice in {header}")
+                    raise ConfigError(f"{path}, line {reader.line_num}: a column name occurs twice in {header}")
             elif len(fields) != len(header):
                 raise ConfigError(
                     f"{path}, line {reader.line_num}: {len(fields)} fields under {len(header)} column names; "
-                    "a field with a comma or a line break in it needs quotes"
+                    "quote fields that contain commas or line breaks"
                 )
             else:
                 rows.append(dict(zip(header, fields, strict=True)))
@@ -177,22 +177,22 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
 
 
 def read_parquet(path: Path) -> Rows:
-    """A Parquet file, read into memory."""
+    """Read a Parquet file into memory."""
     require_datasets(f"the Parquet file {str(path)!r}")
     from datasets import Dataset
     from pyarrow.parquet import read_table
 
     try:
-        return checked(Dataset(read_table(path)))
-    except Exception as error:  # two libraries read it, and what they raise has no common type
-        raise ConfigError(f"{path}: not a Parquet file that can be read: {error}") from error
+        return validated(Dataset(read_table(path)))
+    except Exception as error:  # pyarrow's and Datasets' exceptions have no common base class
+        raise ConfigError(f"{path}: cannot read this as a Parquet file: {error}") from error
 
 
 READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
 
 
 def read_folder(path: Path, split: str) -> Rows:
-    """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote: Arrow files, whose rows stay on disk."""
+    """Open a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; its rows stay on disk."""
     if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
         raise ConfigError(
             f"prompts.dataset is the folder {str(path)!r}, which Dataset.save_to_disk did not write; "
@@ -205,53 +205,53 @@ def read_folder(path: Path, split: str) -> Rows:
         saved = load_from_disk(path)
         splits = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
         for rows in splits.values():
-            checked(rows)
+            validated(rows)
     except Exception as error:  # as above
-        raise ConfigError(f"{path}: a saved data set that cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot read this saved data set: {error}") from error
     if split in splits:
         return plain(splits[split])
     raise ConfigError(f"prompts.split is {split!r}; the splits of {str(path)!r} are {', '.join(splits)}")
 
 
 def require_datasets(user: str) -> None:
-    """Raise `NotInstalled` if the Datasets library is missing, which `user` needs."""
+    """Raise `NotInstalled` if the Datasets library, which `user` needs, is missing."""
     try:
         from datasets import Dataset  # noqa: F401
     except ImportError as error:
         raise NotInstalled(user, "datasets") from error
 
 
-def checked(dataset: Dataset) -> Dataset:
-    """The data set, once each of its values is known to lie within its file; to read one that does not can crash.
+def validated(dataset: Dataset) -> Dataset:
+    """Validate a data set's Arrow buffers, since reading a corrupt one can crash, and return the data set.
 
     Raises:
-        pyarrow.ArrowInvalid: one does not, or is no text where the file says so.
+        pyarrow.ArrowInvalid: an offset is out of bounds, or a string is not UTF-8.
     """
     dataset.data.table.validate(full=True)
     return dataset
 
 
 def read_hub(name: str, split: str, config_name: str | None) -> Rows:
-    """A data set of the hub, or its copy in the Hugging Face cache where HF_HUB_OFFLINE is set."""
-    require_datasets(f"prompts.dataset {name!r}, which is no file or folder here,")
+    """Load a data set from the hub, or from the Hugging Face cache if HF_HUB_OFFLINE is set."""
+    require_datasets(f"prompts.dataset {name!r}, which is not a local file or folder,")
     from datasets import load_dataset
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     kinds = ", ".join(READERS)
-    instead = f"a file ({kinds}) or a folder that Dataset.save_to_disk wrote can stand in prompts.dataset instead"
+    instead = f"prompts.dataset may also name a file ({kinds}) or a folder written by Dataset.save_to_disk"
     try:
         HfApi().dataset_info(name, timeout=HUB_TIMEOUT)
     except OfflineModeIsEnabled:
-        pass  # there may be a copy in the cache
-    except Exception as error:  # the errors of the HTTP library below, which is not always the same one
+        pass  # load_dataset looks in the cache
+    except Exception as error:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
         raise ConfigError(
-            f"prompts.dataset is {name!r}, which is no file or folder here, and the hub does not give it "
-            f"({_first_line(error)}); {instead}, and HF_HUB_OFFLINE=1 takes a copy from the cache"
+            f"prompts.dataset is {name!r}, which is not a local file or folder, and the hub request failed "
+            f"({_first_line(error)}); {instead}, and HF_HUB_OFFLINE=1 loads a copy from the cache"
         ) from error
     try:
         return load_dataset(name, config_name, split=split)
-    except Exception as error:  # whatever is wrong with somebody's files: the library's words say it best
+    except Exception as error:  # files of a hub data set may be wrong in any way; pass the library's message on
         raise ConfigError(
             f"prompts.dataset {name!r} with prompts.split {split!r} and prompts.config_name {config_name!r} cannot be "
             f"loaded: {_first_line(error)}" + (f"; {instead}" if isinstance(error, ConnectionError) else "")

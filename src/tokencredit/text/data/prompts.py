@@ -1,4 +1,4 @@
-"""Prompts: rows to token ids, in an order that a run can be asked for again."""
+"""Prompts: rows to token ids, in a reproducible order."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 Prompt = str | list[dict[str, Any]]
-"""A text, or a conversation: messages with a role and a content."""
+"""A plain text, or a conversation: messages with a role and a content."""
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Some prompts, as people, reward functions and the model see them; one entry, or row, a completion."""
+    """A batch of prompts, as rows of the data set, as model inputs and as token ids; one row per completion."""
 
     prompts: list[Prompt]
-    """As they stand in the data, whole even where the model reads only their end."""
+    """Prompts as in the data set, never truncated."""
     texts: list[str]
-    """What the model reads: a conversation through its chat template, and only the end of what was too long."""
+    """Model inputs as text: after the chat template and after truncation."""
     ids: Tensor
-    """`[batch, prompt]`, padded on the left."""
+    """`[batch, prompt]`, left-padded."""
     mask: Tensor
-    """`[batch, prompt]`, true at the prompts' own tokens."""
+    """`[batch, prompt]`, true at prompt tokens, false at padding."""
     columns: dict[str, list[Any]]
     """The data set's other columns."""
 
     def to(self, device: torch.device) -> PromptBatch:
-        """The same with its tensors on a device."""
+        """The batch with its tensors on a device."""
         return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
 
     def select(self, rows: Sequence[int]) -> PromptBatch:
-        """These rows, in this order; one may stand several times."""
+        """A batch of these rows, in this order; a row may occur several times."""
         at = torch.tensor(rows, device=self.ids.device)
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
         prompts, texts = [self.prompts[i] for i in rows], [self.texts[i] for i in rows]
         return PromptBatch(prompts, texts, self.ids[at], self.mask[at], columns)
 
     def continued(self, completions: Sequence[str]) -> list[str]:
-        """Each prompt, as the model reads it, with its completion."""
+        """Each prompt's text followed by its completion."""
         return [text + completion for text, completion in zip(self.texts, completions, strict=True)]
 
     def questions(self) -> list[Prompt]:
-        """Prompts as reward terms see them: a conversation ends before the answer that its completion goes on with."""
+        """Prompts as reward terms receive them: conversations without a prefilled assistant message."""
         return [prompt[:-1] if prefilled(prompt) else prompt for prompt in self.prompts]
 
     def answers(self, completions: Sequence[str]) -> list[Prompt]:
-        """Completions in the format of their prompts: texts, or a message of the assistant's, its prefill included."""
+        """Completions in the format of their prompts: texts, or an assistant message that includes its prefill."""
         return [
             completion if isinstance(prompt, str) else [answer(prompt, text, completion)]
             for prompt, text, completion in zip(self.prompts, self.texts, completions, strict=True)
@@ -68,7 +68,7 @@ class PromptBatch:
 
 
 class Prompts:
-    """An endless sequence of prompts; which stands where depends on nothing but the data and the seed."""
+    """An endless sequence of prompts, determined by the data and the seed."""
 
     def __init__(
         self,
@@ -81,27 +81,29 @@ class Prompts:
         room: int | None = None,
         seed: int | None = None,
     ):
-        """Look through all rows once; what tokenizing a batch could still bring to light is found now.
+        """Validate all rows, so that no error is left for a later batch.
 
         Args:
-            rows: a list of dicts, a `datasets.Dataset`, or texts, or one.
+            rows: a list of dicts, a `datasets.Dataset`, a list of texts, or one text.
             tokenizer: the policy's.
-            config: the column, the longest prompt, and how prompts become tokens; its sources of rows are not read.
-            name: of the data, in messages; None for the texts of the configuration.
-            group: the configuration's group that asks for them, in messages.
-            room: limit in tokens beside `config.max_length`; None for no other limit.
-            seed: of the order, which is new in each pass through the data; None keeps the data's own.
+            config: the column, the length limit and the tokenization; its sources of rows are not read.
+            name: name of the data in messages; None for the texts of the configuration.
+            group: configuration group of `config` in messages.
+            room: another limit in tokens beside `config.max_length`; None for none.
+            seed: seed of the order, which is reshuffled every epoch; None keeps the data's order.
 
         Raises:
-            ConfigError: no rows or no such column; a prompt that is no text and no conversation, has no token, or is
-                too long; both kinds in one column; no chat template, or no beginning-of-sequence token to add.
+            ConfigError: no rows or no such column; a prompt that is neither text nor conversation, has no token or is
+                too long; texts and conversations in one column; no chat template, or no beginning-of-sequence token
+                to add.
         """
         config = config or PromptsConfig()
         if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError(f"{group}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
         if room is not None and room < 1:
             raise ConfigError(
-                "max_new_tokens leaves no room for a prompt in the model's context or in ppo.micro_batch_tokens"
+                "max_new_tokens leaves no room for a prompt in the model's context or in ppo.micro_batch_tokens; "
+                "lower max_new_tokens"
             )
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
@@ -113,10 +115,10 @@ class Prompts:
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         self.other_columns, self.conversational = self._columns()
         self.kept = self._survey()
-        """The rows that take part; the others were too long."""
+        """Indices of the rows in use; the others were too long."""
 
     def batch(self, first: int, size: int, repeat: int = 1) -> PromptBatch:
-        """Rows `first` to `first + size − 1` of the endless sequence in which each prompt stands `repeat` times."""
+        """Rows `first` to `first + size − 1` of the endless sequence with each prompt repeated `repeat` times."""
         chosen = [self._row_at((first + i) // repeat) for i in range(size)]
         rows = {index: self.rows[index] for index in dict.fromkeys(chosen)}
         read = {index: self._read(index, row) for index, row in rows.items()}
@@ -131,17 +133,17 @@ class Prompts:
         )
 
     def left_out(self) -> str | None:
-        """A line on the prompts that were too long to take part, if there are any."""
+        """A line about prompts that were dropped as too long; None if there are none."""
         dropped = len(self.rows) - len(self.kept)
         if not dropped:
             return None
         total = len(self.rows)
         return (
-            f"{dropped} of the {total} prompts of {self.name} have more than {self.max_length} tokens and are left out"
+            f"{dropped} of the {total} prompts of {self.name} have more than {self.max_length} tokens and are dropped"
         )
 
     def _columns(self) -> tuple[list[str], bool]:
-        """The columns beside the prompts', and whether the prompts are conversations."""
+        """The other columns; True if the prompts are conversations."""
         if len(self.rows) == 0:
             raise ConfigError(f"{self.name} has no rows; give at least one prompt")
         columns = column_names(self.rows)
@@ -153,17 +155,17 @@ class Prompts:
         if conversational and self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "
-                "set chat_template in its tokenizer_config.json, or write the prompts as texts"
+                "set chat_template in its tokenizer_config.json, or give the prompts as plain texts"
             )
         return [column for column in columns if column != self.column], conversational
 
     def _row_at(self, position: int) -> int:
-        """The row at a position of the endless sequence without repetition."""
-        epoch, place = divmod(position, len(self.kept))
-        return int(self.kept[place if self.seed is None else permutation(len(self.kept), self.seed, epoch)[place]])
+        """Index of the row at a position of the endless sequence of distinct prompts."""
+        epoch, offset = divmod(position, len(self.kept))
+        return int(self.kept[offset if self.seed is None else permutation(len(self.kept), self.seed, epoch)[offset]])
 
     def _read(self, index: int, row: dict[str, Any]) -> tuple[Prompt, str, list[int]]:
-        """A row's prompt, the text that the model reads, and its ids."""
+        """A row's prompt, its text for the model, and its token ids, truncated if necessary."""
         prompt = self._check(index, row.get(self.column))
         text = self._render(index, prompt)
         ids = self._encode([text])[0]
@@ -176,30 +178,31 @@ class Prompts:
         return prompt, str(self.tokenizer.decode(end)), lead + end
 
     def _survey(self) -> np.ndarray:
-        """Check every row, and tokenize those whose text does not already show that they fit.
+        """Check every row, tokenizing only texts that may be too long; returns the indices of rows in use.
 
-        A token stands for at least one byte, so a text of no more bytes than the room fits. A tokenizer that breaks
-        that rule costs nothing but an early answer: `_read` counts again, exactly.
+        A token is at least one byte, so a text with at most as many bytes as the token limit fits. `_read` checks the
+        exact length later, in case a tokenizer breaks that rule.
         """
         special = len(self._encode([""])[0])
-        room = float("inf") if self.max_length is None or self.overlong == "truncate" else self.max_length - special
+        limit = float("inf") if self.max_length is None or self.overlong == "truncate" else self.max_length - special
         kept, start = [], 0
         for values in column_values(self.rows, self.column):
             texts = {index: self._render(index, self._check(index, value)) for index, value in enumerate(values, start)}
-            doubtful = [index for index, text in texts.items() if not text.strip() or len(text.encode()) > room]
-            ids = dict(zip(doubtful, self._encode([texts[index] for index in doubtful]), strict=True))
+            unclear = [index for index, text in texts.items() if not text.strip() or len(text.encode()) > limit]
+            ids = dict(zip(unclear, self._encode([texts[index] for index in unclear]), strict=True))
             kept += [index for index in texts if index not in ids or self._fits(index, texts[index], ids[index])]
             start += len(values)
         if not kept:
             raise ConfigError(
-                f"all {start} prompts of {self.name} have more than the {self.max_length} tokens that fit"
+                f"all {start} prompts of {self.name} have more than the {self.max_length} tokens that fit; shorten "
+                f"them, or set {self.group}.overlong: truncate"
             )
         return np.array(kept)
 
     def _fits(self, index: int, text: str, ids: list[int]) -> bool:
         if not ids:
             raise ConfigError(
-                f"{self._place(index)} is {text!r}, which has no token; write a text or set {self.group}.add_bos"
+                f"{self._label(index)} is {text!r}, which has no token; write a text or set {self.group}.add_bos"
             )
         if self.overlong == "truncate" or self.max_length is None or len(ids) <= self.max_length:
             return True
@@ -209,26 +212,26 @@ class Prompts:
 
     def _too_long(self, index: int, ids: list[int]) -> ConfigError:
         return ConfigError(
-            f"{self._place(index)} has {len(ids)} tokens, but {self.group}.max_length, or what max_new_tokens leaves "
-            f"of the model's context or of ppo.micro_batch_tokens, has room for {self.max_length}; shorten it, or set "
+            f"{self._label(index)} has {len(ids)} tokens; at most {self.max_length} fit, by {self.group}.max_length or "
+            "by the model's context or ppo.micro_batch_tokens less max_new_tokens; shorten it, or set "
             f"{self.group}.overlong to drop or truncate"
         )
 
     def _check(self, index: int, prompt: Any) -> Prompt:
-        """The prompt, if it is of the same kind as the first one."""
+        """Check that a prompt has the format of the first one, and return it."""
         if self.conversational and is_conversation(prompt):
-            # A table gives each message the keys of all messages, and a template would see them as set.
+            # Arrow tables fill in missing keys with None, which a chat template may treat as set.
             return [{key: value for key, value in message.items() if value is not None} for message in prompt]
         if isinstance(prompt, str) and not self.conversational:
             return prompt
         shown = repr(prompt) if len(repr(prompt)) <= 60 else repr(prompt)[:59] + "…"
-        wanted = "a conversation, a list of messages with a role and a content" if self.conversational else "a text"
+        expected = "a conversation, a list of messages with a role and a content" if self.conversational else "a text"
         raise ConfigError(
-            f"{self._place(index)} is {shown}; it must be {wanted}" + (", as the first row is" if index else "")
+            f"{self._label(index)} is {shown}; it must be {expected}" + (", as the first row is" if index else "")
         )
 
     def _render(self, index: int, prompt: Prompt) -> str:
-        """The text that a prompt is to the model: a conversation through the chat template, ready for an answer."""
+        """A prompt as text; a conversation by its chat template, with a generation prompt unless it is prefilled."""
         if isinstance(prompt, str):
             return self._encodable(index, prompt)
         unfinished = prefilled(prompt)
@@ -241,20 +244,22 @@ class Prompts:
                 **self.chat_template_kwargs,
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{self._place(index)}: the tokenizer's chat template refuses it: {error}") from error
+            raise ConfigError(f"{self._label(index)}: the tokenizer's chat template rejects it: {error}") from error
         return self._encodable(index, str(rendered))
 
     def _encodable(self, index: int, text: str) -> str:
-        """The text, unless it holds what JSON can write but no tokenizer can read."""
+        """Check that a text has no lone surrogates, which JSON allows and tokenizers do not, and return it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise ConfigError(f"{self._place(index)} holds {half!r}, which is half a character") from error
+            surrogate = text[error.start]
+            raise ConfigError(
+                f"{self._label(index)} holds {surrogate!r}, a lone surrogate (half a character); remove it"
+            ) from error
         return text
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids; a chat template has written its special tokens already."""
+        """Token ids; special tokens are added unless a chat template or `add_bos` decides about them."""
         if not texts:
             return []
         special = self.add_bos is None and not self.conversational
@@ -262,7 +267,8 @@ class Prompts:
         bos = self.tokenizer.bos_token_id
         return [[bos, *ids] if self.add_bos and ids[:1] != [bos] else ids for ids in encoded["input_ids"]]
 
-    def _place(self, index: int) -> str:
+    def _label(self, index: int) -> str:
+        """The name of a row in messages."""
         return f"{self.name}[{index}]" if self.name == self.texts else f"row {index + 1} of {self.name}"
 
 
@@ -276,19 +282,19 @@ def load_prompts(
     group: str = "prompts",
     dataset_name: str = "train_dataset",
 ) -> Prompts:
-    """The prompts that a configuration asks for.
+    """Load the configured prompts.
 
     Args:
         config: the settings.
         tokenizer: the policy's.
-        seed: of the order.
-        room: the most tokens that leave room for a completion; None for no limit.
-        dataset: rows given from Python, which take the place of the configuration's texts or data set.
-        group: where `config` stands in the whole configuration, in messages.
-        dataset_name: the argument that `dataset` came by, in messages.
+        seed: seed of the order.
+        room: longest prompt, in tokens, that leaves room for a completion; None for no limit.
+        dataset: rows passed from Python, which replace the configuration's texts or data set.
+        group: configuration group of `config` in messages.
+        dataset_name: argument name of `dataset` in messages.
 
     Raises:
-        ConfigError: as `Prompts` and `read_dataset` do.
+        ConfigError: as for `Prompts` and `read_dataset`.
     """
     if dataset is not None:
         rows, name = from_python(dataset, dataset_name), dataset_name
@@ -302,7 +308,7 @@ def load_prompts(
 
 
 def as_rows(rows: Rows | Sequence[str] | str, column: str) -> Rows:
-    """Rows as they are; texts as rows with one column."""
+    """Rows unchanged; a text or texts as rows with one column."""
     texts = [rows] if isinstance(rows, str) else rows
     if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
         return [{column: text} for text in texts]
@@ -310,13 +316,13 @@ def as_rows(rows: Rows | Sequence[str] | str, column: str) -> Rows:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether it is a list of messages, each with a role."""
+    """True for a list of messages, each with a role."""
     if not isinstance(prompt, list) or not prompt:
         return False
     return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
 
 
-@lru_cache(maxsize=4)  # a batch may lie in two passes
+@lru_cache(maxsize=4)  # a batch may span two epochs
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of one pass through the data."""
+    """The order of one epoch."""
     return np.random.default_rng([seed, epoch]).permutation(size)

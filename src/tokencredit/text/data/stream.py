@@ -1,4 +1,4 @@
-"""The stream of a run's batches: prompts, and the random numbers that completions are sampled with."""
+"""Stream of a run's batches: prompts and the uniforms that completions are sampled with."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tokencredit.text.data.prompts import PromptBatch, Prompts
 
 
 class BatchStream:
-    """Prompts and uniforms of one batch after another; each process takes its share of them.
+    """Prompts and uniforms of successive batches; each process takes its share.
 
-    The generator belongs to the stream alone, so that what is sampled does not depend on how many rows each process
-    shuffles, or on another stream.
+    The stream has its own generator, so that samples depend neither on shuffling nor on another stream.
     """
 
     def __init__(self, prompts: Prompts, settings: RolloutConfig, processes: Processes, seed: int):
@@ -38,10 +37,10 @@ class BatchStream:
         return prompts, uniforms[first:][:share]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """Position and RNG state."""
         return {"drawn": self.drawn, "sampling": to_text(self.generator.get_state())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was."""
+        """Restore the state of `state_dict`."""
         self.drawn = state["drawn"]
         self.generator.set_state(from_text(state["sampling"]))

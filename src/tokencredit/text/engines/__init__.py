@@ -1,1 +1,1 @@
-"""Rollout engines: prompts and settings in, a rollout out."""
+"""Rollout engines: sample completions from the policy."""

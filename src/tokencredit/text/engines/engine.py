@@ -1,4 +1,4 @@
-"""What a rollout engine is: prompts, settings and random numbers in, a rollout out."""
+"""The `Engine` protocol and the `Rollout` that an engine returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokencredit.text.engines.detokenizer import Detokenizer
 
 @dataclass
 class Rollout:
-    """Prompts and what was sampled after them; `[batch, prompt]`, `[batch, time]` and `[batch]`."""
+    """Prompts `[batch, prompt]` and sampled completions `[batch, time]`, with per-token numbers."""
 
     prompt_ids: Tensor
     prompt_mask: Tensor
@@ -24,17 +24,16 @@ class Rollout:
     mask: Tensor
     """True at sampled tokens, the end-of-sequence token included."""
     logprobs: Tensor
-    """Of each token under the policy at its temperature, nats; filters such as top_p do not enter."""
+    """Log-prob of each token under the policy at its temperature, in nats, before filters such as top_p."""
     values: Tensor | None
-    """Of the state before each token; None where the engine's passes did not compute them."""
+    """Value of the state before each token; None if the engine did not compute it."""
     truncated: Tensor
-    """`[batch]`, true where the length limit came before an end."""
+    """`[batch]`, true if the completion reached the length limit."""
     entropy: Tensor | None = None
-    """Of the distribution that each token's log-probability is of, nats; None where that is the one it was drawn from,
-    so that −log-probability estimates it."""
+    """Entropy of the distribution behind each log-prob, in nats; None without filters, where −log-prob estimates it."""
 
     def inputs(self) -> dict[str, Tensor]:
-        """What `ActorCritic` needs to evaluate these responses again."""
+        """Inputs of `ActorCritic` for evaluating these responses again."""
         return {
             "prompt_ids": self.prompt_ids,
             "prompt_mask": self.prompt_mask,
@@ -44,15 +43,15 @@ class Rollout:
 
     def head(self, count: int) -> Rollout:
         """The first rows."""
-        rows: dict[str, Any] = {name: x if x is None else x[:count] for name, x in vars(self).items()}
+        rows: dict[str, Any] = {name: None if x is None else x[:count] for name, x in vars(self).items()}
         return Rollout(**rows)
 
     def lengths(self) -> Tensor:
-        """Tokens of each prompt and its response."""
+        """Length of each prompt plus its response, in tokens."""
         return self.prompt_mask.sum(1) + self.mask.sum(1)
 
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
-        """Columns for reward functions beside the texts: token ids, and log-probabilities under the reference."""
+        """Extra columns for reward functions: token ids, and log-probs under the reference model."""
         rows = list(self.mask)
         columns = {"completion_ids": [ids[acted].tolist() for ids, acted in zip(self.response_ids, rows, strict=True)]}
         if ref_logprobs is not None:
@@ -60,20 +59,20 @@ class Rollout:
         return columns
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The completions without special tokens, each as it reads after its prompt."""
-        prompts = [tuple(ids[own].tolist()) for ids, own in zip(self.prompt_ids, self.prompt_mask, strict=True)]
-        readers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
+        """The completions, detokenized after their prompts, without special tokens."""
+        prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
+        detokenizers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
         rows = zip(prompts, self.response_ids, self.mask, strict=True)
-        return [readers[prompt].text(ids[acted].tolist()) for prompt, ids, acted in rows]
+        return [detokenizers[prompt].text(ids[acted].tolist()) for prompt, ids, acted in rows]
 
     def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The text of each token of a completion, special ones included."""
+        """The text of each token of a completion, special tokens included."""
         prompt = self.prompt_ids[row][self.prompt_mask[row]].tolist()
         return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row][self.mask[row]].tolist())
 
 
 class Engine(Protocol):
-    """Samples completions from the policy. Everything that samples goes through one."""
+    """Samples completions from the policy, for training, evaluation and generation alike."""
 
     def generate(
         self,
@@ -85,19 +84,18 @@ class Engine(Protocol):
     ) -> Rollout:
         """Sample a completion for each row of prompts.
 
-        The log-probabilities are those that a full pass of the policy gives, so that an update's ratio starts at 1 up
-        to rounding.
+        Log-probs are those of a full forward pass, so that an update's ratio starts at 1 up to rounding.
 
         Args:
             prompts: one row per completion.
-            settings: how to draw and when to stop.
-            uniforms: `[batch, settings.max_new_tokens]`, in [0, 1): the randomness. An engine that draws by itself
-                takes its seeds from them.
-            per_prompt: consecutive rows with the same prompt; it divides the batch.
-            started: first tokens of each completion, the same in rows of one prompt, after which sampling goes on:
-                each completion is as long, and ends, as if it had drawn them. Their log-probs in the rollout need not
-                be filled in. An engine may hold prompt + longest start + limit − shortest start tokens. None for none.
+            settings: sampling settings and stop conditions.
+            uniforms: `[batch, settings.max_new_tokens]`, random numbers in [0, 1). An engine with its own sampler
+                derives seeds from them.
+            per_prompt: number of consecutive rows with the same prompt; it divides the batch.
+            started: first tokens of each completion, the same for all rows of a prompt; None starts from the prompts.
+                Length limit and stop conditions count them as sampled, and their log-probs may be left unset. The
+                context must fit prompt + longest start + limit − shortest start tokens.
         """
 
     def weights_changed(self) -> None:
-        """Take the policy's weights as they are now; called after each update, before the next `generate`."""
+        """Sync with the policy's weights; called after each update, before the next `generate`."""

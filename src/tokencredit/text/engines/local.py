@@ -1,4 +1,4 @@
-"""The local engine: samples with the very model that is trained, in this process."""
+"""The local engine: samples from the trained model itself, in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """An `Engine` that reads the policy's weights where they are; bit for bit the same for the same uniforms."""
+    """An `Engine` that shares the policy's weights; the same uniforms give bitwise the same rollout."""
 
     policy: ActorCritic
     tokenizer: PreTrainedTokenizerBase
@@ -29,9 +29,9 @@ class LocalEngine:
     """Tokens that end a completion."""
     precision: Precision
     budget: int | None = None
-    """The most tokens of a pass over whole texts, padding included; None for no limit."""
+    """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
     decoding: StaticDecoding | None = None
-    """Samples with a static cache; None with one that grows."""
+    """Decoding with a static KV cache; None uses a growing one."""
 
     def generate(
         self,
@@ -41,7 +41,7 @@ class LocalEngine:
         per_prompt: int = 1,
         started: Sequence[Tensor] | None = None,
     ) -> Rollout:
-        """Sample with a KV cache; in bfloat16, where that differs from a full pass, evaluate the texts once more."""
+        """Sample with a KV cache; in bfloat16, recompute log-probs and values by a full forward pass."""
         with self.precision.no_grad():
             with nullcontext(self.policy) if self.decoding is None else self.decoding.weights() as model:
                 rollout = sample(
@@ -60,8 +60,8 @@ class LocalEngine:
             if rollout.values is None:
                 logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget)
                 return replace(rollout, logprobs=logprobs)
-            now = evaluate_rollout(self.policy, rollout, settings.temperature, self.budget)
-            return replace(rollout, logprobs=now.logprobs, values=now.values)
+            outputs = evaluate_rollout(self.policy, rollout, settings.temperature, self.budget)
+            return replace(rollout, logprobs=outputs.logprobs, values=outputs.values)
 
     def weights_changed(self) -> None:
-        """Nothing to do: each rollout reads the weights as they are."""
+        """Do nothing: the weights are shared."""

@@ -1,1 +1,1 @@
-"""Models: loading and saving, the actor-critic, the compute dtype."""
+"""Models: loading and saving, the actor-critic, adapters, the compute dtype."""

@@ -1,4 +1,4 @@
-"""The actor-critic: a causal language model with its critic, evaluated on whole responses or a token at a time."""
+"""The actor-critic: a causal language model and its critic, run on whole responses or one token at a time."""
 
 from __future__ import annotations
 
@@ -23,53 +23,52 @@ from tokencredit.text.models.critic import Critic, Ensemble
 from tokencredit.text.models.parts import layers_of, output_states, states_after, trunk_of
 
 SHORT = 64
-"""Tokens up to which PyTorch's plain attention trains faster in bfloat16 on a CPU than its fused kernel."""
+"""Longest sequence for which PyTorch's math attention trains faster than its fused kernel in bfloat16 on a CPU."""
 Inputs = dict[str, Tensor]
 """Prompts and their responses, by name:
 
-- `prompt_ids`: `[batch, prompt]`, padded on the left;
-- `prompt_mask`: `[batch, prompt]`, true at the prompt's own tokens;
-- `response_ids`: `[batch, time]`, padded on the right; the padding may hold anything;
-- `mask`: `[batch, time]`, true at sampled tokens, which come first; nothing is computed of the others;
+- `prompt_ids`: `[batch, prompt]`, left-padded;
+- `prompt_mask`: `[batch, prompt]`, true at prompt tokens, false at padding;
+- `response_ids`: `[batch, time]`, right-padded with any token ids;
+- `mask`: `[batch, time]`, true at sampled tokens, which come first; outputs elsewhere are 0;
 - `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`;
-- `member`: `[batch]`, only in updates of an `Ensemble`: the number of the critic that learns from the row.
+- `member`: `[batch]`, only in updates of an `Ensemble`: the index of the critic that learns from the row.
 """
 
 
 class Extent(NamedTuple):
-    """What a pass must know of its inputs before it starts, so that nothing in it waits for the device."""
+    """Sizes and indices of a pass, read from its inputs once so that the pass itself makes no host sync."""
 
     length: int
-    """Tokens of the longest response, at least 1."""
+    """Length of the longest response in tokens, at least 1."""
     padding: int
-    """Columns of the prompts that are padding in every row."""
-    places: Tensor
-    """Acted tokens, in the flattened `[batch, time]`."""
+    """Number of prompt columns that are padding in every row."""
+    indices: Tensor
+    """Indices of sampled tokens in the flattened `[batch, time]`."""
 
     @classmethod
     def of(cls, inputs: Inputs) -> Extent:
-        """Of some inputs: the one host sync of a pass."""
+        """The extent of inputs; the one host sync of a pass."""
         mask, lengths = inputs["mask"], inputs["mask"].sum(1)
         numbers = torch.stack([lengths.sum(), lengths.max(), (~inputs["prompt_mask"]).all(0).sum()])
         tokens, longest, padding = numbers.tolist()
         return cls(max(longest, 1), padding, torch.nonzero_static(mask.flatten(), size=tokens).squeeze(1))
 
-    def rows(self, x: Tensor) -> Tensor:
-        """`[tokens, …]`: what `[batch, time, …]` holds at acted tokens."""
-        return x.flatten(0, 1).index_select(0, self.places)
+    def gather(self, x: Tensor) -> Tensor:
+        """Entries `[tokens, …]` of `x`, `[batch, time, …]`, at sampled tokens."""
+        return x.flatten(0, 1).index_select(0, self.indices)
 
-    def spread(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """`[batch, time]` from the numbers of acted tokens, 0 elsewhere."""
-        return x.new_zeros(shape.numel()).index_copy(0, self.places, x).view(shape)
+    def scatter(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """`[batch, time]` with the numbers `[tokens]` at sampled tokens and 0 elsewhere."""
+        return x.new_zeros(shape.numel()).index_copy(0, self.indices, x).view(shape)
 
 
 class ActorCritic(nn.Module):
-    """A causal language model, and a critic unless there is none.
+    """A causal language model and, unless `critic` is None, its critic.
 
-    The model is used in two halves, so that no `[batch, time, vocabulary]` tensor is ever needed: `hidden` runs the
-    trunk, and the vocabulary projection happens where its result is wanted, at response positions only.
-    Dropout is off unless someone calls `train()`: the probabilities that sampled a token must be those that training
-    starts from.
+    The model runs in two halves: `hidden` runs the trunk, and the vocabulary projection is applied at sampled tokens
+    only, so that no `[batch, time, vocabulary]` tensor is ever made. Dropout is off unless `train()` is called, since
+    training must start from the probabilities that tokens were sampled with.
     """
 
     adapter: Adapter | None
@@ -82,13 +81,13 @@ class ActorCritic(nn.Module):
         adapter: Adapter | None = None,
         compiled: bool = False,
     ):
-        """Put the parts together.
+        """Combine a language model with a critic.
 
         Args:
             lm: a causal language model.
             critic: on the model's hidden states, or on trunks of its own.
-            adapter: the adapter that is trained on `lm`, if there is one.
-            compiled: run whole texts through `torch.compile`.
+            adapter: the trained adapter of `lm`, if there is one.
+            compiled: use `torch.compile` for full forward passes.
         """
         super().__init__()
         self.lm = lm
@@ -100,7 +99,7 @@ class ActorCritic(nn.Module):
         self.eval()
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
-        """Last normalised hidden states `[batch, time, width]`; `cache`, if given, is read and extended."""
+        """Last hidden states `[batch, time, width]`, after the final norm; a `cache` is read and extended."""
         trunk = trunk_of(self.lm)
         return trunk_hidden(trunk, input_ids, trunk_inputs(trunk, attention_mask, position_ids, cache))[0]
 
@@ -125,7 +124,7 @@ class ActorCritic(nn.Module):
         return capped
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """Hidden states times the factor of the model's logits; what the vocabulary projection takes."""
+        """Hidden states times the logit factor, the input of the vocabulary projection."""
         return hidden if self.factor == 1 else hidden * self.factor
 
     def forward(
@@ -136,18 +135,18 @@ class ActorCritic(nn.Module):
         entropy: bool = False,
         reference: ActorCritic | None = None,
     ) -> PolicyOutputs:
-        """Evaluate given responses: what training needs of each token.
+        """Compute the loss, log-probs, values, entropies and KL of responses.
 
         Args:
-            inputs: the responses.
-            temperature: divides the logits, as it did in sampling.
-            policy_loss: what to minimise of the tokens' log-probabilities, entropies and KL; None minimises nothing.
-            entropy: also compute the entropy of each position's distribution.
-            reference: also compute the exact KL to this model, from the `ref_hidden` of the inputs.
+            inputs: prompts and responses.
+            temperature: divides the logits, as in sampling.
+            policy_loss: loss as a function of log-probs, entropies and KL; None for no training.
+            entropy: also compute the entropy at each position.
+            reference: also compute the exact KL to this model, from `ref_hidden` in the inputs.
 
         Returns:
-            The loss; log-probabilities; values of the states before each token, or None without a critic; entropies
-            and exact KL, or None; in nats, each but the loss `[batch, time]` in float32. Loss and values carry
+            The loss; log-probs; values of the states before each token, or None without a critic; entropies and exact
+            KL, or None. All but the loss are `[batch, time]` in float32, in nats except values. Loss and values carry
             gradients.
         """
         extent, loss = Extent.of(inputs), policy_loss or NoLoss()
@@ -155,12 +154,12 @@ class ActorCritic(nn.Module):
         ref = None
         if reference is not None:
             ref_projection = reference.lm.get_output_embeddings()
-            ref = (reference.scaled(extent.rows(inputs["ref_hidden"])), ref_projection.weight, ref_projection.bias)
+            ref = (reference.scaled(extent.gather(inputs["ref_hidden"])), ref_projection.weight, ref_projection.bias)
         projection = self.lm.get_output_embeddings()
         total, stats = token_loss(
-            self.scaled(extent.rows(hidden)),
+            self.scaled(extent.gather(hidden)),
             projection.weight,
-            extent.rows(inputs["response_ids"]),
+            extent.gather(inputs["response_ids"]),
             loss,
             bias=projection.bias,
             ref=ref,
@@ -169,7 +168,7 @@ class ActorCritic(nn.Module):
             entropy=entropy,
             additive=loss.additive,
         )
-        logprobs, entropies, kl = (None if x is None else extent.spread(x, inputs["mask"].shape) for x in stats)
+        logprobs, entropies, kl = (None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats)
         assert logprobs is not None
         values = histogram = None
         if self.critic is not None:
@@ -178,7 +177,7 @@ class ActorCritic(nn.Module):
         return PolicyOutputs(total, logprobs, values, entropies, kl, histogram)
 
     def critic_outputs(self, inputs: Inputs) -> CriticOutputs:
-        """The critic's outputs as `forward` gives them, with a gradient for the critic's own parameters alone."""
+        """The critic's outputs as in `forward`, with gradients for the critic's own parameters only."""
         assert self.critic is not None
         extent = Extent.of(inputs)
         if not self.critic.shared:
@@ -188,53 +187,56 @@ class ActorCritic(nn.Module):
         return self._outputs(inputs, extent, states)
 
     def _outputs(self, inputs: Inputs, extent: Extent, states: Tensor | None = None) -> CriticOutputs:
-        """The critic's outputs of acted tokens, values 0 elsewhere; `states` are those that a shared critic reads.
+        """The critic's outputs at sampled tokens, values 0 elsewhere; `states` are the inputs of a shared critic.
 
-        An ensemble's values are the mean of its members', or with a `member` for each row that one's alone.
+        An ensemble's values are the mean over its members or, with `member` in the inputs, those of the row's member.
         """
         assert self.critic is not None
         members, mask = self.critic.members, inputs["mask"]
         if "member" not in inputs:
-            each = [self._outputs_of(critic, inputs, extent, states) for critic in members]
-            return each[0] if len(each) == 1 else CriticOutputs(torch.stack([now.values for now in each]).mean(0))
+            outputs = [self._outputs_of(critic, inputs, extent, states) for critic in members]
+            return outputs[0] if len(outputs) == 1 else CriticOutputs(torch.stack([x.values for x in outputs]).mean(0))
         values = torch.zeros(mask.shape, device=mask.device)
         for number, critic in enumerate(members):
             rows = (inputs["member"] == number).nonzero().squeeze(1)
             if len(rows):
-                own = {name: inputs[name][rows] for name in ("prompt_ids", "prompt_mask", "response_ids", "mask")}
-                values = values.index_copy(0, rows, self._outputs_of(critic, own, Extent.of(own)).values)
-            else:  # a gradient of 0, since processes wait for those of all parameters
+                part = {name: inputs[name][rows] for name in ("prompt_ids", "prompt_mask", "response_ids", "mask")}
+                values = values.index_copy(0, rows, self._outputs_of(critic, part, Extent.of(part)).values)
+            else:  # a zero gradient, since the processes all-reduce gradients of all parameters
                 values = values + 0 * torch.stack([p.sum() for p in trainable(critic)]).sum()
         return CriticOutputs(values)
 
     def _outputs_of(
         self, critic: Critic, inputs: Inputs, extent: Extent, states: Tensor | None = None
     ) -> CriticOutputs:
-        """One critic's outputs of acted tokens, values 0 elsewhere."""
+        """One critic's outputs at sampled tokens, values 0 elsewhere."""
         states = self._critic_states(critic, inputs, extent) if states is None else states
-        now = critic.outputs(extent.rows(states))
-        return now._replace(values=extent.spread(now.values, inputs["mask"].shape))
+        outputs = critic.outputs(extent.gather(states))
+        return outputs._replace(values=extent.scatter(outputs.values, inputs["mask"].shape))
 
     def logprobs(self, inputs: Inputs, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities `[batch, time]` of responses, nats, and their `response_hidden`."""
+        """Log-probs `[batch, time]` of responses, in nats, and their `response_hidden`."""
         extent, projection = Extent.of(inputs), self.lm.get_output_embeddings()
         (hidden,) = self._read(trunk_of(self.lm), inputs, extent, self.trunk_hidden)
         logprobs, _ = token_logprobs(
-            self.scaled(extent.rows(hidden)),
+            self.scaled(extent.gather(hidden)),
             projection.weight,
-            extent.rows(inputs["response_ids"]),
+            extent.gather(inputs["response_ids"]),
             bias=projection.bias,
             temperature=temperature,
             softcap=self.softcap,
         )
-        return extent.spread(logprobs, inputs["mask"].shape), hidden
+        return extent.scatter(logprobs, inputs["mask"].shape), hidden
 
     def response_hidden(self, inputs: Inputs) -> Tensor:
         """Hidden states `[batch, time, width]` of the states before each response token."""
         return self._read(trunk_of(self.lm), inputs, Extent.of(inputs), self.trunk_hidden)[0]
 
     def critic_states(self, critic: Critic, inputs: Inputs) -> Tensor:
-        """The same as a critic reads them, by a pass through its own trunk or as far as needed through the policy's."""
+        """Input states of a critic, `[batch, time, width]`, before each response token.
+
+        They come from a pass through its own trunk, or through the policy's up to the layer that it reads.
+        """
         return self._critic_states(critic, inputs, Extent.of(inputs))
 
     def _critic_states(self, critic: Critic, inputs: Inputs, extent: Extent) -> Tensor:
@@ -245,16 +247,16 @@ class ActorCritic(nn.Module):
         return self._read(trunk, inputs, extent, run)[0]
 
     def _tap(self) -> nn.Module | None:
-        """The layer of the policy's trunk whose states the critic reads; None where it reads none or the last."""
+        """The layer of the policy's trunk that the critic reads; None if it reads the last states or none."""
         tap = None if self.critic is None else self.critic.tap
         return None if tap is None else layers_of(trunk_of(self.lm))[tap - 1]
 
     def _read(
         self, trunk: nn.Module, inputs: Inputs, extent: Extent, run: Callable[..., tuple[Tensor, ...]]
     ) -> list[Tensor]:
-        """What `run` gives of a trunk's states before each response token, 0 past the longest.
+        """States that `run` computes before each response token, 0 past the longest response.
 
-        Columns of mere padding are not read.
+        Columns that are padding in every row are skipped.
         """
         prompt_ids, prompt_mask, response_ids = (inputs[x] for x in ("prompt_ids", "prompt_mask", "response_ids"))
         length, padding, _ = extent
@@ -267,9 +269,9 @@ class ActorCritic(nn.Module):
 
 
 def attention_for(trunk: nn.Module, input_ids: Tensor) -> AbstractContextManager[None]:
-    """A context for a trunk's pass, in which attention trains fastest; passes without gradients compute the same."""
+    """A context in which attention takes the kernel that trains fastest; also used without gradients, for equality."""
     short = input_ids.shape[1] <= SHORT and input_ids.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    # Layers that are computed again in the backward pass, outside of this context, would take another kernel.
+    # Checkpointed layers are recomputed in the backward pass, outside this context, with the default kernel.
     if not short or any(getattr(module, "gradient_checkpointing", False) for module in trunk.modules()):
         return nullcontext()
     return sdpa_kernel(SDPBackend.MATH)
@@ -281,7 +283,7 @@ class NoLoss:
     additive = True
 
     def __call__(self, now: TokenStats, at: slice) -> Tensor:
-        """0, with a gradient of 0."""
+        """Return 0, with a gradient of 0."""
         assert now.logprobs is not None
         return 0 * now.logprobs.sum()
 
@@ -289,8 +291,8 @@ class NoLoss:
 def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor]:
     """Attention mask and position ids of left-padded prompts followed by `response_length` tokens.
 
-    The padding on a response's right is not masked: causal attention lets no token before it see it, and a mask that
-    is true everywhere lets attention take its fastest path.
+    Right padding is not masked: causal attention hides it from earlier tokens, and attention is fastest with a mask
+    that is true everywhere.
     """
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(prompt_mask), response_length)], dim=1)
     return mask, (mask.long().cumsum(1) - 1).clamp(min=0)
@@ -299,7 +301,7 @@ def positions(prompt_mask: Tensor, response_length: int) -> tuple[Tensor, Tensor
 def trunk_hidden(
     trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any], tap: nn.Module | None = None
 ) -> tuple[Tensor, ...]:
-    """Last normalised hidden states `[batch, time, width]` of a language model without its head; also a layer's."""
+    """Last hidden states `[batch, time, width]` of a trunk, after its final norm, and those after the layer `tap`."""
     states: list[Tensor] = []
     hook = None if tap is None else tap.register_forward_hook(lambda *call: states.append(output_states(call[2])))
     try:
@@ -311,13 +313,13 @@ def trunk_hidden(
 
 
 def trunk_inputs(trunk: nn.Module, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> dict[str, Any]:
-    """Inputs of a trunk beside the token ids, as far as its forward pass takes them, by its names."""
-    takes = arguments_of(type(trunk).forward)
-    if "cache_params" in takes:  # the past is in its state, and the mask is for the tokens at hand
+    """Keyword arguments of a trunk's forward pass other than the token ids, limited to those in its signature."""
+    arguments = arguments_of(type(trunk).forward)
+    if "cache_params" in arguments:  # a recurrent state holds the past, so the mask covers new tokens only
         attention_mask = attention_mask[:, -position_ids.shape[1] :]
     inputs: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
     inputs["use_cache"] = cache is not None
-    inputs = {name: x for name, x in inputs.items() if name in takes or "kwargs" in takes}
+    inputs = {name: x for name, x in inputs.items() if name in arguments or "kwargs" in arguments}
     if cache is not None:
         name = cache_argument(trunk)
         assert name is not None, "checked at the start of a run"
@@ -332,22 +334,22 @@ def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def cache_argument(trunk: nn.Module) -> str | None:
-    """Name under which a trunk takes its KV cache or recurrent state; None if it takes none, or one of its own kind."""
-    takes = arguments_of(type(trunk).forward)
-    return next((name for name in ("past_key_values", "cache_params") if name in takes), None)
+    """Name of a trunk's argument for the KV cache or recurrent state; None if it has none of the known ones."""
+    arguments = arguments_of(type(trunk).forward)
+    return next((name for name in ("past_key_values", "cache_params") if name in arguments), None)
 
 
 def logit_factor(lm: PreTrainedModel) -> float:
     """Factor by which a model multiplies its vocabulary projection."""
     config = lm.config.get_text_config()
-    # The same name divides in Granite and multiplies in HyperCLOVA X; a check at the start finds any other use.
+    # The same key divides in Granite and multiplies in HyperCLOVA X; `check_policy` finds any other use.
     powers = {"logit_scale": 1, "lm_head_multiplier": 1}
     powers["logits_scaling"] = 1 if config.model_type == "hyperclovax" else -1
     return math.prod(float(getattr(config, name, None) or 1.0) ** power for name, power in powers.items())
 
 
 def logit_softcap(lm: PreTrainedModel) -> float | None:
-    """Bound c of a model's logits, c · tanh(z / c); None for no bound."""
+    """Soft cap c of a model's logits, c · tanh(z / c); None without one."""
     config = lm.config.get_text_config()
     caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
     return next((cap for cap in caps if cap is not None), None)

@@ -1,4 +1,4 @@
-"""The adapter that is trained on a language model: the one that it has, or a new one."""
+"""The trained adapter of a language model: its own, or a new one."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.text.models.parts import weight_hash
 from tokencredit.text.models.peft_models import (
-    NAME,
+    ADAPTER_NAME,
     active_adapter,
     adapter_layers,
+    as_config_error,
     attach,
     attached,
     check_kind,
-    computes,
-    few_logits,
-    naming,
     on_head,
     peft_library,
+    probe_logits,
     quiet,
+    reproduces,
 )
 
 REFERENCE = "tokencredit_reference"
-"""PEFT's name of the frozen adapter that the reference uses."""
+"""PEFT's name for the frozen adapter of the reference model."""
 
 
 class Adapter:
-    """The adapter that is trained on a language model, and the switch to the reference."""
+    """The trained adapter of a language model, and the switch to the reference model."""
 
     def __init__(self, lm: PreTrainedModel, *, start: Tensor | None = None, whole: bool = False):
-        """Take the adapter attached to a model; one that is frozen becomes trainable.
+        """Wrap the adapter attached to a model; a frozen one becomes trainable.
 
         Args:
             lm: the model.
-            start: logits of the model before a new adapter was put on it; None if its adapter is not new.
-            whole: save the whole model, because the weights below the adapter are in no folder.
+            start: logits of the model before a new adapter was added; None if its adapter is not new.
+            whole: save the merged model, because no folder holds the weights below the adapter.
 
         Raises:
-            ConfigError: no gradient would reach it, or its folder would not hold all that is trained.
+            ConfigError: no gradient reaches it, or its folder would miss some of the trained parameters.
         """
         self.lm, self.model, self.name = lm, attached(lm), active_adapter(lm)
         self.whole, self.has_reference = whole, False
@@ -55,19 +55,19 @@ class Adapter:
         self._check_saved()
         self._check_gradient()
         with self.reference():
-            self.off_is_start = start is not None and computes(lm, start)
+            self.off_is_start = start is not None and reproduces(lm, start)
 
     @property
     def adds(self) -> bool:
-        """True if its layers add to what the layers beneath compute, and read their weights for nothing else: LoRA."""
+        """True for plain LoRA, which only adds to the outputs of the base layers and never reads their weights."""
         config = self.model.peft_config[self.name]
         return config.peft_type.value == "LORA" and not getattr(config, "use_dora", False)
 
     def hold_reference(self) -> bool:
-        """Make `reference` switch to the model that the run starts from; False if only a copy of it can be that.
+        """Make `reference` switch to the starting model; returns False if that takes a copy of the model.
 
-        An adapter that went on from another run needs a second, frozen one with its weights. Only LoRA takes that
-        without a change to the layers below.
+        An adapter continued from another run needs a second, frozen adapter with the same weights, which only LoRA
+        allows without changing the base layers.
         """
         trained = {name for name, p in self.lm.named_parameters() if p.requires_grad}
         head = any(p.requires_grad for p in self.lm.get_output_embeddings().parameters())
@@ -88,12 +88,12 @@ class Adapter:
         for name, parameter in self.lm.named_parameters():
             parameter.requires_grad_(name in trained)
         self.has_reference = True
-        self.lm.eval()  # new layers are in training mode
+        self.lm.eval()  # PEFT creates layers in training mode
         return True
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Let the model be the one that the run started from, for passes without gradients."""
+        """A context in which the model is the one that the run started from, for passes without gradients."""
         flags = [(parameter, parameter.requires_grad) for parameter in self.lm.parameters()]
         layers = adapter_layers(self.lm)
         try:
@@ -103,18 +103,18 @@ class Adapter:
         finally:
             for layer in layers:
                 layer.set_adapter(self.name) if self.has_reference else layer.enable_adapters(True)
-            for parameter, flag in flags:  # PEFT's switches set them
+            for parameter, flag in flags:  # PEFT's switches change requires_grad
                 parameter.requires_grad_(flag)
 
     def save(self, folder: Path) -> None:
-        """Write a folder that PEFT loads, or the whole model where the adapter alone would not do."""
+        """Write a PEFT adapter folder, or the merged model if `whole`."""
         if self.whole:
             tensors = [*self.model.parameters(), *self.model.buffers()]
             on_cpu: dict[int, Any] = {id(x): _on_cpu(x) for x in tensors}
             deepcopy(self.model, on_cpu).merge_and_unload().save_pretrained(folder)
             return
         self.model.save_pretrained(folder, selected_adapters=[self.name])
-        if self.name != NAME:  # PEFT gives it a folder of its own
+        if self.name != ADAPTER_NAME:  # PEFT writes a named adapter to a subfolder
             for file in (folder / self.name).iterdir():
                 file.replace(folder / file.name)
             (folder / self.name).rmdir()
@@ -127,55 +127,55 @@ class Adapter:
         for name, parameter in self.lm.named_parameters():
             if parameter.requires_grad and not self._owns(name) and not (biases and name.split(".")[-1] == "bias"):
                 raise ConfigError(
-                    f"{name} is trained beside the adapter, whose folder would not hold it; freeze it "
-                    "(requires_grad_(False)), or name it in the adapter's modules_to_save"
+                    f"{name} is trainable but not part of the adapter, so it would not be saved; freeze it "
+                    "(requires_grad_(False)), or add it to the adapter's modules_to_save"
                 )
 
     def _check_gradient(self) -> None:
         trained = [p for p in self.lm.parameters() if p.requires_grad]
         with torch.enable_grad():
-            loss = few_logits(self.lm).sum()
+            loss = probe_logits(self.lm).sum()
         gradients = torch.autograd.grad(loss, trained, allow_unused=True) if trained and loss.requires_grad else ()
         if all(gradient is None for gradient in gradients):
-            raise ConfigError("no gradient reaches the adapter, so nothing would be trained; take another kind")
+            raise ConfigError("no gradient reaches the adapter, so nothing would be trained; use another adapter type")
 
 
 def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> Adapter | None:
-    """The adapter that is trained: the one that the model has, a new one, or None for the whole model.
+    """The trained adapter: the model's own, a new one, or None if the whole model is trained.
 
     Args:
-        lm: the model; a new adapter is put on its layers in place.
-        args: `lora` says which new adapter.
-        peft_config: a configuration of PEFT's in place of `args.lora`; None for none.
+        lm: the model; a new adapter is added to its layers in place.
+        args: `lora` configures a new adapter.
+        peft_config: a PEFT configuration that replaces `args.lora`; None for none.
 
     Raises:
-        ConfigError: there is one already, or the new one fits no layer or would not be trained.
+        ConfigError: the model already has an adapter, or the new one matches no layer or would not be trained.
     """
     if attached(lm) is not None:
         if args.lora.rank or peft_config is not None:
             new = f"model.lora.rank is {args.lora.rank}" if args.lora.rank else "peft_config is set"
             raise ConfigError(
-                f"{args.name!r} has an adapter already, and {new}; leave that out to train the adapter that is there "
-                "further, or set model.adapter: merge to add it to the weights and train a new one"
+                f"{args.name!r} has an adapter already, and {new}; leave that out to continue training the existing "
+                "adapter, or set model.adapter: merge to merge it into the weights and train a new one"
             )
         return Adapter(lm)
     if not args.lora.rank and peft_config is None:
         return None
-    start, below = few_logits(lm).detach(), _hashes(lm)
+    start, below = probe_logits(lm).detach(), _hashes(lm)
     add_adapter(lm, peft_config or lora_config(args.lora), "model.lora" if peft_config is None else "peft_config")
-    # Some kinds begin by a change to the weights below, at random for PiSSA's fast form; no other folder has those.
+    # Some adapters, such as PiSSA, change the base weights when they are created, so the base model's folder is stale.
     whole = args.adapter == "merge" or _hashes(lm) != below
-    with naming("the new adapter cannot be used"):
+    with as_config_error("the new adapter cannot be used"):
         return Adapter(lm, start=start, whole=whole)
 
 
 def _hashes(lm: PreTrainedModel) -> list[int]:
-    """A number for each of a model's own weights, its adapter's left out; the same only for the same weights."""
-    return [weight_hash(p) for name, p in lm.named_parameters() if NAME not in name.split(".")]
+    """Hashes of a model's weights without its adapter."""
+    return [weight_hash(p) for name, p in lm.named_parameters() if ADAPTER_NAME not in name.split(".")]
 
 
 def lora_config(args: LoraConfig) -> Any:
-    """PEFT's configuration of a low-rank adapter.
+    """The PEFT configuration of a LoRA adapter.
 
     Raises:
         ConfigError: PEFT is not installed.
@@ -190,10 +190,10 @@ def lora_config(args: LoraConfig) -> Any:
 
 
 def add_adapter(lm: PreTrainedModel, config: Any, key: str) -> None:
-    """Put a new adapter on a model's layers, in place, and attach it; `key` names its configuration in messages.
+    """Add a new adapter to a model's layers in place and attach it; `key` names its configuration in messages.
 
     Raises:
-        ConfigError: no layer has one of the target names, or PPO would not train its kind.
+        ConfigError: no layer matches the target names, or PPO cannot train this type of adapter.
     """
     check_kind(config)
     try:
@@ -203,7 +203,7 @@ def add_adapter(lm: PreTrainedModel, config: Any, key: str) -> None:
         raise ConfigError(f"{key}.target_modules: {error}") from error
     if on_head(lm):
         raise ConfigError(
-            f"{key} puts an adapter on the output projection, where it would be ignored; leave that layer out"
+            f"{key} adapts the output projection, where the adapter would be ignored; leave that layer out"
         )
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to a run's models: policy, critic and reference, at its start and after its end."""
+"""Build a run's models from its configuration: policy, critic and reference, before training and after it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from tokencredit.text.models.loading import (
 )
 from tokencredit.text.models.parts import width
 from tokencredit.text.models.peft_models import attached, merge, on_head, take_over
-from tokencredit.text.models.precision import Precision, choose, round_frozen
+from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
 
 
 @dataclass(frozen=True)
 class Models:
-    """A policy, the model it is compared with, and how both are run."""
+    """A policy, its reference model, and how both are run."""
 
     policy: ActorCritic
     reference: ActorCritic | None
-    """The policy itself, whose adapter is then switched to its start, where only an adapter is trained."""
+    """A model of its own, or the policy itself with its adapter switched to the start of the run; None without KL."""
     tokenizer: PreTrainedTokenizerBase
     precision: Precision
     decoding: StaticDecoding | None
-    """Sampling with a static cache; None with one that grows."""
+    """Decoding with a static KV cache; None uses a growing one."""
     notes: list[str]
-    """What `auto` stands for, and where the critic comes from, if that is worth saying."""
+    """Lines for the user: resolved `auto` settings, and the origin of the critic."""
 
     def engine(self, budget: int | None) -> LocalEngine:
         """The local engine for the policy."""
@@ -56,16 +56,16 @@ class Models:
 
 
 def name_of(model: torch.nn.Module) -> str:
-    """The name that a model from Python was loaded by; empty if it never was."""
+    """The name or folder that a model was loaded from; empty if it was not."""
     return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
 
 
 def load_start(
     args: PPOConfig, model: str | torch.nn.Module | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The language model that training starts from, and its tokenizer; a loaded model is taken as it is.
+    """The language model that training starts from, and its tokenizer.
 
-    An adapter that the model has is on its layers; `merged` adds it to the weights.
+    A loaded model is used as it is. An adapter stays on its layers until `merged` adds it to the weights.
     """
     if model is None or isinstance(model, str):
         lm, tokenizer = load_language_model(args.model, tokenizer)
@@ -79,7 +79,7 @@ def load_start(
         return lm, tokenizer
     if attached(lm) is not None and on_head(lm):
         raise ConfigError(
-            f"the adapter of {args.model.name!r} is on the output projection too, where it would be ignored; "
+            f"the adapter of {args.model.name!r} adapts the output projection, where it would be ignored; "
             "set model.adapter: merge"
         )
     check_policy(args.model.name, lm)
@@ -87,7 +87,7 @@ def load_start(
 
 
 def merged(args: ModelConfig, lm: PreTrainedModel) -> PreTrainedModel:
-    """The model with the adapter that it starts from added to its weights, if the configuration asks for that."""
+    """The model, with its adapter merged into the weights if `model.adapter` is merge."""
     if args.adapter == "continue":
         return lm
     lm = merge(lm)
@@ -103,13 +103,13 @@ def build_models(
     peft_config: Any = None,
     named: bool = True,
 ) -> Models:
-    """The policy with its critic, and the reference model, on the device of the passes.
+    """The policy with its critic, and the reference model, on the compute device.
 
-    A new critic draws its weights from PyTorch's global generator. In bfloat16 the weights of frozen products are
-    rounded: the reference model's, and on a GPU those under LoRA if the model was `named` and so belongs to the run.
+    A new critic draws its weights from PyTorch's global generator. In bfloat16 frozen matrix weights are rounded: the
+    reference model's and, on a GPU, those under LoRA if the model was loaded by name and so belongs to the run.
 
     Raises:
-        ConfigError: a critic or an adapter that cannot be used, or no parameter of the policy is trained.
+        ConfigError: a critic or an adapter cannot be used, or no parameter of the policy is trainable.
     """
     lm = merged(args.model, lm)
     adapted = bool(args.model.lora.rank) or peft_config is not None or attached(lm) is not None
@@ -136,10 +136,10 @@ def build_models(
 def choose_decoding(
     args: PPOConfig, policy: ActorCritic, precision: Precision
 ) -> tuple[StaticDecoding | None, list[str]]:
-    """Decoding with a static cache if `rollout.cache` asks for it, and notes; `auto` takes it on a GPU.
+    """Static decoding if `rollout.cache` is static, or auto on a GPU, else None; and notes for the user.
 
     Raises:
-        ConfigError: `static` was asked for, and the model cannot be sampled so.
+        ConfigError: `rollout.cache` is static, and the model does not support it.
     """
     cache = args.rollout.cache
     if cache == "dynamic" or (cache == "auto" and precision.device.type != "cuda"):
@@ -148,36 +148,35 @@ def choose_decoding(
     if not isinstance(decoding, str):
         return decoding, []
     if cache == "static":
-        raise ConfigError(f"rollout.cache is static, which cannot be had: {decoding}; set it to dynamic")
+        raise ConfigError(f"rollout.cache is static, which this model does not support: {decoding}; set it to dynamic")
     return None, [f"rollout.cache auto: dynamic, which is slower on a GPU, since {decoding}"]
 
 
 def load_run_models(
     run: Path, args: PPOConfig, which: str, processes: Processes, *, reference: bool = False, critic: bool = False
 ) -> Models:
-    """The models of a run that has ended, on its device and in its dtype.
+    """Load the models of a finished run, on its device and in its dtype.
 
     Args:
-        run: its folder.
-        args: its configuration.
-        which: `policy`, `best`, or `base` for the model that it started from.
+        run: the run's folder.
+        args: the run's configuration.
+        which: `policy`, `best`, or `base` for the model that the run started from.
         processes: the job.
-        reference: also load the reference model, if the run has one; a note says so if it cannot be had.
+        reference: also load the reference model, if the run has one; if that fails, a note says why.
         critic: also load the critic, if the run has one.
 
     Raises:
-        ConfigError: the run has no such policy, or not the critic that it should have, or the model it started from
-            cannot be had any more.
+        ConfigError: the policy, the critic or the model that the run started from is missing.
     """
     if which != "base" and not (run / which).is_dir():
         raise ConfigError(
             f"{str(run)!r} has no {which}/; a run writes policy/ at its end, and best/ with eval.every; "
             "base (--base) is the model that it started from"
         )
-    # Once trained, an adapter belongs to its folder, and nothing is trained here.
+    # A trained adapter is loaded from its folder, so no new one is made, and nothing is trained here.
     plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
-    own = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
-    name = own.name
+    model = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
+    name = model.name
     values = args.critic if which == "base" else replace(args.critic, name=None, init="saved")
     if not critic:
         values = CriticConfig(kind="none")
@@ -187,17 +186,17 @@ def load_run_models(
             f"{values.members}; its files are incomplete"
         )
     with preserved():
-        lm, tokenizer = _load_base(run, args, plain) if which == "base" else load_start(replace(args, model=own))
-        precision = choose(args.model.dtype, width(lm), processes, run)
+        lm, tokenizer = _load_base(run, args, plain) if which == "base" else load_start(replace(args, model=model))
+        precision = choose_precision(args.model.dtype, width(lm), processes, run)
         base, notes = None, []
         if reference and args.kl.coef > 0:
             try:
                 base = ActorCritic(_load_base(run, args, plain)[0]).requires_grad_(False).to(precision.device)
             except ConfigError as error:
                 notes = [f"no KL to the model that the run started from: {error}"]
-        policy, more = build_policy(lm, tokenizer, own, values)
+        policy, more = build_policy(lm, tokenizer, model, values)
     policy.requires_grad_(False).to(precision.device)
-    decoding, last = choose_decoding(replace(args, model=own), policy, precision)
+    decoding, last = choose_decoding(replace(args, model=model), policy, precision)
     return Models(policy, base, tokenizer, precision, decoding, [*notes, *more, *last])
 
 
@@ -205,7 +204,7 @@ def _load_base(run: Path, args: PPOConfig, model: ModelConfig) -> tuple[PreTrain
     """The model that a run started from, and its tokenizer.
 
     Raises:
-        ConfigError: the name leads to another model by now, as it may for one that was loaded in Python.
+        ConfigError: it cannot be loaded, or `model.name` now names another model.
     """
     try:
         lm, tokenizer = load_start(replace(args, model=model))
@@ -215,6 +214,6 @@ def _load_base(run: Path, args: PPOConfig, model: ModelConfig) -> tuple[PreTrain
         return merged(model, lm), tokenizer
     except ConfigError as error:
         raise ConfigError(
-            f"the model that {str(run)!r} started from cannot be had by its model.name, {model.name!r} (one that was "
-            f"loaded in Python has to be measured there): {error}"
+            f"the model that {str(run)!r} started from cannot be loaded by its model.name, {model.name!r} (a model "
+            f"that was loaded in Python must be evaluated from Python): {error}"
         ) from error

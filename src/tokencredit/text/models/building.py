@@ -1,4 +1,4 @@
-"""The policy that is trained: a language model with its adapter and critic, checked, built and saved."""
+"""Build, check and save the trained policy: a language model with its adapter and critic."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter
 from tokencredit.text.models.checks import check_checkpointing, check_critic
-from tokencredit.text.models.critic import SavedCritic, build_critic, start_of
-from tokencredit.text.models.loading import check_vocabulary, load_model, load_tokenizer, naming, resolve
-from tokencredit.text.models.parts import attention_of, cut_layers, fewer_layers, trunk_of, width
+from tokencredit.text.models.critic import SavedCritic, build_critic, saved_start
+from tokencredit.text.models.loading import as_config_error, check_vocabulary, load_model, load_tokenizer, resolve
+from tokencredit.text.models.parts import attention_of, cut_layers, layer_limit, trunk_of, width
 from tokencredit.text.models.peft_models import plain_decoder, saved_config
 
 
@@ -32,13 +32,13 @@ def build_policy(
     critic: CriticConfig,
     peft_config: Any = None,
 ) -> tuple[ActorCritic, list[str]]:
-    """The model that is trained, `lm` with its adapter and its critic, and what there is to say of the critic.
+    """The trained model, `lm` with its adapter and critic, and notes on the origin of the critic.
 
-    `peft_config`, if given, takes the place of `model.lora`.
+    A `peft_config` replaces `model.lora`.
 
     Raises:
-        ConfigError: a critic that cannot be loaded or has another vocabulary, an adapter that fits no layer or would
-            not be trained, or no compiler where one is needed.
+        ConfigError: the critic cannot be loaded or has another vocabulary, the adapter matches no layer or would not be
+            trained, or `model.compile` lacks a compiler.
     """
     check_compiler(model)
     trunks = build_trunks(critic, model, lm, tokenizer)
@@ -57,21 +57,21 @@ def build_policy(
 def build_trunks(
     args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[PreTrainedModel]:
-    """The trunks of separate critics: saved ones, that of `critic.name`, or a copy of the policy's, for each member.
+    """The trunks of separate critics, one per member: saved ones, the one of `critic.name`, or the policy's copied.
 
     Raises:
-        ConfigError: one cannot be loaded, has another vocabulary (by its tokenizer, or by its size if there is none),
-            other layers than asked for, or no attention to freeze.
+        ConfigError: one cannot be loaded, has another vocabulary (by its tokenizer or, without one, by its size), has
+            other layers than `critic.layers`, or has no attention to freeze.
     """
     if args.kind != "separate":
         return []
-    name, saved = args.name or model.name, start_of(args, model)
+    name, saved = args.name or model.name, saved_start(args, model)
     if saved and saved[0].trunk is not None:
-        trunks = [load_saved_trunk(one, lm, model) for one in saved]
+        trunks = [load_saved_trunk(critic, lm, model) for critic in saved]
         check_kept_layers(args, name, trunks[0])
     else:
         trunks = [plain_decoder(lm) if args.name is None else load_trunk(args.name, model)]
-        layers = fewer_layers(args.layers, trunks[0])
+        layers = layer_limit(args.layers, trunks[0])
         if layers is not None:
             cut_layers(trunks[0], layers)
     if args.name is not None or saved:
@@ -84,7 +84,7 @@ def build_trunks(
 
 
 def load_trunk(name: str, model: ModelConfig) -> PreTrainedModel:
-    """The trunk of the model of a name.
+    """Load the trunk of a model by name.
 
     Raises:
         ConfigError: it cannot be loaded, or is an adapter.
@@ -92,43 +92,43 @@ def load_trunk(name: str, model: ModelConfig) -> PreTrainedModel:
     folder = resolve(name, "policy")
     if saved_config(folder) is not None:
         raise ConfigError(
-            f"critic.name is {name!r}, which holds an adapter and no trunk of a critic; give a whole model, "
+            f"critic.name is {name!r}, which holds an adapter instead of a critic's trunk; give a full model, "
             "or the policy/ of a run whose critic.kind was separate"
         )
     return load_model(AutoModel, name, folder, model)
 
 
 def load_saved_trunk(saved: SavedCritic, lm: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """The trunk that a run saved.
+    """Load the trunk of a saved critic.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
     if saved.trunk is None:
-        raise ConfigError(f"{str(saved.head)!r} is there without its trunk; the files of {saved.name!r} are incomplete")
-    # A trunk such as OPT's is a part of what AutoModel makes of its configuration.
-    own = type(trunk_of(lm))
-    with naming(f"a critic from {saved.name!r}"):
+        raise ConfigError(f"{str(saved.head)!r} has no trunk beside it; the files of {saved.name!r} are incomplete")
+    # AutoModel would load a wrapper around trunks such as OPT's.
+    trunk_class = type(trunk_of(lm))
+    with as_config_error(f"a critic from {saved.name!r}"):
         config, _ = PreTrainedConfig.get_config_dict(saved.trunk)
-    kind = own if own.__name__ in (config.get("architectures") or ()) else AutoModel
-    return load_model(kind, saved.name, str(saved.trunk), model)
+    auto = trunk_class if trunk_class.__name__ in (config.get("architectures") or ()) else AutoModel
+    return load_model(auto, saved.name, str(saved.trunk), model)
 
 
 def check_kept_layers(args: CriticConfig, name: str, trunk: PreTrainedModel) -> None:
-    """Raise `ConfigError` if a saved trunk, which keeps its layers, has another number than asked for."""
+    """Raise `ConfigError` if the number of layers of a saved trunk differs from `critic.layers`."""
     count = trunk.config.get_text_config().num_hidden_layers
     if args.layers not in (None, count):
         raise ConfigError(
-            f"critic.layers is {args.layers}, and the critic saved in {name!r} has {count} layers, which it keeps; "
+            f"critic.layers is {args.layers}, and the critic saved in {name!r} has {count} layers; "
             "leave critic.layers out"
         )
 
 
 def freeze_attention(trunk: PreTrainedModel) -> None:
-    """Leave the attention of a trunk as it is.
+    """Freeze the attention modules of a trunk.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it has none.
     """
     modules = attention_of(trunk)
     if not modules:
@@ -141,34 +141,34 @@ def freeze_attention(trunk: PreTrainedModel) -> None:
 
 
 def check_same_tokens(name: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Make sure that a critic's tokenizer, if its folder has one, has the policy's tokens under the same ids.
+    """Check that a critic's tokenizer, if its folder has one, maps the policy's tokens to the same ids.
 
     Raises:
         ConfigError: it does not.
     """
     folder = resolve(name, "policy")
-    # Of a folder without its files some classes would make an empty tokenizer.
+    # A critic's folder may lack a tokenizer, from which some classes would make an empty one.
     files = ("tokenizer.json", "tokenizer_config.json")
     if not any(cached_file(folder, file, _raise_exceptions_for_missing_entries=False) for file in files):
         return
     ids = load_tokenizer(replace(model, name=name)).get_vocab()
-    others = {token: i for token, i in tokenizer.get_vocab().items() if ids.get(token) != i}
-    if others:
-        token, i = min(others.items(), key=lambda item: item[1])
+    different = {token: i for token, i in tokenizer.get_vocab().items() if ids.get(token) != i}
+    if different:
+        token, i = min(different.items(), key=lambda item: item[1])
         raise ConfigError(
-            f"critic.name is {name!r}, whose tokenizer has other ids for {len(others)} of the policy's "
-            f"{len(tokenizer)} tokens, such as {ids.get(token)} for {token!r}, which is {i} in the policy; take a "
+            f"critic.name is {name!r}, whose tokenizer has other ids for {len(different)} of the policy's "
+            f"{len(tokenizer)} tokens, such as {ids.get(token)} for {token!r}, which is {i} in the policy; use a "
             "critic with the policy's vocabulary"
         )
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Let a model compute activations twice to hold fewer of them.
+    """Switch on a model's gradient checkpointing.
 
     Raises:
-        ConfigError: its code cannot.
+        ConfigError: it does not support gradient checkpointing.
     """
-    # Newer versions of Transformers warn about the older name.
+    # Newer versions of Transformers deprecate the second name.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     try:
         enable({"use_reentrant": False})
@@ -177,33 +177,33 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def check_compiler(model: ModelConfig) -> None:
-    """Raise `ConfigError` if `model.compile` has no compiler to use."""
+    """Raise `ConfigError` if `model.compile` is set and there is no compiler."""
     compiler = os.environ.get("CXX", "g++")
     if model.compile and not (torch.cuda.is_available() or which(compiler)):
         raise ConfigError(
-            f"model.compile needs a C++ compiler, and there is no {compiler!r}; install g++, or leave it out"
+            f"model.compile needs a C++ compiler, and {compiler!r} was not found; install g++, or leave it out"
         )
 
 
 def check_trained(name: str, policy: ActorCritic) -> None:
-    """Raise `ConfigError` if no parameter of the policy would be trained."""
+    """Raise `ConfigError` if no parameter of the policy is trainable."""
     if not trainable(policy.lm):
         raise ConfigError(
-            f"no parameter of the model {name!r} requires a gradient, so nothing would be trained: all are frozen; "
+            f"no parameter of the model {name!r} requires a gradient, so nothing would be trained; "
             "call requires_grad_(True) on the model, or train an adapter (model.lora.rank, peft_config)"
         )
 
 
 def skip_draws(lm: PreTrainedModel, models: int) -> None:
-    """Draw from PyTorch's global generator what one-layer heads of so many models would take.
+    """Advance PyTorch's global generator by the weights of one linear value head per model.
 
-    Models that need no values had such heads once; without their draws every seed would begin with another critic.
+    Earlier versions created these unused heads; skipping their draws would change every seed's critic.
     """
     torch.empty(models * (width(lm) + 1)).uniform_()
 
 
 def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write an ordinary Hugging Face folder (of an adapter, if there is one), with the critic beside it."""
+    """Write a Hugging Face model or adapter folder, with the critic beside it."""
     if policy.adapter is None:
         policy.lm.save_pretrained(folder)
     else:

@@ -1,4 +1,4 @@
-"""Checks at the start of a run: what it computes of a model must be what the model itself computes."""
+"""Start-up checks: a run's forward passes must give the same numbers as the model's own."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tokencredit.text.models.parts import trunk_of
 from tokencredit.text.models.precision import Precision
 
 TOLERANCE = 1e-3
-"""Largest difference that rounding may explain in float32, in nats; of states, as a share of the largest."""
+"""Largest rounding difference in float32: of log-probs in nats, of hidden states relative to the largest."""
 HALF_TOLERANCE = 0.25
-"""Largest mean difference that rounding may explain in bfloat16, in nats."""
+"""Largest mean rounding difference of log-probs in bfloat16, in nats."""
 SAME_PROMPT = (slice(0, 2), slice(2, 4))
-"""Rows of the example with the same prompt."""
+"""Groups of example rows with the same prompt."""
 
 
 def check_policy(name: str, lm: PreTrainedModel) -> None:
-    """Make sure that a run samples from and trains the very distribution that a language model itself gives.
+    """Check that a run samples from and trains the distribution that the language model itself computes.
 
-    Its hidden states and output projection must give its own logits. A state must be the same in a pass over its row
-    alone, in a pass with padding, and with a cache in which a row ends early; it must depend on no later token.
+    Hidden states and output projection must reproduce the model's logits. States must be causal, and the same without
+    padding, with left padding, and with a KV cache from which a row is dropped.
 
     Raises:
-        ConfigError: a difference, with its size, or a pass that fails.
+        ConfigError: they differ, by a number of nats that the message names, or a forward pass fails.
     """
     title = _title(name, lm)
     if lm.config.is_encoder_decoder:
@@ -63,15 +63,15 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
 
 
 def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> None:
-    """Make sure that values of a policy's critic, unless it reads its last states, depend on no later token or padding.
+    """Check that a critic's input states are causal and independent of padding, unless it reads the policy's last ones.
 
     Args:
-        name: of the model that the critic comes from, in messages.
-        policy: with the critic.
-        layers: `critic.layers`; the trunk of a separate critic, which was cut, must be one that can be loaded again.
+        name: name of the critic's model in messages.
+        policy: the policy with its critic.
+        layers: `critic.layers`; if set, the truncated trunk of a separate critic must also survive saving and loading.
 
     Raises:
-        ConfigError: they do, a trunk cannot, or a pass fails.
+        ConfigError: a check or a forward pass fails.
     """
     assert policy.critic is not None
     for critic in policy.critic.members:
@@ -85,39 +85,39 @@ def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> N
             inputs = _example(trunk.config.get_text_config().vocab_size, trunk.device)
             states = policy.critic_states(critic, inputs)
             if states.shape[:-1] != inputs["response_ids"].shape:
-                raise ConfigError(f"{title} gives states of a form that no value head reads; leave it out")
+                raise ConfigError(f"{title} has hidden states of a shape that no value head can read; leave it out")
             alone = check_causal(title, partial(policy.critic_states, critic), inputs)
             if not _close(states, alone, TOLERANCE * alone.abs().max()):
                 raise ConfigError(
                     f"{title} gives other states for a prompt that is padded on the left; take another model"
                 )
             if layers is not None and critic.trunk is not None:
-                again = Critic(critic.head, _built_again(title, critic.trunk))
-                if not _close(policy.critic_states(again, inputs), states, TOLERANCE * states.abs().max()):
-                    raise ConfigError(f"{title} computes something else when it is loaded again; leave it out")
+                reloaded = Critic(critic.head, _reloaded(title, critic.trunk))
+                if not _close(policy.critic_states(reloaded, inputs), states, TOLERANCE * states.abs().max()):
+                    raise ConfigError(f"{title} gives other states once it is saved and loaded; leave it out")
 
 
-def _built_again(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
-    """A trunk as it would be loaded from its configuration, around the same weights.
+def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
+    """A trunk built from its configuration, as if saved and loaded, with the same weights.
 
     Raises:
-        ConfigError: the configuration does not describe it.
+        ConfigError: the weights do not fit the configuration.
     """
     try:
         with torch.device("meta"):
-            again: PreTrainedModel = type(trunk)(type(trunk.config).from_dict(trunk.config.to_dict())).eval()
-        again.load_state_dict(trunk.state_dict(), assign=True)
-    except Exception as error:  # anybody's code: the library's, or the model's own with trust_remote_code
+            reloaded: PreTrainedModel = type(trunk)(type(trunk.config).from_dict(trunk.config.to_dict())).eval()
+        reloaded.load_state_dict(trunk.state_dict(), assign=True)
+    except Exception as error:  # model code may raise anything, above all with trust_remote_code
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{title} cannot be cut: {reason}; leave it out") from error
-    for key, buffer in trunk.named_buffers():  # those that are not saved
+        raise ConfigError(f"{title} cannot be truncated: {reason}; leave it out") from error
+    for key, buffer in trunk.named_buffers():  # also the non-persistent ones
         module, _, name = key.rpartition(".")
-        again.get_submodule(module)._buffers[name] = buffer
-    return again
+        reloaded.get_submodule(module)._buffers[name] = buffer
+    return reloaded
 
 
 def check_checkpointing(name: str, policy: ActorCritic) -> None:
-    """Make sure that gradient checkpointing, which needs training mode, changes no log-probability.
+    """Check that gradient checkpointing, which needs training mode, changes no log-prob.
 
     Raises:
         ConfigError: it does.
@@ -127,15 +127,15 @@ def check_checkpointing(name: str, policy: ActorCritic) -> None:
         inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
         expected = _logprobs(policy, policy.response_hidden(inputs))
         with training(checkpointing_modules(policy)):
-            now = _logprobs(policy, policy.response_hidden(inputs))
-        _compare(title, now, expected, "with model.gradient_checkpointing")
+            checkpointed = _logprobs(policy, policy.response_hidden(inputs))
+        _compare(title, checkpointed, expected, "with model.gradient_checkpointing")
 
 
 def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool) -> StaticDecoding | str:
-    """A policy's decoding with a static cache, or why it cannot be had.
+    """Decoding with a static KV cache, or the reason why a policy does not support it.
 
-    A few tokens are sampled so, on a GPU by a replayed graph, in float32 and in the dtype of the run. Their log-probs
-    must be those of a pass over the whole text.
+    As a check, a few tokens are sampled in float32 and in the run's dtype, on a GPU by CUDA graph. Their log-probs must
+    match a full forward pass.
     """
     lm, kind = policy.lm, type(policy.lm).__name__
     layers = DynamicCache(config=lm.config).layers
@@ -144,40 +144,42 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
     if lm.config._attn_implementation != "sdpa":
         return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
     if policy.adapter is not None and not policy.adapter.adds:
-        return f"the adapter of {kind} is not plain LoRA, and may need the weights beneath it unrounded"
+        return f"the adapter of {kind} is not plain LoRA, and may need its base weights unrounded"
     try:
         with preserved():
             decoding = StaticDecoding(policy, compiled=compiled)
-            for each in (replace(precision, dtype="float32"), precision):
-                with each.no_grad():
+            for checked in (replace(precision, dtype="float32"), precision):
+                with checked.no_grad():
                     static, expected = _sampled(policy, decoding)
-                error = (static - expected).abs()
-                if not (_close(static, expected, _rounding(expected)) or (each.half and error.mean() < HALF_TOLERANCE)):
-                    return f"{kind} then gives other log-probabilities in {each.dtype}, by up to {error.max():.2g} nats"
+                error, close = (static - expected).abs(), _close(static, expected, _rounding(expected))
+                if not (close or (checked.half and error.mean() < HALF_TOLERANCE)):
+                    return (
+                        f"{kind} then gives other log-probabilities in {checked.dtype}, by up to {error.max():.2g} nats"
+                    )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # anybody's code: the library's, or the model's own with trust_remote_code
+    except Exception as error:  # model code may raise anything, above all with trust_remote_code
         return f"a step of {kind} ends in {type(error).__name__}: {' '.join(str(error).split())}"
     return decoding
 
 
 def _sampled(policy: ActorCritic, decoding: StaticDecoding) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[4, 6]` of tokens that follow the example's prompts: as sampled, and by a full pass."""
+    """Log-probs `[4, 6]` of tokens sampled after the example prompts, and the same by a full forward pass."""
     inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
     prompts = PromptBatch([], [], inputs["prompt_ids"], inputs["prompt_mask"], {})
     uniforms = torch.linspace(0.02, 0.98, 24, device=policy.lm.device).view(4, 6)
     settings = SamplingConfig(max_new_tokens=6, stop_at_eos=False)
-    tokenizer: Any = None  # nothing is read before a stop string is looked for
+    tokenizer: Any = None  # only stop strings need it
     with decoding.weights() as model:
         rollout = sample(model, prompts, uniforms, settings, tokenizer, [0], 2, steps=decoding.steps, every=6)
     return rollout.logprobs, policy.logprobs(rollout.inputs(), 1.0)[0]
 
 
 def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:
-    """States `[batch, time, width]` of the example, its rows read without padding.
+    """States `[batch, time, width]` of the example rows, computed without padding.
 
     Raises:
-        ConfigError: states after the same prompt differ by the tokens that follow.
+        ConfigError: states after the same prompt depend on the tokens that follow.
     """
     states = [read({key: x[rows] for key, x in inputs.items()}) for rows in SAME_PROMPT]
     for first, second in (group[:, 0] for group in states):
@@ -201,7 +203,7 @@ def _example(vocabulary: int, device: torch.device) -> Inputs:
 
 
 def _check_projection(title: str, model: ActorCritic, alone: Tensor, inputs: Inputs) -> None:
-    """Compare the logits of the rows without padding with the model's own."""
+    """Compare logits from hidden states and output projection with the model's own."""
     rows = SAME_PROMPT[1]
     ids = torch.cat([inputs["prompt_ids"], inputs["response_ids"][:, :-1]], dim=1)[rows]
     ours = model.logits(alone[rows])
@@ -211,7 +213,7 @@ def _check_projection(title: str, model: ActorCritic, alone: Tensor, inputs: Inp
 
 
 def _cached_states(model: ActorCritic, inputs: Inputs) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Rows, time and states of sampling's passes over the example; the second row ends after its first token."""
+    """Rows, time step and states of cached decoding of the example; the second row ends after its first token."""
     steps = CachedSteps(model, inputs["prompt_mask"], inputs["mask"].shape[1])
     yield steps.rows, 0, steps.prompts(inputs["prompt_ids"], per_prompt=2)
     yield steps.rows, 1, steps.next(inputs["response_ids"][:, :1])
@@ -220,14 +222,14 @@ def _cached_states(model: ActorCritic, inputs: Inputs) -> Iterator[tuple[Tensor,
 
 
 def _logprobs(model: ActorCritic, hidden: Tensor) -> Tensor:
-    """Log-probabilities of all tokens, nats, in a state."""
+    """Log-probs over the vocabulary, in nats."""
     return model.logits(hidden).log_softmax(dim=-1)
 
 
-def _compare(title: str, now: Tensor, expected: Tensor, when: str) -> None:
-    """Raise `ConfigError` if log-probabilities differ."""
-    if not _close(now, expected, _rounding(expected)):
-        size = float((now - expected).abs().max())
+def _compare(title: str, logprobs: Tensor, expected: Tensor, when: str) -> None:
+    """Raise `ConfigError` if log-probs differ."""
+    if not _close(logprobs, expected, _rounding(expected)):
+        size = float((logprobs - expected).abs().max())
         raise ConfigError(
             f"{title} gives other log-probabilities {when}, by up to {size:.2g} nats; a run would train on other "
             "probabilities than it samples with; take a model of another architecture"
@@ -235,28 +237,28 @@ def _compare(title: str, now: Tensor, expected: Tensor, when: str) -> None:
 
 
 def _rounding(expected: Tensor) -> Tensor:
-    """Largest difference that rounding may explain for each of these log-probs or logits."""
+    """Tolerance for rounding of each of these log-probs or logits."""
     return TOLERANCE * (1 + expected.abs() / 10)
 
 
-def _close(now: Tensor, expected: Tensor, largest: Tensor) -> bool:
-    """True if no difference is above the largest that is allowed; not for NaN."""
-    return bool(((now - expected).abs() <= largest).all())
+def _close(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
+    """True if all differences are within the tolerance; False for NaN."""
+    return bool(((actual - expected).abs() <= tolerance).all())
 
 
 @contextmanager
 def _passes(title: str) -> Iterator[None]:
-    """A context for passes through a model that may be unfit for them; global RNG state stays as it was.
+    """A context for forward passes without gradients, which preserves global RNG state.
 
     Raises:
-        ConfigError: for whatever its code raises.
+        ConfigError: the model's code raised something.
     """
     with preserved(), torch.no_grad():
         try:
             yield
         except (ConfigError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # anybody's code: the library's, or the model's own with trust_remote_code
+        except Exception as error:  # model code may raise anything, above all with trust_remote_code
             reason = " ".join(str(error).split())
             raise ConfigError(
                 f"{title} cannot be used here: a pass through it ends in {type(error).__name__}: {reason}"

@@ -1,4 +1,4 @@
-"""The critic: a value head on the policy's trunk or on a trunk of its own, and the critics that runs have saved."""
+"""The critic: a value head on the policy's trunk or on a trunk of its own, and saved critics."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.text.models.parts import fewer_layers, width
+from tokencredit.text.models.parts import layer_limit, width
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
-"""A saved critic, beside the policy's own files; further ones have a number in the name, from 2."""
+"""Names of a saved critic beside the policy's files; further ones have a number in the name, from 2."""
 LAYERS = "layers"
-"""Metadata of a value head's file: the layers of the policy's trunk beneath the states that it reads, if not all."""
+"""Metadata key of a value head's file: the layer of the policy's trunk that it reads, if not the last."""
 
 
 class Critic(nn.Module):
-    """Values of states, from their hidden states in the policy's trunk or in a trunk of its own."""
+    """A value head on the hidden states of the policy's trunk or of a trunk of its own."""
 
     def __init__(
         self, head: nn.Module, trunk: PreTrainedModel | None = None, *, detach: bool = False, tap: int | None = None
     ):
-        """Put the parts together.
+        """Combine a value head with a trunk.
 
         Args:
-            head: from hidden states `[..., width]` to `[..., 1]`.
+            head: maps hidden states `[..., width]` to `[..., 1]`.
             trunk: a model without its output projection; None shares the policy's.
-            detach: keep the value loss out of the trunk; one of its own then stays as it is.
-            tap: read the states after so many layers of a shared trunk; None for the last ones, normalised.
+            detach: keep the gradient of the value loss out of the trunk, which freezes a trunk of its own.
+            tap: number of the layer of a shared trunk that is read; None for the last states, after the final norm.
         """
         super().__init__()
         self.trunk, self.head, self.detach, self.tap = trunk, head, detach, tap
@@ -57,21 +57,21 @@ class Critic(nn.Module):
 
     @property
     def members(self) -> Sequence[Critic]:
-        """Itself, as the one member of an ensemble."""
+        """The critic itself, as an ensemble of one."""
         return [self]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values `[...]`, in float32, of the states with these hidden states `[..., width]`.
+        """Values `[...]` of hidden states `[..., width]`, in float32.
 
-        The states of a tap are brought to mean 0 and variance 1 over their width: no norm of the trunk's belongs to
-        them, and their scale grows with depth and training.
+        States of an inner layer are first layer-normalised: the trunk's final norm does not apply to them, and their
+        scale grows with depth and training.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             values: Tensor = self.head(self._read(hidden)).squeeze(-1)
             return values
 
     def outputs(self, hidden: Tensor) -> CriticOutputs:
-        """The values `[tokens]` of states `[tokens, width]`, and the histograms that they are the means of, if any."""
+        """Values `[tokens]` of states `[tokens, width]`, and their histograms if the head predicts histograms."""
         if not isinstance(self.head, HistogramHead):
             return CriticOutputs(self(hidden))
         with torch.autocast(hidden.device.type, enabled=False):
@@ -79,12 +79,12 @@ class Critic(nn.Module):
             return CriticOutputs(histogram_values(*histogram), histogram)
 
     def _read(self, hidden: Tensor) -> Tensor:
-        """The states as the head reads them, in float32."""
+        """The head's input: the states in float32, layer-normalised if they are those of an inner layer."""
         hidden = (hidden.detach() if self.detach else hidden).float()
         return hidden if self.tap is None else nn.functional.layer_norm(hidden, hidden.shape[-1:])
 
     def save(self, folder: Path, number: int = 1) -> None:
-        """Write head and trunk beside a policy."""
+        """Write head and trunk into a policy's folder."""
         head, trunk = file_names(number)
         if self.trunk is not None:
             self.trunk.save_pretrained(folder / trunk)
@@ -93,7 +93,7 @@ class Critic(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Separate critics whose values are averaged; each learns from rows of its own."""
+    """Separate critics whose values are averaged; each learns from its own rows."""
 
     members: Sequence[Critic]
     shared, tap = False, None
@@ -103,7 +103,7 @@ class Ensemble(nn.Module):
         self.members = cast(Any, nn.ModuleList(members))
 
     def save(self, folder: Path) -> None:
-        """Write heads and trunks beside a policy."""
+        """Write heads and trunks into a policy's folder."""
         for number, critic in enumerate(self.members, start=1):
             critic.save(folder, number)
 
@@ -118,12 +118,12 @@ def build_value_head(
 ) -> nn.Module:
     """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
 
-    With `bins` it predicts a histogram of returns with so many.
+    With `bins` it predicts a histogram of returns with that many bins.
 
     With `zeros` an untrained critic predicts 0 rather than noise. With `orthogonal` the last layer starts with a row of
-    norm `gain`, and a layer before it with orthogonal columns of norm `hidden_gain`; √2 and 1 are the usual choice
-    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2). `default` leaves each layer as `nn.Linear`
-    makes it.
+    norm `gain`, and a layer before it with orthogonal columns of norm `hidden_gain`; 1 and √2 are the usual choice
+    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2). `default` keeps the initialization of
+    `nn.Linear`.
     """
     last = nn.Linear(size if kind == "linear" else 4 * size, bins or 1)
     layers: list[nn.Module] = [last] if kind == "linear" else [nn.Linear(size, 4 * size), nn.GELU(), last]
@@ -140,23 +140,24 @@ def build_value_head(
 
 
 def file_names(number: int) -> tuple[str, str]:
-    """Names of a saved critic's head and trunk, counted from 1."""
+    """File name of a saved critic's head and folder name of its trunk; `number` counts from 1."""
     if number == 1:
         return HEAD_FILE, TRUNK_FOLDER
     return HEAD_FILE.replace(".", f"-{number}.", 1), f"{TRUNK_FOLDER}-{number}"
 
 
 class SavedCritic(NamedTuple):
-    """Where a run saved a critic, beside its policy."""
+    """Paths of a critic that a run saved beside its policy."""
 
     name: str
+    """The policy's folder, as given."""
     head: Path
     trunk: Path | None
     """Folder of a separate critic's trunk."""
 
 
 def saved_critics(name: str) -> list[SavedCritic]:
-    """The critics that a run saved in this local folder: none, one, or the members of an ensemble."""
+    """The critics saved in a local folder: none, one, or the members of an ensemble."""
     folder, saved = Path(name).expanduser(), list[SavedCritic]()
     while name and (folder / file_names(len(saved) + 1)[0]).is_file():
         head, trunk = (folder / part for part in file_names(len(saved) + 1))
@@ -164,11 +165,11 @@ def saved_critics(name: str) -> list[SavedCritic]:
     return saved
 
 
-def start_of(args: CriticConfig, model: ModelConfig) -> list[SavedCritic]:
-    """The saved critics that a critic starts from: none, one for each member, or one for all.
+def saved_start(args: CriticConfig, model: ModelConfig) -> list[SavedCritic]:
+    """The saved critics that a run's critic starts from: none, one per member, or one for all.
 
     Raises:
-        ConfigError: there are several, and not as many as members.
+        ConfigError: there are several, but not one per member.
     """
     if args.kind == "none" or (args.name is None and args.init != "saved"):
         return []
@@ -184,14 +185,14 @@ def start_of(args: CriticConfig, model: ModelConfig) -> list[SavedCritic]:
 def build_critic(
     args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, trunks: Sequence[PreTrainedModel]
 ) -> tuple[Critic | Ensemble | None, list[str]]:
-    """The critic that the configuration asks for, if any, and what there is to say of where it comes from.
+    """The configured critic, if any, and notes on its origin.
 
     Raises:
-        ConfigError: a saved head that cannot be read, or more layers than there are.
+        ConfigError: a saved head cannot be read, or `critic.layers` is more than the model has.
     """
     if args.kind == "none":
         return None, []
-    tap = None if trunks else fewer_layers(args.layers, lm)
+    tap = None if trunks else layer_limit(args.layers, lm)
     init = "zeros" if args.init == "saved" else args.init
     bins = args.bins if args.loss == "histogram" else None
     size = width(trunks[0] if trunks else lm) if tap is None else lm.config.get_text_config().hidden_size
@@ -200,39 +201,40 @@ def build_critic(
         head = build_value_head(args.head, size, init, args.gain, args.hidden_gain, bins)
         members.append(Critic(head, trunks[number] if trunks else None, detach=args.detach, tap=tap))
     critic = members[0] if len(members) == 1 else Ensemble(members)
-    saved = start_of(args, model)
+    saved = saved_start(args, model)
     if not saved or args.init != "saved":
         return critic, []
     name = saved[0].name
     if saved[0].trunk is not None and not trunks:
-        return critic, [f"the critic saved in {name} is separate, and critic.kind is shared: a new critic begins"]
+        return critic, [f"the critic saved in {name} is separate, but critic.kind is shared: starting a new critic"]
     heads = [load_head(saved[min(number, len(saved) - 1)]) for number in range(args.members)]
     newly_cut = bool(trunks) and saved[0].trunk is None and args.layers is not None
     if newly_cut or heads[0].layers != (None if tap is None else str(tap)):
-        return critic, [f"the value head saved in {name} is for other layers than critic.layers: a new one begins"]
+        return critic, [f"the value head saved in {name} does not match critic.layers: starting a new one"]
     if any(shapes(head.weights) != shapes(critic.members[0].head.state_dict()) for head in heads):
         return critic, [
-            f"the value head saved in {name} has another form than critic.head and critic.loss give: a new one begins"
+            f"the value head saved in {name} does not match critic.head and critic.loss: starting a new one"
         ]
     for member, saved_head in zip(members, heads, strict=True):
         member.head.load_state_dict(saved_head.weights)
-    return critic, [f"the critic goes on from the one saved in {name}"]
+    return critic, [f"the critic continues from the one saved in {name}"]
 
 
 def shapes(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
-    """The form of each tensor."""
+    """The shape of each tensor."""
     return {key: x.shape for key, x in weights.items()}
 
 
 class SavedHead(NamedTuple):
-    """The file of a value head."""
+    """Contents of a value head's file."""
 
     weights: dict[str, Tensor]
     layers: str | None
+    """Metadata under `LAYERS`."""
 
 
 def load_head(saved: SavedCritic) -> SavedHead:
-    """The value head that a run saved.
+    """Load the value head of a saved critic.
 
     Raises:
         ConfigError: it cannot be read.
@@ -242,4 +244,4 @@ def load_head(saved: SavedCritic) -> SavedHead:
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             return SavedHead(weights, (file.metadata() or {}).get(LAYERS))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{saved.head}: {error}; critic.init: zeros begins with a new critic") from error
+        raise ConfigError(f"{saved.head}: {error}; set critic.init: zeros to start a new critic") from error

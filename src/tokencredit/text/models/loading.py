@@ -1,4 +1,4 @@
-"""From names to models: loading, checks, upload."""
+"""Load language models and tokenizers by name, check them, and upload policies."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from tokencredit.text.models.parts import weight_hash
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, load_adapter, saved_config, take_over
 
 HUB_TIMEOUT = 10
-"""Seconds for the hub's first answer."""
+"""Timeout of the request that tests whether the hub answers, in seconds."""
 TOKENIZER = "tokenizer_config.json"
 
 
 def resolve(name: str, part: str) -> str:
-    """The folder behind a name: of `builtin:reviews` (`part` is policy or sentiment), of a path, or of the hub's cache.
+    """The local folder or hub id that a model name stands for; `part` of `builtin:reviews` is policy or sentiment.
 
-    A hub id comes back as it is when the hub answers, and as the folder of its cached copy when it does not.
+    A hub id is returned unchanged if the hub answers, otherwise as the folder of its cached copy.
 
     Raises:
-        ConfigError: an unknown built-in world, a folder that holds no model, or a hub id that cannot be had.
+        ConfigError: an unknown built-in world, a folder without a model, or a hub id that is neither reachable nor
+            cached.
     """
     if name == "builtin:reviews":
         return str(files("tokencredit") / "demo" / "reviews" / part)
     if name.startswith("builtin:"):
-        raise ConfigError(f"{name!r} is not a built-in world; there is one, builtin:reviews")
+        raise ConfigError(f"{name!r} is not a built-in world; the only one is builtin:reviews")
     folder = Path(name)
     looks_like_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if folder.exists() or looks_like_path:
@@ -53,14 +54,14 @@ def resolve(name: str, part: str) -> str:
     return name if _hub_answers(name) else _cached(name)
 
 
-@lru_cache  # a model and its tokenizer are asked for one after the other
+@lru_cache  # loading a model and then its tokenizer resolves the same name twice
 def _hub_answers(name: str) -> bool:
-    """Whether the hub says anything of a model; one short question, where a download would be tried several times."""
+    """True if the hub answers a request for a model; one short request, while a download would retry for minutes."""
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT)
     except HfHubHTTPError:
-        return True  # it refuses, and says why when the model is loaded
-    except Exception:  # the errors of the HTTP library below, which is not always the same one
+        return True  # loading the model raises the hub's reason
+    except Exception:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
         return False
     return True
 
@@ -70,7 +71,7 @@ def _cached(name: str) -> str:
         return snapshot_download(name, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{name!r} is no folder here, the hub cannot be reached, and its cache holds no copy; "
+            f"{name!r} is not a local folder, the hub cannot be reached, and its cache holds no copy; "
             "give a folder with config.json, model.safetensors and the tokenizer's files"
         ) from error
 
@@ -78,13 +79,13 @@ def _cached(name: str) -> str:
 def load_language_model(
     args: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model, with float32 weights, and its tokenizer, unless that is given.
+    """Load a causal language model with float32 weights, and its tokenizer unless one is given.
 
     Raises:
-        ConfigError: the name leads to no causal language model, to no tokenizer, or to one that cannot end a text.
+        ConfigError: the name stands for no causal language model or no tokenizer, or there is no end-of-sequence token.
     """
     folder = resolve(args.name, "policy")
-    base = _base(args.name, folder)
+    base = _base_model(args.name, folder)
     if base is None:
         lm = take_over(load_model(AutoModelForCausalLM, args.name, folder, args))
     else:
@@ -95,17 +96,28 @@ def load_language_model(
 
 
 def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, by the model's name; an adapter's folder without one leaves it to the base model."""
+    """Load a model's tokenizer; that of the base model if an adapter's folder has none.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the folder has none.
+    """
     folder = resolve(args.name, "policy")
-    base = _base(args.name, folder)
+    base = _base_model(args.name, folder)
     if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
         folder = resolve(base, "policy")
-    with naming(f"a tokenizer from {args.name!r}"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    with as_config_error(f"a tokenizer from {args.name!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    # Some classes make an empty tokenizer if the folder has no tokenizer files.
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
+        raise ConfigError(
+            f"the model folder {args.name!r} has no tokenizer: its tokenizer has no tokens but special ones; save one "
+            "there (tokenizer.save_pretrained), or pass it to PPOTrainer as processing_class"
+        )
+    return tokenizer
 
 
-def _base(name: str, folder: str) -> str | None:
-    """The base model that an adapter's folder names; None for a model's folder, even if an adapter lies in it."""
+def _base_model(name: str, folder: str) -> str | None:
+    """The base model of an adapter's folder; None for a full model's folder, even if it also holds an adapter."""
     if (Path(folder) / "config.json").is_file():
         return None
     config = saved_config(folder)
@@ -117,15 +129,15 @@ def _base(name: str, folder: str) -> str | None:
 
 
 def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Switch off a model's noise, make sure that it can be trained here, and return it; its dropout may be kept.
+    """Check that a language model can be trained here, switch off its noise (dropout by `model.dropout`), return it.
 
     Raises:
-        ConfigError: it is no causal language model, cannot end a text, or its tokenizer is another model's.
+        ConfigError: it is no causal language model, has no end-of-sequence token, or its tokenizer does not match.
     """
     if lm.get_output_embeddings() is None or not hasattr(lm, "generation_config"):
         raise ConfigError(
             f"the model {args.name!r} is a {type(lm).__name__}, which has no projection to a vocabulary; give a causal "
-            "language model, such as AutoModelForCausalLM loads"
+            "language model, as loaded by AutoModelForCausalLM"
         )
     fuse_gelu(lm)
     disable_noise(lm, dropout=not args.dropout)
@@ -139,9 +151,9 @@ def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreT
 
 
 def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token id that ends a text: the tokenizer's, and those the model's generation settings add.
+    """End-of-sequence token ids: the tokenizer's and those of the model's generation config.
 
-    Ids outside the vocabulary, which some architectures have by default, can never be sampled and do not count.
+    Ids outside the vocabulary, the default of some architectures, are left out.
     """
     listed = lm.generation_config.eos_token_id if lm.generation_config else None
     ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
@@ -149,9 +161,9 @@ def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int, budget: int | None = None) -> int | None:
-    """The longest prompt that leaves room for a completion in the model's context and in a budget of tokens.
+    """The longest prompt, in tokens, that fits the context and the token budget together with a completion.
 
-    None if there is neither a known end of the context nor a budget.
+    None if the context length is unknown and there is no budget.
     """
     context = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     limits = [limit for limit in (context, budget) if limit is not None]
@@ -159,10 +171,10 @@ def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int, budget: int | Non
 
 
 def fuse_gelu(model: nn.Module) -> None:
-    """Let each tanh-approximated GELU, written as eight operations in GPT-2 and its kin, be PyTorch's one.
+    """Replace Transformers' tanh-approximated GELU, eight operations, by PyTorch's fused one, in place.
 
-    The formula is the same, x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))); it takes half the time and keeps one tensor
-    for the backward pass instead of four.
+    Both compute x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))); the fused one takes half the time and saves one tensor for
+    the backward pass instead of four.
     """
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -171,7 +183,7 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What tells whether a model and a tokenizer are those that they were: `model` and `tokenizer`, in hexadecimal."""
+    """SHA-256 digests of a model's weights (`model`) and of its tokenizer (`tokenizer`)."""
     weights = [f"{name} {weight_hash(p)}" for name, p in lm.named_parameters()]
     vocabulary = json.dumps(
         [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
@@ -183,31 +195,31 @@ def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def origin(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The start of a run as a checkpoint holds it: fingerprints, and the arguments that came from Python."""
+    """A run's starting point for its checkpoints: fingerprints, and names of the arguments passed from Python."""
     return fingerprint(lm, tokenizer) | {"given": [name for name, value in given.items() if value is not None]}
 
 
 def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
-    """Raise `ConfigError` if a run that is resumed began with another model, tokenizer or arguments of Python's."""
+    """Raise `ConfigError` if a resumed run began with another model, tokenizer or set of Python arguments."""
     for part in ("model", "tokenizer"):
         if then[part] != now[part]:
             raise ConfigError(
-                f"the {part} that model.name {name!r} stands for is not what it was when this run began; bring it "
-                "back, or begin a new run"
+                f"the {part} that model.name {name!r} stands for is not what it was when this run began; restore it, "
+                "or start a new run"
             )
     if then["given"] != now["given"]:
         before, after = (", ".join(arguments["given"]) or "none" for arguments in (then, now))
         raise ConfigError(
             f"this run began with arguments of PPOTrainer that config.yaml does not hold ({before}; now: {after}); "
-            "give the same from Python, and call train(resume_from_checkpoint=True)"
+            "pass the same from Python, and call train(resume_from_checkpoint=True)"
         )
 
 
 def upload(folder: Path, repository: str) -> None:
-    """Put a policy's folder on the Hugging Face hub.
+    """Upload a policy's folder to the Hugging Face hub.
 
     Raises:
-        RunStopped: the hub refused or could not be reached; the folder is still there.
+        RunStopped: the hub refused or could not be reached; the folder is kept.
     """
     try:
         HfApi().create_repo(repository, exist_ok=True)
@@ -220,12 +232,12 @@ def upload(folder: Path, repository: str) -> None:
 
 
 def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedModel:
-    """A model of an Auto class, with float32 weights from safetensors alone.
+    """Load a model by an Auto class, with float32 weights, from safetensors only.
 
     Raises:
-        ConfigError: the folder holds none.
+        ConfigError: it cannot be loaded.
     """
-    with naming(f"a language model from {name!r}"):
+    with as_config_error(f"a language model from {name!r}"):
         model: PreTrainedModel = kind.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=args.trust_remote_code
         )
@@ -235,12 +247,12 @@ def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrain
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Turn what loading raises into one message."""
+def as_config_error(what: str) -> Iterator[None]:
+    """Re-raise loading errors as `ConfigError`."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        # A class that the library does not know for this use is followed by a list of all that it knows.
+        # Transformers appends a list of all supported classes.
         reason = str(error).partition("\nModel type should be one of")[0]
         raise ConfigError(f"cannot load {what}: {reason}") from error
 
@@ -250,5 +262,6 @@ def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTok
     rows = len(cast(Tensor, model.get_input_embeddings().weight))
     if len(tokenizer) > rows:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, but {name!r} knows {rows}; they do not belong together"
+            f"the tokenizer has {len(tokenizer)} tokens, but the embedding of {name!r} only {rows}; use the model's "
+            "own tokenizer"
         )

@@ -1,4 +1,4 @@
-"""Measurements of this machine, made once and kept in the user's cache folder for later runs."""
+"""Machine measurements, made once and kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("model name", "CPU implementer", "CPU architecture", "CPU variant", "CPU part")
-"""Lines of Linux's /proc/cpuinfo that name a processor: the first on x86, the others on ARM."""
+"""Keys of /proc/cpuinfo that identify a processor: the first on x86, the others on ARM."""
 
 
 def measure_once(
     name: str, key: Mapping[str, Any], results: Collection[str], measure: Callable[[], str]
 ) -> tuple[str, str]:
-    """Measure, unless that was done before on this machine; returns the result and its origin in words.
+    """Return a cached measurement, or measure and cache it; also returns where the result comes from, as text.
 
-    The first process to measure keeps its result; one that measured at the same time takes that result too. A folder
-    that cannot be read or written lets each process measure anew.
+    If several processes measure at the same time, all use the result that is written first. Without a readable and
+    writable folder, each process measures.
 
     Args:
-        name: of what is measured.
-        key: all that the result depends on.
-        results: possible results; a file with anything else in it is replaced.
-        measure: measures.
+        name: name of the measurement.
+        key: everything that the result depends on.
+        results: possible results; a file with any other is replaced.
+        measure: performs the measurement.
     """
     file = cache_file(name, key)
     if file is None:
-        return measure(), "timed now; this user has no cache folder to keep that in"
+        return measure(), "timed now, and not cached: no home folder"
     record = read_record(file, name, key, results)
     if record is None:
-        ours = {**key, name: measure(), "date": date.today().isoformat()}
+        measured = {**key, name: measure(), "date": date.today().isoformat()}
         try:
-            record = write_first(file, ours, lambda: read_record(file, name, key, results))
+            record = write_first(file, measured, lambda: read_record(file, name, key, results))
         except OSError as error:
-            return ours[name], f"timed now; it cannot be kept in {file}: {error.strerror}"
-        if record is ours:
-            return ours[name], f"timed now, and kept for later runs in {file}"
+            return measured[name], f"timed now, and not cached in {file}: {error.strerror}"
+        if record is measured:
+            return measured[name], f"timed now, and kept for later runs in {file}"
     return record[name], f"as timed on {record.get('date')} ({file})"
 
 
@@ -57,17 +57,17 @@ def cache_file(name: str, key: Mapping[str, Any]) -> Path | None:
 
 
 def read_record(file: Path, name: str, key: Mapping[str, Any], results: Collection[str]) -> dict[str, Any] | None:
-    """The record in a file; None if there is none that can be used."""
+    """The record in a file; None if it is missing, unreadable or for another key."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    fits = isinstance(record, dict) and all(record.get(part) == value for part, value in key.items())
-    return record if fits and record.get(name) in list(results) else None
+    matches = isinstance(record, dict) and all(record.get(part) == value for part, value in key.items())
+    return record if matches and record.get(name) in list(results) else None
 
 
-def write_first(file: Path, ours: dict[str, Any], theirs: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """Write a whole file, unless another process has written a record first; returns the record that is kept.
+def write_first(file: Path, record: dict[str, Any], read: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """Write a record atomically unless another process was first; returns the record in the file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -76,25 +76,25 @@ def write_first(file: Path, ours: dict[str, Any], theirs: Callable[[], dict[str,
     descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as text:
-            text.write(json.dumps(ours, indent=2) + "\n")
+            text.write(json.dumps(record, indent=2) + "\n")
         try:
-            os.link(part, file)  # unlike a rename, it leaves what is there
+            os.link(part, file)  # unlike a rename, it never replaces a file
         except FileExistsError:
-            if (first := theirs()) is not None:
+            if (first := read()) is not None:
                 return first
             os.replace(part, file)
     finally:
         Path(part).unlink(missing_ok=True)
-    return ours
+    return record
 
 
 def processor() -> str:
-    """The processor's name, the same on every machine that has it."""
+    """The processor's model name."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
     lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     parts = {name.strip(): value.strip() for name, _, value in lines}
-    named = " ".join(parts[part] for part in PARTS if part in parts)
-    return named or platform.processor() or platform.machine()
+    model = " ".join(parts[part] for part in PARTS if part in parts)
+    return model or platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""Parts of a language model as Transformers builds it: its trunk, layers and attention, and the width of its states."""
+"""Find the parts of a Transformers language model: trunk, layers, attention, width."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tokencredit.errors import ConfigError
 def trunk_of(lm: PreTrainedModel) -> PreTrainedModel:
     """A language model without its output projection."""
     trunk = lm.get_decoder()
-    # Llama 4 for text answers with itself, ModernBERT's decoder with its projection.
+    # Llama 4 for text returns itself, ModernBERT's decoder returns its projection.
     return trunk if trunk is not lm and isinstance(trunk, PreTrainedModel) else lm.model
 
 
 def width(model: PreTrainedModel) -> int:
     """The size of a model's last hidden states."""
     config = model.config.get_text_config()
-    # Some sizes of OPT project their states down before the vocabulary.
+    # Some sizes of OPT project down before the output projection.
     return int(getattr(config, "word_embed_proj_dim", config.hidden_size))
 
 
@@ -29,13 +29,13 @@ def layers_of(trunk: nn.Module) -> nn.ModuleList:
     """The decoder layers of a trunk.
 
     Raises:
-        ConfigError: it has no list of them, or several that may be it.
+        ConfigError: it has no such list, or several candidates.
     """
     return _layer_list(trunk)[1]
 
 
 def _layer_list(trunk: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The outermost list of as many modules as the trunk's configuration has layers, and its name in the trunk."""
+    """Name and value of the outermost `ModuleList` with as many modules as the configuration has layers."""
     config: Any = trunk.config
     count = config.get_text_config().num_hidden_layers
     lists = [(name, x) for name, x in trunk.named_modules() if isinstance(x, nn.ModuleList) and len(x) == count]
@@ -49,7 +49,7 @@ def _layer_list(trunk: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def cut_layers(trunk: PreTrainedModel, count: int) -> None:
-    """Cut a trunk, in place, to its first so many layers; its configuration, which is saved with it, follows."""
+    """Truncate a trunk, in place, to its first `count` layers, and update its configuration."""
     name, layers = _layer_list(trunk)
     config: Any = trunk.config.get_text_config()
     for key, value in list(vars(config).items()):  # such as layer_types
@@ -60,22 +60,22 @@ def cut_layers(trunk: PreTrainedModel, count: int) -> None:
     setattr(trunk.get_submodule(parent), child, layers[:count])
 
 
-def fewer_layers(layers: int | None, model: PreTrainedModel) -> int | None:
-    """A number of layers (`critic.layers`), if the model has more; None for all of them.
+def layer_limit(layers: int | None, model: PreTrainedModel) -> int | None:
+    """`critic.layers` if the model has more layers, None if that is all of them.
 
     Raises:
-        ConfigError: it has fewer.
+        ConfigError: the model has fewer.
     """
     count = model.config.get_text_config().num_hidden_layers
     if layers is not None and layers > count:
         raise ConfigError(
-            f"critic.layers is {layers}; it must be at most {count}, the layers of the {type(model).__name__}"
+            f"critic.layers is {layers}; it must be at most {count}, the number of layers of {type(model).__name__}"
         )
     return None if layers == count else layers
 
 
 class _Reached(Exception):
-    """Ends a pass at a layer, with the layer's states."""
+    """Raised by a hook to end a forward pass after a layer."""
 
     def __init__(self, states: Tensor):
         super().__init__()
@@ -83,7 +83,7 @@ class _Reached(Exception):
 
 
 def states_after(trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any], layer: nn.Module) -> tuple[Tensor, ...]:
-    """States `[batch, time, width]` after a layer of a trunk; the layers above it are not computed."""
+    """Hidden states `[batch, time, width]` after a layer of a trunk, without computing the layers above."""
 
     def end(layer: nn.Module, args: Any, output: Any) -> None:
         raise _Reached(output_states(output))
@@ -95,21 +95,21 @@ def states_after(trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any], la
         return (reached.states,)
     finally:
         hook.remove()
-    raise RuntimeError("the layer took no part in the pass")
+    raise RuntimeError("the forward pass did not reach the layer")
 
 
 def output_states(output: Any) -> Tensor:
-    """The states in the output of a layer, which some families put into a tuple."""
+    """The hidden states in a layer's output, which is a tuple in some families."""
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states
 
 
 def attention_of(trunk: nn.Module) -> list[nn.Module]:
-    """The attention modules of a trunk: those so named that hold matrices, which norms before or after them do not."""
+    """The attention modules of a trunk: modules so named that hold matrices, which excludes norms."""
     named = [x for name, x in trunk.named_modules() if name.endswith(("attn", "attention"))]
     return [x for x in named if any(p.dim() > 1 for p in x.parameters())]
 
 
 def weight_hash(weight: Tensor) -> int:
-    """A number that tells whether a weight is what it was."""
+    """A hash of a weight, to detect changes."""
     return int(torch.hash_tensor(weight).view(torch.int64))

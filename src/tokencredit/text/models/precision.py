@@ -1,4 +1,4 @@
-"""The compute dtype of forward and backward passes, and the choice that `model.dtype: auto` makes."""
+"""The compute dtype of forward and backward passes, and its choice by `model.dtype: auto`."""
 
 from __future__ import annotations
 
@@ -21,90 +21,91 @@ from tokencredit.text.models.machine_cache import measure_once, processor
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[bool, Dtype] = {True: "bfloat16", False: "float32"}
-"""By whether bfloat16 helps."""
+"""Dtype by the result of `bfloat16_helps`."""
 
 ROWS = 256
+"""Rows of the timed matrix products."""
 REPEATS = 20
-WORTH = 0.75
-"""Largest share of float32's time at which bfloat16 is chosen: near 1, its lost digits buy nothing."""
+MAX_TIME_RATIO = 0.75
+"""Largest time of bfloat16, relative to float32, at which it is chosen: a small gain is not worth the rounding."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The compute dtype of a model's passes on a device; weights stay float32."""
+    """Compute dtype of forward and backward passes on a device; trained weights stay float32."""
 
     dtype: Dtype
     device: torch.device
     reason: str | None = None
-    """Where the choice of `auto` comes from; None for a dtype that was asked for."""
+    """The reason for the choice of `auto`; None for a configured dtype."""
 
     @property
     def half(self) -> bool:
-        """True in bfloat16, where a pass with a KV cache and a pass over the whole text differ."""
+        """True for bfloat16, in which decoding with a KV cache and a full forward pass differ by rounding."""
         return self.dtype == "bfloat16"
 
     @property
     def choices(self) -> dict[str, str]:
-        """The settings that were `auto`, and what they stand for."""
+        """Resolved `auto` settings."""
         return {} if self.reason is None else {"model.dtype": self.dtype}
 
     @property
     def notes(self) -> list[str]:
-        """The choice of `auto` in words, for a run's events."""
+        """Lines for a run's events about resolved `auto` settings."""
         return [] if self.reason is None else [f"model.dtype auto: {self.dtype}, {self.reason}"]
 
     def autocast(self) -> torch.autocast:
-        """A context for passes in this dtype."""
+        """A context for forward passes in this dtype."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
 
     @contextmanager
     def no_grad(self) -> Iterator[None]:
-        """A context for passes that train nothing."""
+        """A context for forward passes in this dtype without gradients."""
         with torch.no_grad(), self.autocast():
             yield
 
     def updates(self) -> AbstractContextManager[None]:
-        """A context for updates, backward passes included; on a GPU in float32 the same gradient each time.
+        """A context for updates, backward passes included; deterministic on a GPU in float32.
 
-        PyTorch's fused attention kernels add up float32 gradients in any order, its plain attention does not.
+        PyTorch's fused attention kernels sum float32 gradients in any order; its math attention does not.
         """
         exact = self.device.type == "cuda" and not self.half
         return sdpa_kernel(SDPBackend.MATH) if exact else nullcontext()
 
 
-def products(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers that multiply by a matrix, whose weight and bias autocast rounds at each pass."""
+def matrix_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers with a matrix product, whose weight and bias autocast rounds in every forward pass."""
     return (module for module in model.modules() if isinstance(module, nn.Linear | Conv1D))
 
 
 def rounded(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter | None]:
-    """A layer's own parameters in another dtype, by name."""
-    own = {name: x for name, x in module._parameters.items() if x is not None}
-    return {name: nn.Parameter(x.to(dtype), requires_grad=False) for name, x in own.items()}
+    """Copies of a layer's own parameters in another dtype, by name."""
+    parameters = {name: x for name, x in module._parameters.items() if x is not None}
+    return {name: nn.Parameter(x.to(dtype), requires_grad=False) for name, x in parameters.items()}
 
 
 def round_frozen(lm: PreTrainedModel) -> None:
-    """Keep the weights of products that are not trained in bfloat16, but for the projection to the vocabulary.
+    """Store frozen matrix weights in bfloat16, except for the vocabulary projection.
 
-    Under autocast, which rounds them anyway, no result changes, and they take half the memory. Logits are of the
-    weights as they are. Without autocast the model can no longer be called.
+    Autocast rounds them anyway, so no result changes and they take half the memory. The model can then only be called
+    under autocast.
     """
-    head = set(lm.get_output_embeddings().modules())  # several, where PEFT saves a copy of it
-    for module in products(lm):
+    head = set(lm.get_output_embeddings().modules())  # several modules if PEFT wraps it
+    for module in matrix_layers(lm):
         if module not in head and not any(p.requires_grad for p in module.parameters(recurse=False)):
             module._parameters.update(rounded(module, torch.bfloat16))
 
 
-def choose(
+def choose_precision(
     dtype: Literal["float32", "bfloat16", "auto"], width: int, processes: Processes, run: str | Path | None
 ) -> Precision:
-    """The dtype asked for, the same on every process; `auto` is bfloat16 where this machine computes faster in it.
+    """The configured precision, the same on every process; `auto` is bfloat16 where this machine is faster in it.
 
     Args:
         dtype: `float32`, `bfloat16` or `auto`.
-        width: of the model's hidden states, on which it depends whether bfloat16 pays.
+        width: width of the model's hidden states; the gain of bfloat16 depends on it.
         processes: the job, whose first process chooses.
-        run: the run's folder, if one is given; a run that was begun there keeps its choice.
+        run: the run's folder, if any; a resumed run keeps its choice.
 
     Raises:
         ConfigError: the folder's choices cannot be read.
@@ -122,31 +123,31 @@ def choose(
 
 
 def choose_for_machine(width: int, device: torch.device) -> tuple[bool, str]:
-    """True if bfloat16 helps on this machine, and where that comes from: processors are timed once, then remembered."""
+    """True if bfloat16 is faster on this machine, and the reason as text; CPUs are timed once and cached."""
     if device.type == "cuda":
         half = bfloat16_helps(width, device)
         return half, f"since this GPU {'computes in bfloat16' if half else 'only emulates bfloat16'}"
-    # The number of threads is left out: a sweep changes it with --jobs, and its runs are to agree.
+    # Without the number of threads: a sweep's --jobs changes it, and all its runs should use the same dtype.
     key = {"processor": processor(), "device": device.type, "torch": torch.__version__, "width": width}
     dtype, origin = measure_once("dtype", key, tuple(DTYPES.values()), lambda: DTYPES[bfloat16_helps(width, device)])
     return dtype == "bfloat16", origin
 
 
 def bfloat16_helps(width: int, device: torch.device) -> bool:
-    """True if training is faster in bfloat16: known of GPUs, timed on CPUs, many of which only emulate it."""
+    """True if training is faster in bfloat16: looked up for GPUs, timed on CPUs, many of which only emulate it."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     with torch.random.fork_rng():
         layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device)
         inputs = torch.randn(ROWS, width, device=device)
-    # In turns, so that both meet the same machine; the least time is the one that nothing else disturbed.
+    # Alternate the dtypes so that both see the same load; the minimum is the least disturbed time.
     turns = [[_seconds(layers, inputs, enabled) for enabled in (True, False)] for _ in range(REPEATS)]
     half, full = (min(times) for times in zip(*turns, strict=True))
-    return bool(half < WORTH * full)
+    return bool(half < MAX_TIME_RATIO * full)
 
 
 def _seconds(layers: nn.Module, inputs: torch.Tensor, half: bool) -> float:
-    """The time of a forward and backward pass."""
+    """Seconds for a forward and backward pass."""
     started = time.perf_counter()
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=half):
         outputs = layers(inputs)

@@ -1,4 +1,4 @@
-"""Calls of reward functions: what they are given, how long they may take, how often they are tried."""
+"""Calls of reward functions: arguments, timeouts and retries."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tokencredit")
 
-FIRST_PAUSE = 1.0
-"""Seconds between a call that failed and the next; each pause after it is twice as long."""
-LONGEST_PAUSE = 60.0
+FIRST_BACKOFF = 1.0
+"""Seconds before the first retry; each further backoff is twice as long."""
+MAX_BACKOFF = 60.0
+"""Longest backoff, in seconds."""
 
 
 class RewardError(RunStopped):
-    """A reward that could not be had; the message names the term and, where it can, the text."""
+    """A reward could not be computed; the message names the term and, if known, the text."""
 
     stopped_by = "a reward that could not be computed"
 
 
 class NonFiniteReward(RewardError):
-    """A reward that is NaN or infinite."""
+    """A reward is NaN or infinite."""
 
 
-class NoAnswer(RewardError):
-    """A call that took longer than its term's timeout."""
+class RewardTimeout(RewardError):
+    """A call exceeded its term's timeout."""
 
 
 @dataclass
@@ -49,44 +50,46 @@ class Term:
     weight: float
     function: RewardFunction
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that it gets at every call, before any column of the same name."""
+    """Keyword arguments of every call; they take precedence over columns of the same name."""
     retries: int = 2
-    """How often a call that failed is made again."""
+    """Retries after a failed call."""
     timeout: float | None = None
-    """Seconds that a call may take; None for as long as it likes."""
+    """Timeout of a call in seconds; None for no timeout."""
 
 
-def begin(term: Term, offered: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T]:
-    """Begin to ask a term, if its function is a coroutine's; returns what waits for the answer, or asks.
+def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T]:
+    """Start an async term's call, or prepare a sync one; the returned callable blocks for the result.
 
     Args:
-        term: what is called, again where that fails.
-        offered: what its function may ask for by name, one entry a completion.
-        read: makes the answer of what the function returned, and raises `RewardError` if it cannot.
+        term: the term to call, with its retries.
+        columns: arguments that its function may take by name, one entry per completion.
+        read: parses and checks a function's return value; raises `RewardError` if it is malformed.
 
     Raises:
-        ConfigError: the function needs something that is not offered.
+        ConfigError: the function has a required argument that is not among the columns.
     """
-    args, kwargs = _arguments(term, offered)
-    ask = functools.partial(_ask, term, offered, functools.partial(_call, term, args, kwargs), read)
-    # A thread a term, so that one's pauses do not hold up the others.
-    return _in_thread(ask).result if _is_coroutine(term.function) else ask
+    args, kwargs = _arguments(term, columns)
+    call = functools.partial(_call_with_retries, term, columns, functools.partial(_call, term, args, kwargs), read)
+    # One thread per async term, so that the backoff of one does not delay the others.
+    return _in_thread(call).result if _is_coroutine(term.function) else call
 
 
-def _ask(term: Term, offered: Mapping[str, Sequence[Any]], call: Callable[[], Any], read: Callable[[Any], T]) -> T:
-    """Call until there is an answer that can be read, or there are no retries left.
+def _call_with_retries(
+    term: Term, columns: Mapping[str, Sequence[Any]], call: Callable[[], Any], read: Callable[[Any], T]
+) -> T:
+    """Call with retries until a result can be read.
 
-    What a function raises does not tell a service's failure from a mistake in the function: `reply["score"]` of an
-    error message is a KeyError or a TypeError. So all is tried again but what a second try would not change: settings,
-    numbers that are not finite, a lack of memory.
+    An exception does not tell a failing service from a bug in the function: `reply["score"]` of an error message is a
+    KeyError or a TypeError. Everything is retried except errors that would repeat: settings, non-finite numbers, out of
+    memory.
 
     Raises:
-        RewardError: the last try failed too.
-        NonFiniteReward: an answer has a number that is not finite.
+        RewardError: the last retry failed too.
+        NonFiniteReward: a number in the result is not finite.
         ConfigError: the function raised it.
         MemoryError, RuntimeError: memory ran out.
     """
-    retries, pause = term.retries, FIRST_PAUSE
+    retries, backoff = term.retries, FIRST_BACKOFF
     while True:
         try:
             return read(call())
@@ -94,24 +97,24 @@ def _ask(term: Term, offered: Mapping[str, Sequence[Any]], call: Callable[[], An
             if isinstance(error, ConfigError | NonFiniteReward) or out_of_memory(error):
                 raise
             if retries <= 0:
-                raise RewardError(_last_word(term, offered, error)) from error
-            LOG.warning("%s; trying again in %g s", _said(term, error), pause)
-        time.sleep(pause)
-        retries, pause = retries - 1, min(2 * pause, LONGEST_PAUSE)
+                raise RewardError(_final_message(term, columns, error)) from error
+            LOG.warning("%s; trying again in %g s", _summary(term, error), backoff)
+        time.sleep(backoff)
+        retries, backoff = retries - 1, min(2 * backoff, MAX_BACKOFF)
 
 
 def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One call; a coroutine that does not answer in time is cancelled, a plain function's thread left behind."""
+    """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
     if _is_coroutine(term.function):
         future = asyncio.run_coroutine_threadsafe(term.function(*args, **kwargs), _loop())
     elif term.timeout is not None:
         future = _in_thread(functools.partial(term.function, *args, **kwargs))
     else:
         return term.function(*args, **kwargs)
-    # Not result(timeout): its TimeoutError could be the function's own.
+    # Not result(timeout): its TimeoutError would look like the function's own.
     if not wait([future], term.timeout).done:
         future.cancel()
-        raise NoAnswer(f"reward term {term.name!r} gave no answer within {term.timeout:g} s, its timeout")
+        raise RewardTimeout(f"reward term {term.name!r} exceeded its timeout of {term.timeout:g} s")
     return future.result()
 
 
@@ -120,7 +123,7 @@ def _is_coroutine(function: RewardFunction) -> bool:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Begin work in a thread that the process, unlike with a pool's threads, does not wait for when it ends."""
+    """Run work in a daemon thread, which, unlike a pool's threads, does not keep the process alive."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -138,18 +141,18 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 def _loop() -> asyncio.AbstractEventLoop:
     """The event loop of all coroutine functions, in a thread of its own.
 
-    One loop for the whole process, because clients keep connections that belong to the loop they were opened in; a
-    thread, because the caller may have a loop that runs already, as a notebook does.
+    One loop per process, because clients keep connections bound to the loop that opened them; a thread, because the
+    caller, such as a notebook, may already run a loop.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
     return loop
 
 
-def _arguments(term: Term, offered: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
-    """What of all that is offered a function takes: by name, or prompts and completions in the first two places."""
+def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of a function: columns by name; prompts and completions also as the first two positional ones."""
     parameters = inspect.signature(term.function).parameters
-    named = {**offered, **term.kwargs}
+    named = {**columns, **term.kwargs}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         named = {name: value for name, value in named.items() if name in parameters}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -158,42 +161,42 @@ def _arguments(term: Term, offered: Mapping[str, Sequence[Any]]) -> tuple[list[A
         return [], named
     if len(missing) == 2 and missing == list(parameters)[:2]:
         rest = {name: value for name, value in named.items() if name not in ("prompts", "completions")}
-        return [offered["prompts"], offered["completions"]], rest
-    raise ConfigError(f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(offered))}")
+        return [columns["prompts"], columns["completions"]], rest
+    raise ConfigError(f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(columns))}")
 
 
-def _last_word(term: Term, offered: Mapping[str, Sequence[Any]], error: Exception) -> str:
-    """What to tell the person when a term is given up."""
+def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:
+    """The error message when a term's retries are used up."""
     tries = f" (the last of {term.retries + 1} tries)" if term.retries > 0 else ""
-    if isinstance(error, NoAnswer | OSError):
-        return f"{_said(term, error)}{tries}; if it only takes longer, raise the term's timeout or its retries"
+    if isinstance(error, RewardTimeout | OSError):
+        return f"{_summary(term, error)}{tries}; if the service is only slow, raise the term's timeout or retries"
     if isinstance(error, RewardError):
-        return f"{_said(term, error)}{tries}"
-    return f"{_blame(term, offered, error)}{tries}"
+        return f"{_summary(term, error)}{tries}"
+    return f"{_locate(term, columns, error)}{tries}"
 
 
-def _blame(term: Term, offered: Mapping[str, Sequence[Any]], error: Exception) -> str:
-    """Who raised, what, and on which completion: found by calling the function again on one at a time.
+def _locate(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:
+    """The error message with the completion that causes it, found by calling the function on one at a time.
 
-    Not further than to a call that says that a service is down, which would say so of every text.
+    Stops at a timeout or OSError: a service that is down would fail on every completion.
     """
-    for row in range(len(offered["prompts"])):
-        alone = {name: column[row : row + 1] for name, column in offered.items()}
+    for row in range(len(columns["prompts"])):
+        alone = {name: column[row : row + 1] for name, column in columns.items()}
         try:
             _call(term, *_arguments(term, alone))
         except Exception as again:
             if out_of_memory(again):
                 raise
-            if isinstance(again, NoAnswer | OSError):
-                return _said(term, error)
+            if isinstance(again, RewardTimeout | OSError):
+                return _summary(term, error)
             prompt, completion = alone["prompts"][0], alone["completions"][0]
-            return f"{_said(term, again)}; its prompt was {prompt!r} and its completion {completion!r}"
-    together = len(offered["prompts"])
-    return f"{_said(term, error)}; it did so on {together} completions together, on none of them alone"
+            return f"{_summary(term, again)}; its prompt was {prompt!r} and its completion {completion!r}"
+    count = len(columns["prompts"])
+    return f"{_summary(term, error)}; it did so on a batch of {count} completions, but on none of them alone"
 
 
-def _said(term: Term, error: Exception) -> str:
-    """What went wrong in a call, in one line; what a service sends may hold anything."""
+def _summary(term: Term, error: Exception) -> str:
+    """A failed call's error in one line, escaped because a service may send anything."""
     if isinstance(error, RewardError):
         return str(error)
     return f"reward term {term.name!r} raised {type(error).__name__}: {visible(str(error))}"

@@ -1,8 +1,8 @@
 """Ready-made reward functions.
 
-Each function here takes settings, checks them, and returns a reward function with the signature that all of them have:
-`f(prompts, completions, **columns)`, one number a completion, or None where it says nothing. In a configuration the
-settings are `kwargs`: `{function: count, kwargs: {text: "."}}`.
+Each factory here checks its settings and returns a reward function with the common signature
+`f(prompts, completions, **columns)`, which returns one number per completion, or None where it does not apply. In a
+configuration the settings are `kwargs`: `{function: count, kwargs: {text: "."}}`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
 
 def words(text: Text) -> list[str]:
-    """Runs of letters and digits, with apostrophes and hyphens inside them, case folded: "Don't!" is one word."""
+    """Case-folded words: runs of letters and digits with inner apostrophes and hyphens, so "Don't!" is one word."""
     return WORD.findall(plain(text).casefold())
 
 
 def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    """All runs of `n` neighbours, in their order; none when there are fewer than `n` items."""
+    """All n-grams in order; none for fewer than `n` items."""
     return list(zip(*(items[start:] for start in range(n)), strict=False))
 
 
 def length(unit: str = "words") -> RewardFunction:
-    """How long the completion is, in `words`, `characters` or `tokens` (those that were sampled, the last one's
-    end-of-sequence included).
+    """Length of the completion in `words`, `characters` or sampled `tokens`, including the end-of-sequence token.
 
     Raises:
         ConfigError: another unit.
@@ -58,10 +57,10 @@ def length(unit: str = "words") -> RewardFunction:
 
 
 def count(text: str) -> RewardFunction:
-    """How often `text` occurs in the completion, without overlaps, upper and lower case told apart.
+    """Number of non-overlapping occurrences of `text` in the completion, case-sensitive.
 
     Raises:
-        ConfigError: `text` is empty or no string.
+        ConfigError: `text` is empty or not a string.
     """
     if not isinstance(text, str) or not text:
         raise ConfigError(f"text is {text!r}; it must be a string of at least one character")
@@ -73,17 +72,17 @@ def count(text: str) -> RewardFunction:
 
 
 def regex(pattern: str) -> RewardFunction:
-    """1 where Python's `re.search` finds the pattern in the completion, 0 elsewhere.
+    """1 if Python's `re.search` finds the pattern in the completion, else 0.
 
-    Flags stand in the pattern: `(?i)` ignores case, `(?s)` lets a dot match a line's end.
+    Flags are part of the pattern: `(?i)` ignores case, `(?s)` lets a dot match a newline.
 
     Raises:
-        ConfigError: the pattern is no regular expression.
+        ConfigError: the pattern is not a valid regular expression.
     """
     try:
         compiled = re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ConfigError(f"pattern is {pattern!r}, which is no regular expression: {error}") from error
+        raise ConfigError(f"pattern is {pattern!r}, which is not a valid regular expression: {error}") from error
 
     def regex(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
         return [float(compiled.search(plain(completion)) is not None) for completion in completions]
@@ -92,10 +91,10 @@ def regex(pattern: str) -> RewardFunction:
 
 
 def lexicon_sentiment() -> RewardFunction:
-    """VADER's compound score of the completion, from −1 (bad) over 0 (neither) to 1 (good).
+    """VADER's compound score of the completion, from −1 (negative) to 1 (positive).
 
-    Words have fixed values that negations, intensifiers, capitals and exclamation marks change: Hutto and Gilbert 2014,
-    "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text". English only.
+    Words have fixed scores, modified by negations, intensifiers, capitals and exclamation marks: Hutto and Gilbert
+    2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text". English only.
 
     Raises:
         ConfigError: vaderSentiment is not installed.
@@ -113,9 +112,9 @@ def lexicon_sentiment() -> RewardFunction:
 
 
 def repetition(n: int = 3) -> RewardFunction:
-    """Share of the completion's n-grams of words that stand in it a second time or more: 1 − distinct / all.
+    """Share of the completion's word n-grams that repeat an earlier one: 1 − distinct / all.
 
-    0 where nothing repeats, and in a completion of fewer than `n` words. With a negative weight it is a penalty.
+    0 for a completion of fewer than `n` words. With a negative weight it is a penalty.
 
     Raises:
         ConfigError: `n` is not a whole number of at least 1.
@@ -123,17 +122,17 @@ def repetition(n: int = 3) -> RewardFunction:
     _require_positive("n", n)
 
     def repetition(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
-        found = [ngrams(words(completion), n) for completion in completions]
-        return [1 - len(set(grams)) / len(grams) if grams else 0.0 for grams in found]
+        ngram_lists = [ngrams(words(completion), n) for completion in completions]
+        return [1 - len(set(grams)) / len(grams) if grams else 0.0 for grams in ngram_lists]
 
     return repetition
 
 
 def distinct(n: int = 2) -> RewardFunction:
-    """Distinct-n within the completion: how many of its n-grams of words differ, as a share of all.
+    """Distinct-n within the completion: distinct word n-grams as a share of all.
 
-    A completion of fewer than `n` words has no n-grams, so this says nothing of it (None), rather than praise it for
-    being short. Li et al. 2016 (arXiv 1510.03055), section 5.
+    None for a completion of fewer than `n` words, so that short texts are not rewarded. Li et al. 2016 (arXiv
+    1510.03055), section 5.
 
     Raises:
         ConfigError: `n` is not a whole number of at least 1.
@@ -141,16 +140,16 @@ def distinct(n: int = 2) -> RewardFunction:
     _require_positive("n", n)
 
     def distinct(prompts: Texts, completions: Texts, **columns: Any) -> list[float | None]:
-        found = [ngrams(words(completion), n) for completion in completions]
-        return [len(set(grams)) / len(grams) if grams else None for grams in found]
+        ngram_lists = [ngrams(words(completion), n) for completion in completions]
+        return [len(set(grams)) / len(grams) if grams else None for grams in ngram_lists]
 
     return distinct
 
 
 def reference_fluency() -> RewardFunction:
-    """Mean log-probability of the completion's tokens under the reference, in nats a token: at most 0.
+    """Mean log-prob of the completion's tokens under the reference model, in nats per token: at most 0.
 
-    It asks for what the starting model would have said, and so pulls towards its most likely, often dull, texts.
+    It pulls towards the starting model's most likely, often dull, texts.
     """
 
     def reference_fluency(
@@ -158,7 +157,7 @@ def reference_fluency() -> RewardFunction:
     ) -> list[float | None]:
         if ref_logprobs is None:
             raise ConfigError(
-                "the reward reference_fluency needs a reference, and there is none because kl.coef is 0; "
+                "the reward reference_fluency needs a reference model, and there is none because kl.coef is 0; "
                 "set kl.coef above 0 (1e-6 costs next to nothing)"
             )
         return [sum(row) / len(row) if row else None for row in ref_logprobs]
@@ -167,17 +166,17 @@ def reference_fluency() -> RewardFunction:
 
 
 def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size: int = 64) -> RewardFunction:
-    """Mean cosine similarity of the completion to the others of its batch, by their sentence embeddings: −1 to 1.
+    """Mean cosine similarity of the completion's sentence embedding to those of the rest of its batch: −1 to 1.
 
-    With a negative weight it rewards completions that differ in meaning. The batch is what one process scores at once;
-    of a batch of one this says nothing (None).
+    With a negative weight it rewards completions that differ in meaning. The batch is that of one process; in a batch
+    of one the similarity is None.
 
     Args:
-        model: a Sentence Transformers model, by hub id or folder.
-        batch_size: texts in the model at once.
+        model: hub id or folder of a Sentence Transformers model.
+        batch_size: texts per forward pass.
 
     Raises:
-        ConfigError: Sentence Transformers is not installed, or there is no such model.
+        ConfigError: Sentence Transformers is not installed, or the model cannot be loaded.
     """
     try:
         from sentence_transformers import SentenceTransformer
@@ -198,17 +197,17 @@ def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size
             convert_to_tensor=True,
             show_progress_bar=False,
         ).float()
-        alike = embeddings @ embeddings.T
-        return ((alike.sum(1) - alike.diagonal()) / (len(completions) - 1)).tolist()
+        cosines = embeddings @ embeddings.T
+        return ((cosines.sum(1) - cosines.diagonal()) / (len(completions) - 1)).tolist()
 
     return similarity
 
 
 READY_MADE: dict[str, Callable[..., RewardFunction]] = {
-    maker.__name__: maker
-    for maker in (length, count, regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity)
+    factory.__name__: factory
+    for factory in (length, count, regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity)
 }
-"""By the name that a configuration calls them."""
+"""Factories by their names in a configuration."""
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -1,6 +1,6 @@
-"""Models that read text and score it: sequence classifiers, and reward models with one number.
+"""Sequence classifiers and reward models as rewards.
 
-They read text, so their tokenizer and vocabulary need not be the policy's.
+They read text, so their tokenizer need not be the policy's.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tokencredit.text.models.loading import fuse_gelu, resolve
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
 
 BATCH_SIZE = 64
-"""Texts in a model at once, unless told otherwise."""
+"""Default number of texts per forward pass."""
 
 
 class Reader:
-    """A sequence classification model with its tokenizer: texts in, logits out, batched by length.
+    """A sequence classification model with its tokenizer: from texts to logits, batched by length.
 
-    A text that is longer than the model's context loses its beginning, because the end holds the completion.
+    Texts beyond the model's context are truncated on the left, since the completion is at the end.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Reader:
         batch_size: int = BATCH_SIZE,
         append_eos: bool = False,
     ):
-        """Fit a model and its tokenizer together.
+        """Combine a model with its tokenizer.
 
         Args:
-            name: what messages call it.
-            model: its class ends in `ForSequenceClassification`.
-            tokenizer: the model's; its side of truncation is set here.
-            text: `both` reads prompt and completion, `completion` the completion alone.
-            batch_size: texts in the model at once.
-            append_eos: put the end-of-sequence token, if there is one, after plain texts.
+            name: name of the model in messages.
+            model: an instance of a `…ForSequenceClassification` class.
+            tokenizer: the model's; its truncation side is set to left.
+            text: `both` reads prompt and completion, `completion` only the completion.
+            batch_size: texts per forward pass.
+            append_eos: append the end-of-sequence token, if there is one, to plain texts.
 
         Raises:
             ConfigError: the tokenizer has more tokens than the model, or the model cannot read a text.
@@ -54,8 +54,8 @@ class Reader:
         rows = model.get_input_embeddings().get_parameter("weight").shape[0]
         if len(tokenizer) > rows:
             raise ConfigError(
-                f"the tokenizer of {name!r} has {len(tokenizer)} tokens, but its model knows {rows}; "
-                "they do not belong together"
+                f"the tokenizer of {name!r} has {len(tokenizer)} tokens, but its model's embedding only {rows}; "
+                "save the model with its own tokenizer"
             )
         tokenizer.truncation_side = "left"
         fuse_gelu(model)
@@ -65,26 +65,26 @@ class Reader:
         self.eos = (tokenizer.eos_token or "") if append_eos else ""
         self.warned = False
         self.pads = self._ignores_padding()
-        """Texts of different lengths share a batch."""
+        """Texts of different lengths may share a batch."""
 
     @torch.no_grad()
     def logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
-        """`[batch, labels]` in float32, on the processor."""
+        """Logits `[batch, labels]` in float32, on the CPU."""
         ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         logits = torch.empty(len(ids), self.model.config.num_labels)
         for _, group in groupby(order, key=lambda row: 0 if self.pads else len(ids[row])):
-            alike = list(group)
-            for start in range(0, len(alike), self.batch_size):
-                rows = alike[start : start + self.batch_size]
+            members = list(group)
+            for start in range(0, len(members), self.batch_size):
+                rows = members[start : start + self.batch_size]
                 logits[rows] = self._read([ids[row] for row in rows])
         return logits
 
     def _read(self, texts: list[list[int]]) -> Tensor:
-        """`[batch, labels]`: for each text the logits that the model gives for it alone.
+        """Logits `[batch, labels]`, the same for each text as without padding.
 
-        A decoder is read at its last token other than the pad token of its configuration, as it was trained. Without
-        one it is read at the last token, so it is padded with a token that none of the texts has.
+        Decoders are pooled at the last token that differs from the configuration's pad token. Without a pad token,
+        the batch is padded with a token that occurs in none of its texts.
         """
         config = self.model.config.get_text_config()
         own = config.pad_token_id
@@ -103,27 +103,29 @@ class Reader:
             config.pad_token_id = own
 
     def _unused(self, texts: list[list[int]]) -> int | None:
-        """A token that none of the texts has, if there is one."""
+        """A token that occurs in none of the texts; None if there is none."""
         used = set().union(*texts)
         return next((token for token in range(self.vocabulary) if token not in used), None)
 
     @torch.no_grad()
     def _ignores_padding(self) -> bool:
-        """True if a padded text has the logits that it has alone; XLNet's, FNet's and ConvBERT's have not.
+        """True if padding does not change logits; it does for XLNet, FNet and ConvBERT.
 
         Raises:
-            ConfigError: the model cannot read a text.
+            ConfigError: a forward pass fails.
         """
         short, long = self.encode("", "Yes"), self.encode("", "Yes and no")
         try:
             padded, alone = self._read([short, long])[0], self._read([short])[0]
         except Exception as error:
-            raise ConfigError(f"{self.name!r} cannot read a text: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"a forward pass of {self.name!r} on a text fails: {type(error).__name__}: {error}"
+            ) from error
         tolerance = torch.finfo(self.model.dtype).eps ** 0.5
         return torch.allclose(padded, alone, rtol=tolerance, atol=tolerance)
 
     def encode(self, prompt: Text, completion: Text) -> list[int]:
-        """Token ids of what the model reads of one completion, the end of it if it is too long."""
+        """Token ids of a prompt and completion, truncated on the left if too long."""
         if self.text == "completion":
             text, template = plain(completion), False
         elif template := bool(self.tokenizer.chat_template) and not isinstance(prompt, str):
@@ -133,24 +135,24 @@ class Reader:
             text = joined(prompt, completion)
         if not template and not text.endswith(self.eos):
             text += self.eos
-        special = not template  # a template has written the special tokens itself
+        special = not template  # a chat template contains the special tokens
         ids = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         if self.limit is not None and len(ids) > self.limit:
             if not self.warned:
                 warnings.warn(
-                    f"{self.name!r} reads at most {self.limit} tokens; of a text of {len(ids)} the beginning was cut "
-                    "off, and of every longer one after it will be",
+                    f"{self.name!r} reads at most {self.limit} tokens; a text of {len(ids)} was truncated on the left, "
+                    "as will be every other text that is too long",
                     stacklevel=2,
                 )
                 self.warned = True
             arguments = {"truncation": True, "max_length": self.limit}
             ids = self.tokenizer(text, add_special_tokens=special, **arguments)["input_ids"]
-        stand_ins = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return ids or [next(i for i in stand_ins if i is not None)]  # a model cannot read nothing at all
+        fallbacks = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return ids or [next(i for i in fallbacks if i is not None)]  # models need at least one token
 
 
 class Classifier:
-    """What a sequence classifier says of one label."""
+    """Scores completions by one label of a sequence classifier."""
 
     def __init__(
         self,
@@ -169,42 +171,42 @@ class Classifier:
             name: hub id, folder, or `builtin:reviews`.
             label: the label that is rewarded.
             output: `probability`, `logit`, or `log_odds` (the logit of the probability).
-            device: where it runs.
+            device: device of the model.
             text: see `Reader`.
             batch_size: see `Reader`.
-            dtype: of its weights and passes.
+            dtype: dtype of weights and computation.
 
         Raises:
-            ConfigError: no classifier has that name, or it has no such label.
+            ConfigError: the classifier cannot be loaded, or has no such label.
         """
         self.reader = Reader(name, *load(name, device, dtype), text=text, batch_size=batch_size)
         config = self.reader.model.config
         if config.num_labels < 2:
-            raise ConfigError(f"{name!r} has one output and no labels to choose from; name it as reward_model")
+            raise ConfigError(f"{name!r} has one output and no labels to choose from; set it as reward_model")
         if label not in config.label2id:
-            wrong = "needs label" if label is None else f"has no label {label!r}"
-            raise ConfigError(f"{name!r} {wrong}; its labels are {', '.join(sorted(config.label2id))}")
+            problem = "needs label" if label is None else f"has no label {label!r}"
+            raise ConfigError(f"{name!r} {problem}; its labels are {', '.join(sorted(config.label2id))}")
         self.label, self.output = config.label2id[label], output
-        # Labels that do not exclude each other have a probability of their own, not a share of one.
+        # Multi-label classifiers have one sigmoid per label instead of a softmax over all.
         self.independent = config.problem_type == "multi_label_classification"
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
         """Score each completion."""
         logits = self.reader.logits(prompts, completions)
-        chosen = logits[:, self.label]
+        logit = logits[:, self.label]
         if self.output == "logit":
-            return chosen.tolist()
+            return logit.tolist()
         others = logits.clone()
         others[:, self.label] = -torch.inf
-        log_odds = chosen if self.independent else chosen - others.logsumexp(-1)
+        log_odds = logit if self.independent else logit - others.logsumexp(-1)
         return (log_odds if self.output == "log_odds" else log_odds.sigmoid()).tolist()
 
 
 class RewardModel:
-    """A model with one output, such as TRL's RewardTrainer saves: that output is the reward.
+    """A reward model with one output, as trained by TRL's RewardTrainer.
 
-    It reads what RewardTrainer trains on: conversations through its own chat template, plain texts with its
-    end-of-sequence token after them.
+    Inputs are those of RewardTrainer: conversations by the model's own chat template, plain texts followed by its
+    end-of-sequence token.
     """
 
     def __init__(
@@ -216,15 +218,15 @@ class RewardModel:
         text: str = "both",
         batch_size: int = BATCH_SIZE,
     ):
-        """Make a reward of a model and its tokenizer; arguments as in `Reader`.
+        """Wrap a model with its tokenizer; arguments as in `Reader`.
 
         Raises:
-            ConfigError: the model has more than one output, or does not fit its tokenizer.
+            ConfigError: the model has more than one output, or does not match its tokenizer.
         """
         if model.config.num_labels != 1:
             raise ConfigError(
                 f"{name!r} has {model.config.num_labels} outputs, and a reward model has one; "
-                "name it as classifier, with the label that is rewarded"
+                "set it as classifier, with the label that is rewarded"
             )
         self.reader = Reader(name, model, tokenizer, text=text, batch_size=batch_size, append_eos=True)
 
@@ -236,10 +238,10 @@ class RewardModel:
 def load(
     name: str, device: torch.device | str, dtype: str = "float32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A sequence classification model in a dtype, from safetensors only, and its tokenizer.
+    """Load a sequence classification model in a dtype, from safetensors only, and its tokenizer.
 
     Raises:
-        ConfigError: the name leads to none, or to a model whose classification head has no weights.
+        ConfigError: it cannot be loaded, or its classification head has no weights.
     """
     folder = resolve(name, "sentiment")
     try:
@@ -249,18 +251,18 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load a classifier from {name!r}: {error}") from error
-    if loaded["missing_keys"]:  # they would be random numbers
+    if loaded["missing_keys"]:  # Transformers initializes them at random
         missing = ", ".join(sorted(loaded["missing_keys"]))
-        raise ConfigError(f"{name!r} is no sequence classifier: its weights lack {missing}")
+        raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
     return model.to(device), tokenizer
 
 
 def context(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The longest text in tokens that a model can read; None if that has no known end."""
-    limits = [tokenizer.model_max_length]  # a huge number where the tokenizer does not know
+    """Context length of a model in tokens; None if unknown or unlimited."""
+    limits = [tokenizer.model_max_length]  # a huge number if unknown
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions > 0:  # XLNet's −1 stands for no end
-        # The RoBERTa family counts positions from after the padding's own.
+    if positions is not None and positions > 0:  # XLNet's −1 means unlimited
+        # In the RoBERTa family positions start after the padding index.
         table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
         limits.append(positions if padding is None else positions - padding - 1)

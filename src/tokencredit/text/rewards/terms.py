@@ -1,7 +1,7 @@
-"""Rewards: terms that rate completions, and their weighted sum.
+"""Reward terms and their weighted sum.
 
-A term's function has the signature `f(prompts, completions, **columns)` and gives, for each completion, a number, None
-where it does not apply, or a list of numbers, one a token.
+A term's function has the signature `f(prompts, completions, **columns)` and returns, for each completion, a number,
+None where it does not apply, or a list with one number per token.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.fields import shown
-from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, begin
+from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, start_call
 from tokencredit.text.rewards.functions import RewardFunction
 from tokencredit.text.rewards.loading import load_function
 from tokencredit.text.rewards.models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Text, joined
 
 Value = float | list[float] | None
-"""What a term says of a completion."""
+"""A term's value for one completion."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the terms say of a batch of completions."""
+    """Scores of a batch of completions."""
 
     totals: list[float]
-    """For each completion, Σ weight · value over the terms that gave it one number; 0 where none did."""
+    """For each completion, Σ weight · value over terms with one number per completion; 0 if there is none."""
     dense: list[list[float]] | None
-    """For each completion and token, Σ weight · value over the terms that gave one number a token; None if none did."""
+    """For each completion and token, Σ weight · value over terms with one number per token; None if there is none."""
     terms: dict[str, list[float | None]]
-    """Each term by itself, unweighted; where it gave one number a token, their sum."""
+    """Unweighted values of each term, summed over tokens."""
     of_texts: bool
-    """A term gave one number for a whole completion."""
+    """True if some term gave one number for a whole completion."""
 
 
 def build_terms(config: Sequence[RewardTerm], device: torch.device | str) -> list[Term]:
-    """The reward's terms, loaded.
+    """Load the configured reward terms.
 
     Raises:
-        ConfigError: a term that cannot be loaded, by its key, or two terms of one name.
+        ConfigError: a term cannot be loaded, or two terms have the same name; the message names the key.
     """
     terms: list[Term] = []
     for number, settings in enumerate(config):
@@ -59,7 +59,7 @@ def build_terms(config: Sequence[RewardTerm], device: torch.device | str) -> lis
             raise ConfigError(f"reward[{number}]: {error}") from error
         if term.name in {earlier.name for earlier in terms}:
             raise ConfigError(
-                f"reward[{number}].name is {term.name!r}, as another term's is; give it a name of its own"
+                f"reward[{number}].name is {term.name!r}, the name of another term; give each term its own name"
             )
         terms.append(term)
     return terms
@@ -91,61 +91,60 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
 
 
 def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term]:
-    """Terms of weight 1 from what Python callers have, as TRL's trainers accept it.
+    """Terms of weight 1 from the argument `reward_funcs`, which takes the types of TRL's trainers.
 
     Args:
         reward_funcs: a reward function, a hub id or folder of a reward model, a loaded reward model (its tokenizer is
-            found by the name it was loaded from), or a list of them. A `Term` stands for itself, with its own name and
-            weight.
-        device: where models run.
+            found by the name it was loaded from), or a list of them. A `Term` keeps its own name and weight.
+        device: device of the models.
 
     Raises:
-        ConfigError: something else, a model that cannot be used, or two terms of one name.
+        ConfigError: an entry of another type, a model that cannot be used, or two terms with the same name.
     """
     terms: list[Term] = []
     if isinstance(reward_funcs, list | tuple) and not reward_funcs:
         raise ConfigError("reward_funcs is empty; give at least one reward")
-    for number, given in enumerate(reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]):
+    for number, reward in enumerate(reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]):
         try:
-            term = _as_term(given, device)
+            term = _as_term(reward, device)
         except ConfigError as error:
             raise ConfigError(f"reward_funcs[{number}]: {error}") from error
         if term.name in {earlier.name for earlier in terms}:
             raise ConfigError(
-                f"reward_funcs[{number}] is named {term.name!r}, as another is; "
-                "give it a name of its own: Term(name, weight, function)"
+                f"reward_funcs[{number}] is named {term.name!r}, the name of another term; "
+                "give it its own name: Term(name, weight, function)"
             )
         terms.append(term)
     return terms
 
 
-def _as_term(given: Any, device: torch.device | str) -> Term:
-    if isinstance(given, Term):
-        return _checked(given)
-    if isinstance(given, str):
-        return Term(Path(given).name, 1.0, RewardModel(given, *load(given, device)))
-    if isinstance(given, PreTrainedModel):
-        name = given.config._name_or_path
+def _as_term(reward: Any, device: torch.device | str) -> Term:
+    if isinstance(reward, Term):
+        return _checked(reward)
+    if isinstance(reward, str):
+        return Term(Path(reward).name, 1.0, RewardModel(reward, *load(reward, device)))
+    if isinstance(reward, PreTrainedModel):
+        name = reward.config._name_or_path
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no tokenizer for the reward model {name!r}; save both to one folder and give that: {error}"
             ) from error
-        given.to(device)  # type: ignore[arg-type]  # Transformers' annotation takes a second self
-        return Term(Path(name).name, 1.0, RewardModel(name, given, tokenizer))
-    if isinstance(given, type):
-        raise ConfigError(f"{given.__name__} is a class; pass an instance, {given.__name__}(…)")
-    if not callable(given):
-        raise ConfigError(f"{given!r} is neither a function, nor the name of a reward model, nor a model")
-    function = given.func if isinstance(given, functools.partial) else given
-    return Term(getattr(function, "__name__", type(function).__name__), 1.0, given)
+        reward.to(device)  # type: ignore[arg-type]  # Transformers' annotation takes a second self
+        return Term(Path(name).name, 1.0, RewardModel(name, reward, tokenizer))
+    if isinstance(reward, type):
+        raise ConfigError(f"{reward.__name__} is a class; pass an instance, {reward.__name__}(…)")
+    if not callable(reward):
+        raise ConfigError(f"{reward!r} is neither a function, nor the name of a reward model, nor a model")
+    function = reward.func if isinstance(reward, functools.partial) else reward
+    return Term(getattr(function, "__name__", type(function).__name__), 1.0, reward)
 
 
 def _checked(term: Term) -> Term:
-    """The term; raises `ConfigError` for a part of it that no call could use."""
+    """Check the types and ranges of a term's fields, and return it."""
     weight, retries, timeout = term.weight, term.retries, term.timeout
-    parts = {
+    fields = {
         "name": (isinstance(term.name, str), "a text"),
         "weight": (isinstance(weight, Real) and math.isfinite(weight), "a finite number"),
         "function": (callable(term.function) and not isinstance(term.function, type), "a function"),
@@ -153,9 +152,9 @@ def _checked(term: Term) -> Term:
         "retries": (type(retries) is int and retries >= 0, "a whole number, at least 0"),
         "timeout": (timeout is None or (isinstance(timeout, Real) and timeout > 0), "a number above 0, or None"),
     }
-    for part, (fits, wanted) in parts.items():
-        if not fits:
-            raise ConfigError(f"{part} is {shown(getattr(term, part))}; it must be {wanted}")
+    for name, (valid, expected) in fields.items():
+        if not valid:
+            raise ConfigError(f"{name} is {shown(getattr(term, name))}; it must be {expected}")
     return term
 
 
@@ -166,33 +165,32 @@ def score(
     columns: Mapping[str, Sequence[Any]],
     lengths: Sequence[int],
 ) -> Scores:
-    """Rate completions.
+    """Score completions by all terms.
 
-    Coroutine functions start first, run concurrently with each other, and are waited for in the terms' order. A call
-    that fails is made again, `Term.retries` times.
+    Coroutine functions start first and run concurrently; results are awaited in the terms' order. Failed calls are
+    retried up to `Term.retries` times.
 
     Args:
         terms: at least one.
         prompts: plain texts or lists of messages.
-        completions: as many, of the same format.
-        columns: more that functions may ask for by name, one entry a completion: the data set's columns,
-            `completion_ids`, and `ref_logprobs` where there is a reference.
+        completions: one per prompt, in the same format.
+        columns: further arguments that functions may take by name, one entry per completion: the data set's columns,
+            `completion_ids`, and `ref_logprobs` if there is a reference model.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
 
     Raises:
-        RewardError: a function raised, took longer than its timeout, or gave something other than a number, None or a
-            list of `lengths[i]` numbers for each completion, and did so or the like at each try; or no term said
-            anything of any completion.
+        RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
+            number, None or a list of `lengths[i]` numbers for each completion; or all values are None.
         NonFiniteReward: a number is NaN or infinite.
         MemoryError, RuntimeError: a function ran out of memory; see `processes.out_of_memory`.
-        ConfigError: a function asks for a column that is not there.
+        ConfigError: a function requires a column that does not exist.
     """
-    offered = {**columns, "prompts": prompts, "completions": completions}
+    arguments = {**columns, "prompts": prompts, "completions": completions}
     read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths)
-    answers = [begin(term, offered, functools.partial(read, term.name)) for term in terms]
-    values = {term.name: answer() for term, answer in zip(terms, answers, strict=True)}
+    calls = [start_call(term, arguments, functools.partial(read, term.name)) for term in terms]
+    values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
     if not any(value is not None for column in values.values() for value in column):
-        raise RewardError(f"no reward term said anything of any completion: {', '.join(values)} gave None everywhere")
+        raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")
     return _add(terms, values, lengths)
 
 
@@ -214,11 +212,11 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
 def _read(
     name: str, result: Any, prompts: Sequence[Text], completions: Sequence[Text], lengths: Sequence[int]
 ) -> list[Value]:
-    """A term's result as plain numbers, checked."""
+    """Check a term's result and convert it to plain numbers."""
     result = _listed(result)
     if not isinstance(result, list | tuple):
         raise RewardError(
-            f"reward term {name!r} returned a {type(result).__name__}; it must be a list, one number a completion"
+            f"reward term {name!r} returned a {type(result).__name__}; it must be a list, one number per completion"
         )
     if len(result) != len(completions):
         raise RewardError(f"reward term {name!r} returned {len(result)} numbers for {len(completions)} completions")
@@ -239,7 +237,7 @@ def _read(
 
 
 def _listed(value: Any) -> Any:
-    """Tensors and arrays as the numbers and lists that they hold; anything else as it is."""
+    """Tensors and arrays as numbers and lists; anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -254,26 +252,27 @@ def _number(name: str, value: Any, text: str) -> float:
 def term_metrics(
     terms: Mapping[str, Sequence[float | None]], reduce: Reduce, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Mean and deviation of each term, and Pearson's correlation of each two, over the completions they apply to.
+    """Mean and standard deviation of each term, and Pearson correlation of each pair, where the terms apply.
 
     reward/NAME = μ, reward_std/NAME = σ (of the population), reward_corr/A/B = Cov[A, B] / (σ_A σ_B) over completions
-    that both apply to. In two passes, the second about the means of the first. NaN for what is not defined: the mean of
-    no completion, a correlation with something constant.
+    that both apply to. Computed in two passes, the second about the means of the first. NaN where undefined: for no
+    completion, and for correlations with a constant.
 
     Args:
-        terms: `Scores.terms`; on every process the same names in the same order.
+        terms: `Scores.terms`; the same names in the same order on every process.
         reduce: sums a tensor over processes.
-        device: where `reduce` wants its tensors.
+        device: device of the tensors passed to `reduce`.
     """
     rows = [[math.nan if value is None else value for value in row] for row in zip(*terms.values(), strict=True)]
     x = torch.tensor(rows, dtype=torch.float32, device=device).reshape(-1, len(terms))
     applies = ~x.isnan()
     both = (applies.unsqueeze(2) & applies.unsqueeze(1)).float()  # [completion, term, term]
-    wide = x.nan_to_num().unsqueeze(2) * both  # each term where the other applies too
+    wide = x.nan_to_num().unsqueeze(2) * both  # each term where both apply
     count, total = reduce(torch.stack([both.sum(0), wide.sum(0)]))
     mean = total / count
-    apart = (wide - mean.nan_to_num()) * both
-    squares, products = reduce(torch.stack([apart.square().sum(0), (apart * apart.transpose(1, 2)).sum(0)])) / count
+    centred = (wide - mean.nan_to_num()) * both
+    sums = torch.stack([centred.square().sum(0), (centred * centred.transpose(1, 2)).sum(0)])
+    squares, products = reduce(sums) / count
     deviation = squares.sqrt()
     inverse = inverse_deviation(deviation, mean)
     correlation = torch.where(inverse * inverse.T > 0, products * inverse * inverse.T, torch.nan).clamp(-1, 1)

@@ -1,4 +1,4 @@
-"""Prompts and completions as reward terms see them: plain texts, or lists of messages."""
+"""Prompts and completions as reward terms receive them: plain texts, or lists of messages."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ Text = str | Sequence[dict[str, Any]]
 
 
 def plain(text: Text) -> str:
-    """A text as it is; of messages their contents, without roles, one below the other."""
+    """A plain text unchanged; the contents of messages, one per line, without roles."""
     return text if isinstance(text, str) else "\n".join(map(content, text))
 
 
 def content(message: dict[str, Any]) -> str:
-    """The text of a message; its content is a text, blocks such as `{"type": "text", "text": "…"}`, or None."""
+    """The text of a message, whose content is a string, blocks such as `{"type": "text", "text": "…"}`, or None."""
     blocks = message.get("content") or ""
     return blocks if isinstance(blocks, str) else "".join(block.get("text") or "" for block in blocks)
 
 
 def joined(prompt: Text, completion: Text) -> str:
-    """A prompt with its completion as one plain text: what a reader without a chat template can read."""
+    """A prompt and its completion as one plain text, for models without a chat template."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     return plain([*messages(prompt, "user"), *messages(completion, "assistant")])
 
 
 def messages(text: Text, role: str) -> list[dict[str, Any]]:
-    """A text as messages; a plain one becomes a single message of this role."""
+    """Messages unchanged; a plain text as a single message with this role."""
     return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
 
 
@@ -38,10 +38,10 @@ def prefilled(prompt: Text) -> bool:
 
 
 def answer(prompt: Sequence[dict[str, Any]], text: str, completion: str) -> dict[str, Any]:
-    """The assistant's message: the prefill, as it ends in the text that the model reads, with the completion."""
+    """The assistant's message: the prefill, as rendered in `text`, followed by the completion."""
     if not prefilled(prompt):
         return {"role": "assistant", "content": completion}
-    begun = content(prompt[-1])
-    bare = begun.rstrip()  # as templates may leave it
-    begun = begun if text.endswith(begun[len(bare) :]) else bare
-    return prompt[-1] | {"content": begun + completion}
+    prefill = content(prompt[-1])
+    stripped = prefill.rstrip()  # some templates strip it
+    prefill = prefill if text.endswith(prefill[len(stripped) :]) else stripped
+    return prompt[-1] | {"content": prefill + completion}
