@@ -42,7 +42,7 @@ class ModelConfig:
     `merge` merges it into the weights, then trains a new adapter (`lora.rank`) or the whole model."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Compute dtype of forward and backward passes. `auto` picks bfloat16 where it is faster, timed once per machine; a
-    run keeps its choice. Weights, logits and optimizer state stay float32."""
+    run keeps its choice. Trained weights, logits and optimizer state stay float32."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """A new LoRA adapter, trained instead of the model's weights; needs PEFT."""
     dropout: bool = False

@@ -52,17 +52,19 @@ class Rollout:
 
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Extra columns for reward functions: token ids, and log-probs under the reference model."""
-        rows = list(self.mask)
-        columns = {"completion_ids": [ids[acted].tolist() for ids, acted in zip(self.response_ids, rows, strict=True)]}
+        # One transfer from the device per tensor, not per row.
+        rows, response_ids = list(self.mask.cpu()), self.response_ids.cpu()
+        columns = {"completion_ids": [ids[acted].tolist() for ids, acted in zip(response_ids, rows, strict=True)]}
         if ref_logprobs is not None:
-            columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs, rows, strict=True)]
+            columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs.cpu(), rows, strict=True)]
         return columns
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The completions, detokenized after their prompts, without special tokens."""
-        prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(self.prompt_ids, self.prompt_mask, strict=True)]
+        prompt_rows = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
+        prompts = [tuple(ids[mask].tolist()) for ids, mask in prompt_rows]
         detokenizers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
-        rows = zip(prompts, self.response_ids, self.mask, strict=True)
+        rows = zip(prompts, self.response_ids.cpu(), self.mask.cpu(), strict=True)
         return [detokenizers[prompt].text(ids[acted].tolist()) for prompt, ids, acted in rows]
 
     def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
