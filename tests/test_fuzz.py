@@ -31,11 +31,10 @@ from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import newest
-from tokencredit.settings.control import ControlConfig, EpisodesConfig
+from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.sweep.plan import read_sweep
 from tokencredit.text.data.datasets import column_names, column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
@@ -349,10 +348,10 @@ def test_the_page_of_a_run(name, run):
 @pytest.fixture(scope="module")
 def cut_short(tmp_path_factory):
     """An agent's run with two checkpoints, and its configuration."""
-    run = RunConfig(
-        dir=str(tmp_path_factory.mktemp("checkpoints") / "run"), iterations=2, save_every=1, show_every=0, trackers=[]
+    run = AgentRunConfig(
+        dir=str(tmp_path_factory.mktemp("checkpoints") / "run"), iterations=2, save_every=1, trackers=[]
     )
-    args = ControlConfig(run=run, steps=8, ppo=UpdateConfig(minibatches=1), eval=EpisodesConfig(episodes=0))
+    args = ControlConfig(run=run, steps=8, ppo=AgentUpdateConfig(minibatches=1), eval=EpisodesConfig(episodes=0))
     ControlTrainer(args).train()
     return replace(args, run=replace(run, iterations=3))
 

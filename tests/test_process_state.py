@@ -10,7 +10,14 @@ import torch
 from accelerate.state import AcceleratorState
 
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import (
+    AgentConfig,
+    AgentRunConfig,
+    AgentUpdateConfig,
+    ControlConfig,
+    EnvConfig,
+    EpisodesConfig,
+)
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
@@ -49,9 +56,9 @@ def control(folder, **env):
             agent=AgentConfig(hidden=[4]),
             steps=8,
             threads=torch.get_num_threads() + 1,
-            ppo=UpdateConfig(epochs=1, minibatches=1),
+            ppo=AgentUpdateConfig(epochs=1, minibatches=1),
             eval=EpisodesConfig(episodes=1, videos=1),
-            run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+            run=AgentRunConfig(dir=str(folder), iterations=1, trackers=[]),
         )
     )
 
@@ -78,9 +85,9 @@ def test_mujocos_messages_go_where_they_went(tmp_path):
         env=EnvConfig(id="InvertedPendulum-v5", number=1),
         agent=AgentConfig(hidden=[4]),
         steps=8,
-        ppo=UpdateConfig(epochs=1, minibatches=1),
+        ppo=AgentUpdateConfig(epochs=1, minibatches=1),
         eval=EpisodesConfig(episodes=0),
-        run=RunConfig(dir=str(tmp_path), iterations=1, trackers=[], show_every=0),
+        run=AgentRunConfig(dir=str(tmp_path), iterations=1, trackers=[]),
     )
     ControlTrainer(args).train()
     assert mujoco.get_mju_user_warning() is before

@@ -9,15 +9,14 @@ from tokencredit.control.environments import make_envs, statistics
 from tokencredit.control.evaluation import load_agent, play
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
-from tokencredit.settings.training import RunConfig
+from tokencredit.settings.control import AgentConfig, AgentRunConfig, ControlConfig, EnvConfig, EpisodesConfig
 
 
 def small(folder, **changes):
     groups = {
         "steps": 16,
         "eval": EpisodesConfig(episodes=2),
-        "run": RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+        "run": AgentRunConfig(dir=str(folder), iterations=2, trackers=[]),
     }
     return ControlConfig(**(groups | changes))
 
@@ -80,7 +79,7 @@ def test_evaluation_during_training_changes_no_training(tmp_path):
     runs = []
     for every in (0, 1):
         env = EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True)
-        run = RunConfig(dir=str(tmp_path / str(every)), iterations=3, trackers=[], show_every=0)
+        run = AgentRunConfig(dir=str(tmp_path / str(every)), iterations=3, trackers=[])
         trainer = ControlTrainer(
             small(tmp_path, env=env, eval=EpisodesConfig(every, episodes=3, greedy=False), run=run)
         )

@@ -14,8 +14,7 @@ from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.core.advantages import gae
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig
-from tokencredit.settings.training import RunConfig
+from tokencredit.settings.control import AgentConfig, AgentRunConfig, ControlConfig, EnvConfig
 
 
 class Counter(gym.Env):
@@ -116,7 +115,7 @@ def test_an_environment_that_raises_in_its_process_is_named_with_its_line(tmp_pa
     args = ControlConfig(
         env=EnvConfig("Counter-v0", number=2, processes=True, kwargs={"bad": "raises"}),
         steps=16,
-        run=RunConfig(dir=str(tmp_path / "run"), trackers=[], show_every=0),
+        run=AgentRunConfig(dir=str(tmp_path / "run"), trackers=[]),
     )
     with pytest.raises(RunStopped) as caught:
         ControlTrainer(args).train()

@@ -15,15 +15,24 @@ from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentConfig, AgentCriticConfig, ControlConfig, EnvConfig, EpisodesConfig
-from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
+from tokencredit.settings.control import (
+    AgentAdvantageConfig,
+    AgentConfig,
+    AgentCriticConfig,
+    AgentRunConfig,
+    AgentUpdateConfig,
+    ControlConfig,
+    EnvConfig,
+    EpisodesConfig,
+)
+from tokencredit.settings.training import OptimConfig, RunConfig
 
 
 def small(folder, **changes):
     groups = {
         "steps": 16,
         "eval": EpisodesConfig(episodes=2),
-        "run": RunConfig(dir=str(folder), iterations=3, trackers=[], show_every=0),
+        "run": AgentRunConfig(dir=str(folder), iterations=3, trackers=[]),
     }
     return ControlConfig(**(groups | changes))
 
@@ -68,7 +77,7 @@ def test_every_form_trains(env, critic, algorithm, tmp_path):
         agent=AgentConfig(hidden=[8], activation="relu"),
         critic=AgentCriticConfig(kind=critic),
         algorithm=algorithm,
-        advantage=AdvantageConfig(estimator=estimator, gamma=0.99),
+        advantage=AgentAdvantageConfig(estimator=estimator, gamma=0.99),
     )
     trainer = ControlTrainer(args)
     before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
@@ -88,8 +97,8 @@ def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advanta
         algorithm="policy_gradient",
         agent=AgentConfig(hidden=[8]),
         critic=AgentCriticConfig(kind="none"),
-        advantage=AdvantageConfig(estimator="reward_to_go", gamma=0.9, whiten=False),
-        ppo=UpdateConfig(entropy_coef=0.0),
+        advantage=AgentAdvantageConfig(estimator="reward_to_go", gamma=0.9, whiten="none"),
+        ppo=AgentUpdateConfig(entropy_coef=0.0),
         optim=OptimConfig(lr=0.1, warmup=0, schedule="constant", max_grad_norm=None),
     )
     trainer = ControlTrainer(args)
@@ -120,9 +129,9 @@ def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
         tmp_path / "run",
         env=EnvConfig(env, number=1),
         steps=steps,
-        advantage=AdvantageConfig(gamma=0.99, lam=0.95, whiten=False),
+        advantage=AgentAdvantageConfig(gamma=0.99, lam=0.95, whiten="none"),
         critic=AgentCriticConfig(lr=1e-3, coef=1.0, clip=None),
-        ppo=UpdateConfig(epochs=epochs, minibatches=1, entropy_coef=0.01),
+        ppo=AgentUpdateConfig(epochs=epochs, minibatches=1, entropy_coef=0.01),
         optim=OptimConfig(lr=1e-3, eps=1e-5, schedule="constant", warmup=0, max_grad_norm=0.5),
     )
     trainer = ControlTrainer(args)
@@ -200,10 +209,16 @@ def test_more_copies_are_stepped_in_processes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3; it must divide the batch, .* = 64"),
+        (
+            {"ppo": AgentUpdateConfig(minibatches=3, entropy_coef=0.0)},
+            r"ppo\.minibatches is 3; it must divide the batch, .* = 64",
+        ),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
-        ({"run": RunConfig(push_to_hub="org/agent")}, r"run\.push_to_hub is 'org/agent', .* a language model"),
-        ({"advantage": AdvantageConfig(estimator="group_relative")}, r"which is for language models"),
+        (
+            {"advantage": AgentAdvantageConfig(estimator="group_relative")},
+            r"advantage\.estimator is 'group_relative'; it must be one of gae, td, .*, reward_to_go$",
+        ),
+        ({"run": RunConfig()}, r"^run is RunConfig\(.*; it must be an AgentRunConfig$"),
         (
             {"agent": AgentConfig("transformer", [64, 32])},
             r"agent\.hidden is \[64, 32\]; .* a multiple of agent\.heads, 4",
@@ -219,7 +234,7 @@ def test_what_cannot_work_is_refused(changes, message, tmp_path):
 
 @pytest.mark.parametrize("spoiled", ["reward", "gradient"])
 def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
-    args = small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
+    args = small(tmp_path / "run", run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
     trainer = ControlTrainer(args)
     seen = []
 
@@ -311,7 +326,7 @@ def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
         agent=AgentConfig(policy="transformer", hidden=[16], context=4, heads=2, activation="gelu"),
         critic=AgentCriticConfig(lr=1e-2),
         optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"),
-        run=RunConfig(dir=str(tmp_path / "run"), iterations=30, trackers=[], show_every=0),
+        run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=30, trackers=[]),
     )
     ControlTrainer(args).train()
     metrics = lines(tmp_path / "run")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import ClassifierTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
@@ -691,7 +691,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
 
 def test_a_mistake_leaves_no_folder_behind(tmp_path):
     with pytest.raises(ConfigError):
-        PPOTrainer(args=small(tmp_path / "run", reward=[RewardTerm(classifier="builtin:reviews", label="BAD")]))
+        PPOTrainer(args=small(tmp_path / "run", reward=[ClassifierTerm(classifier="builtin:reviews", label="BAD")]))
     assert not (tmp_path / "run").exists()
 
 

@@ -18,7 +18,7 @@ from tokencredit.core.advantages import estimate
 from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.rng import from_text, to_text
-from tokencredit.settings.training import AdvantageConfig
+from tokencredit.settings.training import AdvantageSettings
 
 
 class NonFiniteReward(RunStopped):
@@ -51,7 +51,7 @@ class Rollout:
     episodes: list[tuple[float, int]]
     """Return and length, before any normalisation, of each episode that ended."""
 
-    def credit(self, args: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    def credit(self, args: AdvantageSettings) -> tuple[Tensor, Tensor]:
         """Advantages and returns, `[copies, time]`; bootstraps truncated episodes, not terminated ones."""
         return estimate(
             args.estimator,

@@ -129,7 +129,7 @@ class ControlTrainer:
         metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
         if rollout.values is not None:
             metrics |= critic_metrics(rollout.values, returns, rollout.mask)
-        if self.args.advantage.whitened_over("batch"):
+        if self.args.advantage.whiten == "batch":
             advantages = whiten(advantages, rollout.mask)
         return rollout.experience(advantages, returns), metrics
 

@@ -28,7 +28,7 @@ from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
 from tokencredit.runs.summary import Summary, summarise
 from tokencredit.runs.trackers import Trackers, require_installed
 from tokencredit.settings.code_policy import foreign_code
-from tokencredit.settings.training import RunConfig
+from tokencredit.settings.training import RunSettings
 from tokencredit.settings.world import World
 from tokencredit.settings.yaml import dump_yaml
 
@@ -40,7 +40,14 @@ BAD_STEPS_KEPT = 20
 class RunRecord:
     """Recorder of a run. Every process has one; only the main process's writes and prints."""
 
-    def __init__(self, args: RunConfig, processes: Processes, world: World, choices: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        args: RunSettings,
+        processes: Processes,
+        world: World,
+        choices: Mapping[str, str] | None = None,
+        show_every: int = 0,
+    ) -> None:
         """Choose the folder; nothing is written before `begin`.
 
         Args:
@@ -48,11 +55,13 @@ class RunRecord:
             processes: the processes of the job.
             world: the kind of run.
             choices: values chosen for settings that are `auto`, by key; None if there are no such settings.
+            show_every: iterations between tables of samples on the screen; 0 for none.
 
         Raises:
             ConfigError: a tracker is not installed.
         """
         self.args, self.processes, self.world, self.choices = args, processes, world, choices
+        self.show_every = show_every
         self.folder = RunFolder(args.dir)
         require_installed(args.trackers or ())
         self.main = processes.main
@@ -197,7 +206,7 @@ class RunRecord:
             if finding.name not in self.warned:
                 self.warned.add(finding.name)
                 self.screen.say(f"iteration {number}: {finding.line()}")
-        if samples and self.args.show_every and number % self.args.show_every == 0:
+        if samples and self.show_every and number % self.show_every == 0:
             self.screen.samples(number, samples)
 
     def _judge(self, metrics: Mapping[str, float | None]) -> None:

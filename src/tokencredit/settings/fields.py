@@ -8,10 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -80,8 +79,8 @@ def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (
             made[name] = value
         elif get_origin(hint) is not list:
             made[name] = _group(getattr(default, name) or group(), value, known, key)
-        elif isinstance(value, list):
-            made[name] = [_group(group(), inner, known, f"{key}[{place}]") for place, inner in enumerate(value)]
+        elif isinstance(value, list):  # of one of several kinds of groups
+            made[name] = [group.read(inner, f"{key}[{place}]") for place, inner in enumerate(value)]
         else:
             made[name] = value
     return made
@@ -282,7 +281,7 @@ def idle(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) 
     rules, known = _rules(kind), {**settings, **dict.fromkeys(rows, True)}
     reasons: dict[str, Idle] = {}
     for key in settings:
-        rule, group = rules.get(re.sub(r"\[\d+\]", "[]", key)), key[: key.rfind(".") + 1]
+        rule, group = rules.get(key), key[: key.rfind(".") + 1]
         for need in rule.needs if rule else ():
             conditions = [Condition.read(text, known, group) for text in need.split(" or ")]
             if rule and not any(condition.holds(known) for condition in conditions):
@@ -303,11 +302,8 @@ def without_idle(kind: type, settings: Mapping[str, Any], begun: Mapping[str, An
     now = flat(asdict(draft))
     for key, (_, rule) in idle(kind, now, rows=()).items():
         if now[key] == begun.get(key):
-            *groups, name = re.findall(r"\w+", key)
-            group = draft
-            for part in groups:
-                group = group[int(part)] if part.isdecimal() else getattr(group, part)
-            setattr(group, name, rule.default)
+            *groups, name = key.split(".")
+            setattr(reduce(getattr, groups, draft), name, rule.default)
     return dict(vars(draft))
 
 
@@ -345,10 +341,8 @@ def _why(conditions: list[Condition]) -> str:
 
 @cache
 def _rules(kind: type) -> dict[str, Rule]:
-    """Rules of all settings by key; entries of a list have the number `[]`."""
-    rules = dict(_walk(kind, None, ""))
-    extra: Mapping[str, str] = getattr(kind, "NEEDS", {})
-    return rules | {key: rules[key]._replace(needs=(need,)) for key, need in extra.items()}
+    """Rules of all settings by key."""
+    return dict(_walk(kind, None, ""))
 
 
 def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Rule]]:
@@ -358,10 +352,8 @@ def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Rule]]:
         here = own if default is None else getattr(default, item.name)
         yield key, Rule(item.metadata.get("needs", ()), own, here)
         for option in _options(hint):
-            is_list = get_origin(option) is list
-            group = get_args(option)[0] if is_list else option
-            if is_dataclass(group):
-                yield from _walk(group, None if is_list else here, f"{key}[]." if is_list else f"{key}.")
+            if is_dataclass(option):
+                yield from _walk(option, here, f"{key}.")
 
 
 def _default(item: Field[Any]) -> Any:

@@ -74,7 +74,7 @@ class Credit:
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
-        if args.advantage.whitened_over("batch") and (tokens := float(self.reduce(in_loss.sum()))) > 0:
+        if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
         return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
 

@@ -97,7 +97,7 @@ class PPOTrainer:
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
             lm, self.tokenizer = assembly.load_start(args, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
-            self.record = RunRecord(args.run, self.processes, TEXT, precision.choices)
+            self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}

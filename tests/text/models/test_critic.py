@@ -55,7 +55,7 @@ def weights(policy):
 def test_a_constant_reward_moves_no_policy_without_a_critic(estimator, tmp_path):
     args = small(
         tmp_path,
-        advantage=AdvantageConfig(estimator=estimator, whiten=False),
+        advantage=AdvantageConfig(estimator=estimator, whiten="none"),
         critic=NONE,
         kl=KLConfig(coef=0.0),
     )
