@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
     parser, commands = build_parser()
     if arguments[1:] in (["--help", "all"], ["-h", "all"]) and arguments[0] in commands:
-        print(commands[arguments[0]].format_help(everything=True))
+        print(commands[arguments[0]].whole_help())
         return 0
     try:
         arguments = with_resumed(arguments)

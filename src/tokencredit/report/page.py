@@ -147,9 +147,8 @@ def credit(run: Run) -> list[dict[str, Any]]:
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
     gamma, clip = discount(run), ppo.get("clip")
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
-    means = {
-        row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten") != "none"
-    }
+    whitened = advantage.get("whiten") not in (None, False, "none")  # False in runs of older versions
+    means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     return [
         shown(s, gamma, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
         for number in numbers

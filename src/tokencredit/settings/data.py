@@ -89,6 +89,11 @@ class RewardTerm:
                 )
         return KINDS[kinds[0]](**settings)
 
+    def source(self) -> tuple[str, str]:
+        """The term's kind, and the value of the setting of that name."""
+        kind = next(name for name, term in KINDS.items() if isinstance(self, term))
+        return kind, getattr(self, kind)
+
 
 @dataclass(kw_only=True)
 class FunctionTerm(RewardTerm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import textwrap
@@ -11,7 +12,6 @@ from typing import Any
 
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import dump_yaml
 
 FIRST_KEYS: dict[type, tuple[str, ...]] = {
     PPOConfig: (
@@ -60,7 +60,6 @@ FIRST_KEYS: dict[type, tuple[str, ...]] = {
     ),
 }
 """The keys that people change first, by configuration."""
-Plain = str | int | float | None
 NARROWEST, WIDEST = 60, 120
 """Width of the help in characters, within which it follows the terminal's."""
 
@@ -107,7 +106,9 @@ def short_help(command: str, description: str, keys: Iterable[str], actions: Ite
 
 def default_of(action: Action) -> str:
     """The default of a key, if it is short."""
-    return dump_yaml(action.default).split("\n")[0] if isinstance(action.default, Plain) else ""
+    if isinstance(action.default, str):
+        return action.default
+    return json.dumps(action.default) if isinstance(action.default, int | float | None) else ""
 
 
 def table(rows: Mapping[str, Any]) -> list[str]:

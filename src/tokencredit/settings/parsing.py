@@ -115,12 +115,16 @@ class Parser(ArgumentParser):
 
     kind: type | None = None
 
-    def format_help(self, everything: bool = False) -> str:
-        """The help: a short one if it parses a configuration, unless `everything` is asked for."""
-        if self.kind is None or everything:
-            return str(super().format_help())
+    def format_help(self, *args: Any) -> str:
+        """The help: a short one if it parses a configuration."""
+        if self.kind is None:
+            return self.whole_help(*args)
         command = next(f"tokencredit {world.command}" for world in WORLDS.values() if world.config is self.kind)
         return short_help(command, str(self.description), FIRST_KEYS[self.kind], self._actions)
+
+    def whole_help(self, *args: Any) -> str:
+        """The help on all options and keys."""
+        return str(super().format_help(*args))
 
     def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
         """Parse a file; raise `ConfigError` for a group that holds no keys, or an option of the command."""

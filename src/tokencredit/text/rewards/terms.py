@@ -75,9 +75,16 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
             if ":" in settings.function:  # a built-in one has its settings already
                 kwargs = settings.kwargs
         case ClassifierTerm():
-            name, source = str(settings.label), settings.classifier
-            options = {"text": settings.text, "batch_size": settings.batch_size, "dtype": settings.dtype}
-            function = Classifier(source, settings.label, settings.output, device, **options)
+            name = str(settings.label)
+            function = Classifier(
+                settings.classifier,
+                settings.label,
+                settings.output,
+                device,
+                text=settings.text,
+                batch_size=settings.batch_size,
+                dtype=settings.dtype,
+            )
         case RewardModelTerm():
             name, source = Path(settings.reward_model).name, settings.reward_model
             model, tokenizer = load(source, device, settings.dtype)
