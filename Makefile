@@ -76,4 +76,4 @@ doctor: install  ## Audit runs with a planted fault, and healthy ones, and compa
 	touch $@
 
 world: install  ## Train the built-in models anew
-	$(BIN)/python -m tokencredit.demo.build
+	$(BIN)/python -m demo.build

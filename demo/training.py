@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tokencredit.demo.corpus import graded_texts, rows_of_reviews
-from tokencredit.demo.grammar import Review
+from demo.corpus import graded_texts, rows_of_reviews
+from demo.grammar import Review
 
 END = "<|endoftext|>"
 POSITIONS = 128
