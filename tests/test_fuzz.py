@@ -1,11 +1,10 @@
 """Whatever bytes stand in a file that is read: a right result or one message, no other exception, no end of waiting.
 
-`TOKENCREDIT_FUZZ=long` tries fifty times as many.
+`make fuzz` tries ten times as many, and others each time.
 """
 
 import io
 import json
-import os
 import shutil
 import signal
 import sys
@@ -41,9 +40,7 @@ from tokencredit.text.data.prompts import Prompts
 
 pytestmark = pytest.mark.slow
 
-settings.register_profile("fuzz-quick", max_examples=160, deadline=None, suppress_health_check=list(HealthCheck))
-settings.register_profile("fuzz-long", settings.get_profile("fuzz-quick"), max_examples=8000)
-FUZZ = settings.get_profile(f"fuzz-{os.environ.get('TOKENCREDIT_FUZZ', 'quick')}")
+FUZZ = settings(max_examples=settings.default.max_examples // 2, suppress_health_check=list(HealthCheck))
 SLOW = settings(FUZZ, max_examples=FUZZ.max_examples // 4)
 """For the command, whose parser takes a tenth of a second to build, and for the page."""
 LONGEST = 20

@@ -43,7 +43,7 @@ class Signals:
             received = int(processes.max(torch.tensor(received, device=processes.device)))
         return signal.Signals(received).name if received else None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

@@ -160,7 +160,7 @@ class ControlTrainer:
         shared |= {"collector": self.collector.state(), "episodes": list(self.episodes), "steps": self.steps}
         return shared, own | {"random": random_state()}
 
-    def load(self, state: State, changed: set[str]) -> Sequence[str]:
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the Trainer protocol)
         """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""
         try:
             self.learner.load(state, state["process"])
@@ -187,5 +187,5 @@ class ControlTrainer:
         self.envs.close()
         return summary
 
-    def _save(self, folder: Path, summary: Summary) -> None:
+    def _save(self, folder: Path, _summary: Summary) -> None:
         save_agent(folder, self.agent, self.envs)

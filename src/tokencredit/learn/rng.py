@@ -29,7 +29,7 @@ def set_torch_state(state: Mapping[str, Any]) -> None:
 
 def random_state() -> dict[str, Any]:
     """State of the global generators of Python, NumPy and PyTorch, as plain values."""
-    numpy: Any = np.random.get_state(legacy=False)
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator, which user code may draw from)
     key = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
     return {"python": random.getstate(), "numpy": numpy | {"state": key}} | torch_state()
 
@@ -40,7 +40,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((python_version, tuple(numbers), gauss))
     numpy = dict(state["numpy"])
     numpy["state"] = numpy["state"] | {"key": np.array(numpy["state"]["key"], dtype=np.uint32)}
-    np.random.set_state(numpy)
+    np.random.set_state(numpy)  # noqa: NPY002
     set_torch_state(state)
 
 

@@ -216,7 +216,7 @@ class StaticLayer(DynamicLayer):
         """Make the first `columns` columns visible to attention."""
         self.keys, self.values = (buffer[:, :, :columns] for buffer in self.buffers)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the keys and values of one token, `[slots, heads, 1, width]`; returns all visible ones."""
         assert self.keys is not None
         assert self.values is not None
@@ -236,13 +236,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def decoding_attention(
-    module: nn.Module,
+    _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **others: Any,
+    **_others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one token per row, `[batch, heads, 1, width]`, with Transformers' signature.
 
