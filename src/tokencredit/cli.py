@@ -36,9 +36,10 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import CONTROL, world_of
 from tokencredit.settings.yaml import read_yaml
+from tokencredit.signals import INTERRUPTED, end_on_interrupt, raising_interrupt
 
-FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
-"""Exit codes: a run that failed; invalid arguments; Ctrl-C, as in shells."""
+FAILED, BAD_ARGUMENTS = 1, 2
+"""Exit codes: a run that failed; invalid arguments."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +102,9 @@ def train(options: Namespace) -> None:
     disable_progress_bar()  # the screen has its own progress bar
     processes = Processes()
     try:
-        PPOTrainer(args=config).train(resume_from_checkpoint=resume)
+        trainer = PPOTrainer(args=config)
+        with raising_interrupt():
+            trainer.train(resume_from_checkpoint=resume)
     finally:
         processes.close()
 
@@ -120,7 +123,9 @@ def control(options: Namespace) -> None:
     require_gymnasium()
     from tokencredit.control.trainer import ControlTrainer
 
-    ControlTrainer(config).train(resume_from_checkpoint=resume)
+    trainer = ControlTrainer(config)
+    with raising_interrupt():
+        trainer.train(resume_from_checkpoint=resume)
 
 
 def play_parser() -> Parser:
@@ -406,4 +411,5 @@ def complain(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    end_on_interrupt()
     sys.exit(main())

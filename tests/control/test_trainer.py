@@ -14,7 +14,7 @@ from tokencredit.control.environments import make_envs, statistics
 from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.core.masked import explained_variance
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import (
     AgentAdvantageConfig,
     AgentConfig,
@@ -264,6 +264,18 @@ def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
     assert load_file(kept / "batch.safetensors")["observations"].numel()
     assert all(bool(p.isfinite().all()) for p in trainer.agent.parameters())
     assert any(not torch.equal(p, q) for p, q in zip(trainer.agent.parameters(), before, strict=True))
+
+
+def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
+    trainer = ControlTrainer(small(tmp_path / "run", run=replace(small(tmp_path / "run").run, max_bad_steps=100)))
+    step = trainer.envs.step
+    trainer.envs.step = lambda actions: (lambda observation, reward, *rest: (observation, reward * math.nan, *rest))(
+        *step(actions)
+    )
+    with pytest.raises(RunStopped, match=r"^nothing was learned in 3 iterations: every step was skipped"):
+        trainer.train()
+    assert (tmp_path / "run" / "policy").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "000003").is_dir()
 
 
 def test_while_the_critic_warms_up_it_learns_alone(tmp_path):

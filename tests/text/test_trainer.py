@@ -619,6 +619,22 @@ def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, 
     assert (run / "checkpoints" / "000004").is_dir(), "nothing was learned in iteration 5, so it can begin again"
 
 
+@pytest.mark.slow
+def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
+    run = tmp_path / "run"
+    trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=2, max_bad_steps=100)))
+    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    trainer.pipeline.terms = odd_in((1, 2), math.nan, trainer.pipeline.terms[0].function)
+    with pytest.raises(RunStopped, match=r"^nothing was learned in 2 iterations: .*run/bad_steps holds the batches"):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert [m["iteration"] for m in lines(run, "metrics.jsonl")] == [1, 2]
+    assert json.loads((run / "summary.json").read_text())["stopped_by"] == "numbers that are not finite"
+    assert (run / "checkpoints" / "000002").is_dir()
+    assert (run / "report.html").is_file()
+    AutoModelForCausalLM.from_pretrained(run / "policy")
+
+
 def test_a_reward_that_is_not_finite_changes_nothing(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     trainer.record.folder.create(0)

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_acted, require_finite, require_flags, require_shape, without_acted
+from tokencredit.core.checks import (
+    require_acted,
+    require_finite,
+    require_flags,
+    require_rows,
+    require_shape,
+    require_tensors,
+    without_acted,
+)
 from tokencredit.core.masked import at_least_float32
 
 
@@ -61,6 +69,7 @@ def prepare_steps(
     Raises:
         ValueError: as `advantages.gae`; or a row holds several episodes despite `one_episode`.
     """
+    require_rows("rewards", rewards)
     if values is None:
         values = torch.zeros_like(rewards)
         bootstrap = values if bootstrap is None else bootstrap
@@ -121,7 +130,7 @@ def _require_shapes(
     truncated: Tensor | None,
     bootstrap: Tensor | None,
 ) -> None:
-    if rewards.dim() != 2 or rewards.shape[1] == 0:
+    if rewards.shape[1] == 0:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time] with time above 0")
     require_shape("values", values, rewards.shape)
     for name, flags in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
@@ -201,6 +210,7 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes differ or there is no time axis.
     """
+    require_tensors(deltas=deltas, decays=decays)
     if deltas.dim() == 0:
         raise ValueError("deltas is a scalar; its last axis must be time")
     shared = decays.shape[:-1].numel() == 1

@@ -67,7 +67,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
 
     Raises:
         ConfigError: the run cannot start or resume.
-        RunStopped: it ended early; the policy learned so far is saved.
+        RunStopped: it ended early, or nothing was learned; the policy is saved.
         KeyboardInterrupt: after one Ctrl-C, likewise; after two, nothing more is written.
     """
     if not isinstance(resume, bool):  # Transformers' trainers take a folder here
@@ -95,11 +95,14 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
     except (RunStopped, OSError) as error:
         lines = [f"stopped in {_place(number)}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
         raise RunStopped("; ".join([*lines, record.how_to_resume()])) from error
+    failure = record.nothing_learned() if stopped_by is None else None
     try:
-        summary = trainer.finish(stopped_by or "iterations")
+        summary = trainer.finish(stopped_by or (failure.stopped_by if failure else "iterations"))
     except KeyboardInterrupt:
         _say_stopped(record)
         raise
+    if failure:
+        raise failure
     if request:
         record.screen.say(record.how_to_resume())
     if request == "SIGINT":

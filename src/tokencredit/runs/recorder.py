@@ -276,6 +276,16 @@ class RunRecord:
         if self.bad_in_a_row >= self.args.max_bad_steps:
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
 
+    def nothing_learned(self) -> TooManyBadSteps | None:
+        """The error of a run whose every optimizer step was skipped, so that its weights are unchanged; or None."""
+        skipped = any(count > 0 for count in self.history.column("bad_steps"))
+        if not skipped or any(map(math.isfinite, self.history.column("loss"))):
+            return None
+        return TooManyBadSteps(
+            f"nothing was learned in {len(self.history)} iterations: every step was skipped, since a reward, loss or "
+            f"gradient was not finite; {self.folder.path / 'bad_steps'} holds the batches, with the reasons"
+        )
+
     def end(self, stopped_by: str, save: Callable[[Path, Summary], None]) -> Summary:
         """Save the policy with `save(folder, summary)`, write and show the summary, and return it."""
         seconds = time.perf_counter() - self.started

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.trl import TRL, trl_names
 from tokencredit.settings.yaml import flat
 
 Config = TypeVar("Config")
@@ -98,7 +99,9 @@ def no_group(key: str, value: Any, name: str) -> str:
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """A message on an unknown key, with the closest known one."""
+    """A message on an unknown key: the key for a name of TRL's, or the closest known one."""
+    if any(here in known or here == "none" for here in TRL.get(key, "").split(", ")):
+        return f"unknown key {key}; {trl_names([key])}"
     near = difflib.get_close_matches(key, known, n=1)
     return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
 
@@ -110,7 +113,8 @@ def check(config: Any, prefix: str = "") -> None:
     for name in vars(config):
         if name not in hints:
             near = difflib.get_close_matches(name, hints, n=1)
-            raise ConfigError(f"unknown key {prefix}{name}" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
+            advice = trl_names([prefix + name]) or (f"did you mean {prefix}{near[0]}?" if near else "")
+            raise ConfigError(f"unknown key {prefix}{name}" + (f"; {advice}" if advice else ""))
     for item in fields(config):
         key, value = prefix + item.name, getattr(config, item.name)
         _check_type(key, value, hints[item.name], item.metadata.get("limits", {}))

@@ -29,8 +29,10 @@ from tokencredit.settings.training import (
     StopConfig,
     UpdateConfig,
 )
+from tokencredit.settings.trl import refuse_trl_names
 
 
+@refuse_trl_names
 @dataclass
 class PPOConfig:
     """Every setting of a language-model run."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.trl import refuse_arguments
 from tokencredit.settings.world import TEXT
 from tokencredit.text import setup
 from tokencredit.text.audit.auditing import Auditor
@@ -67,6 +69,7 @@ class PPOTrainer:
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: Any = None,
         callbacks: Iterable[Any] | None = None,
+        **unknown: Any,
     ):
         """Load everything that a run needs; `train` creates its folder.
 
@@ -79,10 +82,12 @@ class PPOTrainer:
             processing_class: the policy's tokenizer.
             peft_config: a PEFT configuration for a new adapter; only the adapter is then trained.
             callbacks: see `text.callbacks.Callback`.
+            unknown: refused; the message has the keys for TRL's names.
 
         Raises:
             ConfigError: a setting, model, reward, callback or folder cannot be used; the message names its key.
         """
+        refuse_arguments(unknown, [*signature(PPOTrainer).parameters][:-1])
         callbacks = check_callbacks(callbacks)
         args = require_config(args, PPOConfig)
         setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset)
