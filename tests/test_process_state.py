@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from helpers.configs import quiet
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.model import ModelConfig
@@ -36,7 +37,7 @@ def text(folder):
             model=ModelConfig(dtype="bfloat16", dropout=True),
             rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
             ppo=UpdateConfig(epochs=1, minibatches=1),
-            run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+            run=quiet(folder),
         ),
         reward_funcs=lambda completions, **columns: [random.random() + np.random.rand() for _ in completions],
     )
@@ -51,7 +52,7 @@ def control(folder, **env):
             threads=torch.get_num_threads() + 1,
             ppo=UpdateConfig(epochs=1, minibatches=1),
             eval=EpisodesConfig(episodes=1, videos=1),
-            run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+            run=quiet(folder),
         )
     )
 
@@ -80,7 +81,7 @@ def test_mujocos_messages_go_where_they_went(tmp_path):
         steps=8,
         ppo=UpdateConfig(epochs=1, minibatches=1),
         eval=EpisodesConfig(episodes=0),
-        run=RunConfig(dir=str(tmp_path), iterations=1, trackers=[], show_every=0),
+        run=quiet(tmp_path),
     )
     ControlTrainer(args).train()
     assert mujoco.get_mju_user_warning() is before

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from helpers.configs import quiet
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import make_envs
 from tokencredit.control.rollout import Collector
@@ -15,7 +16,6 @@ from tokencredit.control.trainer import ControlTrainer
 from tokencredit.core.advantages import gae
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig
-from tokencredit.settings.training import RunConfig
 
 
 class Counter(gym.Env):
@@ -116,7 +116,7 @@ def test_an_environment_that_raises_in_its_process_is_named_with_its_line(tmp_pa
     args = ControlConfig(
         env=EnvConfig("Counter-v0", number=2, processes=True, kwargs={"bad": "raises"}),
         steps=16,
-        run=RunConfig(dir=str(tmp_path / "run"), trackers=[], show_every=0),
+        run=quiet(tmp_path / "run"),
     )
     with pytest.raises(RunStopped) as caught:
         ControlTrainer(args).train()

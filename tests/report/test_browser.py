@@ -11,6 +11,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from helpers.browser import complaints, requests
+from helpers.files import read_jsonl, read_metrics
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
 
@@ -19,10 +21,6 @@ def opened(browser, folder, width=1600):
     browser.set_window_size(width, 1000)
     browser.get((folder / "report.html").resolve().as_uri())
     return browser
-
-
-def complaints(browser):
-    return [entry["message"] for entry in browser.get_log("browser")]
 
 
 def tokens(browser, pane=0):
@@ -34,11 +32,10 @@ def colours(browser):
 
 
 def test_it_opens_without_a_word_and_without_the_network(browser, run_folder):
-    browser.get_log("performance")
+    requests(browser)
     opened(browser, run_folder)
     assert complaints(browser) == []
-    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    asked = requests(browser)
     assert asked
     assert all(url.startswith(("file:", "data:", "blob:", "chrome:")) for url in asked), asked
     assert browser.find_elements(By.CSS_SELECTOR, "#plots .main-svg")
@@ -127,7 +124,7 @@ def contrast(one, other):
 
 def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
-    rows = [json.loads(line) | {"reward/<b>x</b>&lt;": 1.0} for line in (copy / "metrics.jsonl").open()]
+    rows = [row | {"reward/<b>x</b>&lt;": 1.0} for row in read_metrics(copy)]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_report(copy)
     opened(browser, copy)
@@ -138,7 +135,7 @@ def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
 def test_hostile_output_does_nothing(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
     hostile = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m\ud800"
-    rows = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
+    rows = read_jsonl(copy / "samples.jsonl")
     for row in rows:
         row["prompt"] = row["completion"] = row["tokens"][0] = hostile
     (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -166,7 +163,7 @@ def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(tmp_path, ci, ou
 
 def test_a_run_without_a_critic_opens_without_a_word(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
-    rows = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
+    rows = read_jsonl(copy / "samples.jsonl")
     for row in rows:
         del row["values"]
     (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
