@@ -36,6 +36,6 @@ def without_times(rows):
     return drop_keys(rows, *TIMES)
 
 
-def page_data(html):
+def data_of(html):
     """The data embedded in a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])

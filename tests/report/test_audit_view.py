@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-from helpers.files import page_data
+from helpers.files import data_of
 from tokencredit.report import audit_view, page
 from tokencredit.report.reading import read_run
 
@@ -64,11 +64,11 @@ def test_without_an_audit_the_page_says_how_to_measure(run_folder):
     assert "has not been measured against true values" in text
     assert "tokencredit audit &#39;" in text  # the folder's name has a space
     assert 'id="audit"' not in text
-    assert page_data(text)["audit"] is None
+    assert data_of(text)["audit"] is None
 
 
 def test_audited_completions_are_one_more_iteration(run):
-    shown = page_data(page.render(run))["audited"]
+    shown = data_of(page.render(run))["audited"]
     assert len(shown) == 6
     for ours, theirs in zip(shown, run.audit["samples"], strict=True):
         assert ours["iteration"] == "audit of iteration 3"
@@ -119,7 +119,7 @@ def test_agents_have_episodes_and_no_samples(run):
 
 def test_more_completions_than_fit_are_left_out_and_counted(run, monkeypatch):
     monkeypatch.setattr(page, "AUDITED", sum(len(s["tokens"]) for s in run.audit["samples"][:2]))
-    shown = page_data(page.render(run))["audited"]
+    shown = data_of(page.render(run))["audited"]
     assert [s["iteration"] for s in shown] == ["audit of iteration 3 (first 2 of 6)"] * 2
 
 
@@ -129,7 +129,7 @@ def test_a_full_page_stays_small(run):
     rows = [long | {"iteration": i} for i in range(1, 41)]
     full = replace(run, samples=rows, audit=run.audit | {"samples": [long] * 40})
     text = page.render(full)
-    shown = page_data(text)
+    shown = data_of(text)
     assert sum(len(s["tokens"]) for s in shown["credit"]) == page.TOKENS
     assert sum(len(s["tokens"]) for s in shown["audited"]) == page.AUDITED
     assert len(text.encode()) < page.LARGEST

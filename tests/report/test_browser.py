@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
 from helpers.browser import complaints, requests
-from helpers.files import read_jsonl, read_metrics
+from helpers.files import read_jsonl
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
 
@@ -124,7 +124,7 @@ def contrast(one, other):
 
 def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
-    rows = [row | {"reward/<b>x</b>&lt;": 1.0} for row in read_metrics(copy)]
+    rows = [json.loads(line) | {"reward/<b>x</b>&lt;": 1.0} for line in (copy / "metrics.jsonl").open()]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_report(copy)
     opened(browser, copy)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.files import page_data
+from helpers.files import data_of
 from tokencredit.report.page import TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
 
@@ -48,7 +48,7 @@ def test_every_run_leaves_one(run_folder):
 
 
 def test_its_numbers_are_those_of_the_samples(run_folder):
-    shown = page_data((run_folder / "report.html").read_text())["credit"]
+    shown = data_of((run_folder / "report.html").read_text())["credit"]
     written = read_run(run_folder).samples
     assert len(shown) == len(written) == 12
     for ours, theirs in zip(shown, written, strict=True):
@@ -60,26 +60,26 @@ def test_its_numbers_are_those_of_the_samples(run_folder):
 
 
 def test_ratio_and_clipping_by_hand():
-    numbers = page_data(render(made([sample()])))["credit"][0]["numbers"]
+    numbers = data_of(render(made([sample()])))["credit"][0]["numbers"]
     assert numbers["ratio after the update"] == pytest.approx([1.3499] * 3)  # e^0.3
     assert numbers["clipped"] == [1.0, 0.0, 1.0]  # above 1.2, where the advantage pushes on
     metrics = [{"iteration": 1, "reward": 1.0, "advantage_mean": 0.6}]
     whitened = render(made([sample()], metrics, advantage={"gamma": 1.0, "whiten": True}))
-    assert page_data(whitened)["credit"][0]["numbers"]["clipped"] == [0.0, 0.0, 0.0]  # all are below the mean
-    wider = page_data(render(made([sample()], ppo={"clip": 0.2, "clip_high": 0.4})))["credit"][0]["numbers"]
+    assert data_of(whitened)["credit"][0]["numbers"]["clipped"] == [0.0, 0.0, 0.0]  # all are below the mean
+    wider = data_of(render(made([sample()], ppo={"clip": 0.2, "clip_high": 0.4})))["credit"][0]["numbers"]
     assert wider["clipped"] == [0.0, 0.0, 0.0]
 
 
 def test_a_setting_that_is_null_counts_as_missing():
     page = render(made([sample()], advantage={"gamma": None}, ppo={"clip": None, "clip_high": None}))
-    assert page_data(page)["credit"][0]["what_if"] == page_data(render(made([sample()])))["credit"][0]["what_if"]
+    assert data_of(page)["credit"][0]["what_if"] == data_of(render(made([sample()])))["credit"][0]["what_if"]
 
 
 def test_a_run_without_a_critic_has_its_page():
     rows = [sample(), sample(2)]
     for row in rows:
         del row["values"]
-    shown = page_data(render(made(rows)))
+    shown = data_of(render(made(rows)))
     assert list(shown["credit"][0]["numbers"])[:3] == ["advantage", "reward", "log-probability"]
     kept = {name for name, found in zip(shown["alternatives"], shown["credit"][0]["what_if"], strict=True) if found}
     assert kept == {"uniform"}
@@ -89,7 +89,7 @@ def test_model_output_is_text():
     page = render(made([sample(text=HOSTILE), sample(2, text=HOSTILE)], model={"name": HOSTILE}))
     assert "<img" not in page.replace('"<img', "")  # Plotly's own code has it in a string
     assert "</script><img" not in page
-    shown = page_data(page)["credit"][0]["tokens"][0]
+    shown = data_of(page)["credit"][0]["tokens"][0]
     assert shown == "</script><img src=x onerror=alert(1)>\\x1b[31m\\u202egnp\\ud800 {{ 7 * 7 }} <!--"
     page.encode("utf-8")
 
@@ -102,7 +102,7 @@ def test_names_of_reward_terms_are_text_too():
 
 
 def test_lines_end_where_they_end():
-    shown = page_data(render(made([sample(tokens=3) | {"tokens": ["a\n", "\n", "\tb\r\n"]}])))["credit"][0]["tokens"]
+    shown = data_of(render(made([sample(tokens=3) | {"tokens": ["a\n", "\n", "\tb\r\n"]}])))["credit"][0]["tokens"]
     assert shown == ["a⏎\n", "⏎\n", "\\tb\\r⏎\n"]
 
 
@@ -112,7 +112,7 @@ def test_a_run_of_ten_thousand_iterations_stays_small():
     samples = [sample(i, tokens=24, advantages=[0.1] * 24) for i in range(1, 10_001) for _ in range(8)]
     page = render(made(samples, [row | {"reward": 1.0} for row in metrics]))
     assert len(page) < 8e6
-    data = page_data(page)
+    data = data_of(page)
     assert sum(len(s["tokens"]) for s in data["credit"]) <= TOKENS
     assert data["credit"][0]["iteration"] == 1
     assert data["credit"][-1]["iteration"] == 10_000
@@ -121,7 +121,7 @@ def test_a_run_of_ten_thousand_iterations_stays_small():
 
 def test_curves_keep_the_means():
     metrics = [{"iteration": i, "reward": float(i)} for i in range(1, 2001)]
-    line = page_data(render(made(metrics=metrics)))["curves"][0]["lines"][0]
+    line = data_of(render(made(metrics=metrics)))["curves"][0]["lines"][0]
     assert (line["x"][0], line["y"][0]) == (2, 1.5)
 
 
