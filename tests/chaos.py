@@ -30,6 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
 
+from helpers.commands import processes_in, python, start_command, wait_for
+from helpers.files import count_lines, read_jsonl, without_times
+
 QUIET = ["--run.show_every", "0", "--run.trackers", "[]"]
 TEXT = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", *QUIET]
 TEXT += ["--kl.target", "1", "--score.normalize", "running", "--ppo.epochs", "2", "--ppo.minibatches", "2"]
@@ -49,7 +52,6 @@ LENGTHS = {"text": {"iterations": 7, "save_every": 2}, "control": {"iterations":
 VARIANTS = {"plain": {}, "another": {"ppo.clip": 0.1}}
 STARTS = 5.0
 """About the seconds that a process needs before its first iteration."""
-MEASURES_TIME = ("seconds", "tokens_per_second", "steps_per_second")
 
 
 @dataclass
@@ -61,19 +63,11 @@ class Life:
 
     def lines(self) -> int:
         """Iterations that it, or one before it, has written down."""
-        file = self.folder / "metrics.jsonl"
-        return file.read_bytes().count(b"\n") if file.exists() else 0
+        return count_lines(self.folder / "metrics.jsonl")
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 120.0) -> bool:
         """Wait until something holds; False if the process ended first."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if condition():
-                return True
-            if self.process.poll() is not None:
-                return False
-            time.sleep(0.002)
-        raise TimeoutError(f"waited {seconds} s for the run in {self.folder}")
+        return wait_for(condition, self.process, seconds)
 
     def saving(self) -> bool:
         """Whether it is in the middle of writing a checkpoint."""
@@ -100,20 +94,7 @@ def begin(folder: Path, command: list[str], *flags: str) -> Life:
         arguments = [command[0], "--resume", str(folder), *flags]
     else:
         arguments = [*command, *flags, "--run.dir", str(folder)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tokencredit.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=hear_ctrl_c,
-    )
-    return Life(process, folder)
-
-
-def hear_ctrl_c() -> None:
-    """Whoever started us in the background of a shell has told us, and our children, to ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return Life(start_command(*arguments), folder)
 
 
 def finish(folder: Path, command: list[str], *flags: str) -> None:
@@ -125,8 +106,7 @@ def finish(folder: Path, command: list[str], *flags: str) -> None:
 
 def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
     """What was written of each iteration, or batch of a pretraining, without what depends on the clock."""
-    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k.split("/")[0] not in MEASURES_TIME} for row in rows]
+    return without_times(read_jsonl(folder / name))
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -165,14 +145,7 @@ def sweep_file(place: Path, world: str, **settings: Any) -> Path:
 
 def begin_sweep(file: Path, *flags: str) -> Life:
     """Start a sweep, or go on with it; the command is the same."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tokencredit.cli", "sweep", str(file), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    return Life(process, file.with_suffix(""))
+    return Life(start_command("sweep", file, *flags), file.with_suffix(""))
 
 
 def finish_sweep(file: Path, *flags: str) -> str:
@@ -184,17 +157,7 @@ def finish_sweep(file: Path, *flags: str) -> str:
 
 def iterations_of(folder: Path) -> int:
     """Iterations that all runs of a sweep have written down."""
-    return sum(file.read_bytes().count(b"\n") for file in folder.glob("*/seed-*/metrics.jsonl"))
-
-
-def runs_alive(folder: Path) -> list[int]:
-    """Processes of a sweep's runs, by the folder in their commands."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"{folder}{os.sep}" in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-    return found
+    return sum(count_lines(file) for file in folder.glob("*/seed-*/metrics.jsonl"))
 
 
 MOMENTS = {"starting": 1, "training": 5, "saving": 4}
@@ -290,8 +253,7 @@ PPOTrainer(args=args, callbacks=[Watch()]).train()
 
 def growth(folder: Path, iterations: int) -> float:
     """Megabytes by which a run's memory grows from its hundredth iteration to its last, with all that a run does."""
-    command = [sys.executable, "-c", GROWTH, str(folder), str(iterations)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = python("-c", GROWTH, folder, iterations, timeout=3600)
     assert done.returncode == 0, done.stderr
     resident = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("resident ")]
     return (resident[-1] - resident[1]) / 1e6
@@ -456,23 +418,28 @@ def trouble_service(place: Path, chance: random.Random, trouble: str, calls: ran
     return "stopped, then resumed" if stops else "went on by itself", place / "whole", place / "run"
 
 
+def cut_sweep(file: Path, chance: random.Random, iterations: int) -> None:
+    """SIGKILL to a sweep and all its runs at once, as when a machine goes off, after that many more iterations."""
+    folder, life = file.with_suffix(""), begin_sweep(file)
+    seen = [iterations_of(folder)]
+
+    def grows() -> bool:
+        seen.append(iterations_of(folder))  # a run that is resumed goes back to its checkpoint first
+        return seen[-1] >= min(seen) + iterations
+
+    assert life.wait_for(grows, 600), life.end()
+    time.sleep(chance.uniform(0, 1.0))
+    life.kill()
+    for process in processes_in(folder):
+        os.kill(process, signal.SIGKILL)
+
+
 def kill_sweep(place: Path, chance: random.Random, world: str, kills: int, **settings: Any) -> Outcome:
-    """SIGKILL to a sweep and all its runs at once, as when a machine goes off, past a checkpoint and before one."""
+    """Kills of a sweep past a checkpoint and before one."""
     file = sweep_file(place, world, **settings)
     finish_sweep(place / "whole.yaml")
     for number in range(kills):
-        life, seen = begin_sweep(file), [iterations_of(place / "run")]
-        wanted = 1 if number % 2 else LENGTHS[world]["save_every"] + 1
-
-        def grows(seen: list[int] = seen, wanted: int = wanted) -> bool:
-            seen.append(iterations_of(place / "run"))  # a run that is resumed goes back to its checkpoint first
-            return seen[-1] >= min(seen) + wanted
-
-        assert life.wait_for(grows, 600), life.end()
-        time.sleep(chance.uniform(0, 1.0))
-        life.kill()
-        for process in runs_alive(place / "run"):
-            os.kill(process, signal.SIGKILL)
+        cut_sweep(file, chance, 1 if number % 2 else LENGTHS[world]["save_every"] + 1)
     done = iterations_of(place / "run")
     finish_sweep(file)
     return f"killed {kills} times, by then {done} iterations", place / "whole", place / "run"
@@ -486,7 +453,7 @@ def orphan_sweep(place: Path, chance: random.Random, world: str, at_once: bool, 
     assert life.wait_for(lambda: len(list((place / "run").glob("*/seed-1/metrics.jsonl"))) == len(VARIANTS), 600)
     time.sleep(chance.uniform(0, 1.0))
     life.kill()
-    left = runs_alive(place / "run")
+    left = processes_in(place / "run")
     assert left, "the runs were over before"
     if at_once:
         for process in left:
@@ -500,7 +467,7 @@ def orphan_sweep(place: Path, chance: random.Random, world: str, at_once: bool, 
         assert code == 0, f"exit code {code}\n{out[-2000:]}\n{err[-2000:]}"
         assert all("a process of an earlier sweep is still running it" in line for line in said), said
     else:
-        while runs_alive(place / "run"):
+        while processes_in(place / "run"):
             time.sleep(0.1)
         assert "still running it" not in finish_sweep(file, "--jobs", "2")
     for log in (place / "run").glob("*/seed-1.log"):
@@ -558,6 +525,7 @@ def main() -> int:
         print(f"{what}: {happened} [{'yes' if good else 'NO'}]", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["OMP_NUM_THREADS"] = "1"  # as the tests have it
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         for what, trial in trials(options.kills):
             if options.only not in what:

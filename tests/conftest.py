@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+pytest.register_assert_rewrite("helpers")
+
+from helpers.models import SHAPE, random_lm
+
 GATED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
 ARCHITECTURES = {
     "gpt2": SHAPE,  # learned positions, tied embeddings
@@ -83,19 +86,9 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     """Folders as people have them on disk, by architecture."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": None}
     folders = {}
     for name, shape in ARCHITECTURES.items():
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(name, vocab_size=len(tokenizer), **shape, **ids)
-        model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():  # the usual small initialisation makes all texts alike
-            if parameter.dim() > 1:
-                parameter.data.normal_(std=0.3)
         folders[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(folders[name])
+        random_lm(name, tokenizer, **shape).save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders

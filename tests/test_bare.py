@@ -1,11 +1,11 @@
 """Training from Python needs neither Datasets, jsonargparse, Plotly, Matplotlib nor TensorBoard."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from helpers.commands import python
+from helpers.files import read_events
 
 PROGRAM = Path(__file__).with_name("bare.py")
 
@@ -17,13 +17,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(folder):
-    done = subprocess.run([sys.executable, PROGRAM, folder], capture_output=True, text=True, encoding="utf-8")
+    done = python(PROGRAM, folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_run_says_what_it_leaves_out_and_why(folder, output):
-    events = [json.loads(line)["event"] for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    events = read_events(folder / "run")
     page = "no report.html: a page needs plotly, which is not installed: pip install plotly"
     curves = "no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)"
     assert events.count(f"{page}, then tokencredit report {folder / 'run'}") == 2, "once per end of the run"

@@ -12,6 +12,7 @@ from datasets import Dataset
 from pyarrow import parquet
 from safetensors.torch import load_file
 
+from helpers.models import changed_weights, copy_weights
 from tokencredit.cli import main
 from tokencredit.control.evaluation import AGENT_FILE, load_agent
 from tokencredit.errors import ConfigError
@@ -160,10 +161,13 @@ def test_files_that_lie_beside_a_models_weights(bomb, source, tmp_path):
         saved(bomb, tmp_path / "model" / name)
     for name in ("tokenizer.pkl", "tokenizer.model", "vocab.pkl", "vocab.bin", "spiece.model", "conftest.py"):
         (tmp_path / "model" / name).write_bytes(bomb)
-    if source == POLICY:
-        load_language_model(ModelConfig(name=str(tmp_path / "model")))
-    else:
-        load(str(tmp_path / "model"), "cpu")
+    models = []
+    for folder in (source, tmp_path / "model"):
+        if source == POLICY:
+            models.append(load_language_model(ModelConfig(name=str(folder)))[0])
+        else:
+            models.append(load(str(folder), "cpu")[0])
+    assert changed_weights(models[1], copy_weights(models[0])) == set()
 
 
 @pytest.mark.parametrize(

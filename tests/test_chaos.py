@@ -8,16 +8,19 @@ import pytest
 
 from chaos import (
     CONTROL,
+    LENGTHS,
     TEXT,
     VARIANTS,
     assert_same,
-    finish,
+    cut_sweep,
+    finish_sweep,
     growth,
-    kill_sweep,
     killed,
     metrics,
     stopped,
+    sweep_file,
 )
+from tokencredit.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +28,11 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("command", "iterations"), [(TEXT, 20), (CONTROL, 200)], ids=["text", "control"])
 def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(command, iterations, tmp_path):
     command = [*command, "--run.iterations", str(iterations), "--run.save_every", str(iterations // 10)]
-    finish(tmp_path / "whole", command)
+    assert main([*command, "--run.dir", str(tmp_path / "whole")]) == 0
     for moment in ("training", "saving"):
         moments = killed(tmp_path / "cut", command, 1, random.Random(0), moment)
         assert moments[moment] == 1
-    finish(tmp_path / "cut", command)
+    assert main([command[0], "--resume", str(tmp_path / "cut")]) == 0
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -58,8 +61,16 @@ SMALL = {"rollout": {"batch_size": 8, "max_new_tokens": 6}}
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
 def test_a_sweep_of_language_models_goes_on_after_a_kill(tmp_path):
     """With the number format left open; tests/sweep/test_runner.py does the same with agents."""
-    _, whole, cut = kill_sweep(tmp_path, random.Random(0), "text", kills=1, **SMALL)
-    assert_same(whole, cut)
+    file = sweep_file(tmp_path, "text", **SMALL)
+    cut_sweep(file, random.Random(0), LENGTHS["text"]["save_every"] + 1)
+    finish_sweep(file)
+    assert main(["sweep", str(tmp_path / "whole.yaml"), "--export", str(tmp_path / "files")]) == 0
+    for name in VARIANTS:
+        uninterrupted = tmp_path / "whole" / name / "seed-1"
+        config = tmp_path / "files" / f"{name}-seed-1.yaml"
+        assert main(["train", "--config", str(config), "--run.dir", str(uninterrupted)]) == 0
+    cut = tmp_path / "run"
+    assert_same(tmp_path / "whole", cut)
     events = [(cut / name / "seed-1" / "events.jsonl").read_text() for name in VARIANTS]
     assert "resumed after iteration" in events[0]
     assert all("model.dtype auto: " in text for text in events)

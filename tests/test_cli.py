@@ -1,33 +1,17 @@
-"""The command as a person meets it: another process, its output and its exit code."""
+"""The command as a person meets it: its output and its exit code, also in a process of its own."""
 
-import json
 import os
 import subprocess
-import sys
 
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from helpers.commands import HEAVY, command, imported, refused
+from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
 
 QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.iterations", "2", "--run.show_every", "1"]
-
-
-def command(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "tokencredit.cli", *arguments], capture_output=True, text=True, **options
-    )
-
-
-def refused(capsys, *arguments):
-    """The one line in which the command refuses."""
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("tokencredit: ")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.fixture(scope="module")
@@ -50,47 +34,45 @@ def test_train_says_what_happened(run):
 
 
 @pytest.mark.slow
-def test_generate_writes_from_the_policy_and_from_the_base(run):
-    folder, _ = run
-    for options in ([], ["--base"]):
-        done = command("generate", str(folder), "--prompt", "This movie was really", "-n", "3", *options)
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 3
-        assert all(line.startswith("This movie was really") for line in done.stdout.splitlines())
+def test_generate_writes_from_the_policy_in_a_process_of_its_own(run):
+    done = command("generate", run[0], "--prompt", "This movie was really", "-n", "3")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert all(line.startswith("This movie was really") for line in done.stdout.splitlines())
 
 
 @pytest.mark.slow
-def test_generate_takes_the_runs_own_prompts(run):
-    done = command("generate", str(run[0]), "-n", "2")
-    assert [line.startswith("This movie was really") for line in done.stdout.splitlines()] == [True, True]
+def test_generate_takes_the_base_and_the_runs_own_prompts(run, capfd):
+    for options in ([], ["--base"], ["--base", "--prompt", "This movie was really bad"]):
+        assert main(["generate", str(run[0]), "-n", "2", *options]) == 0
+        shown = capfd.readouterr().out.splitlines()
+        prompt = options[-1] if "--prompt" in options else "This movie was really"
+        assert [line.startswith(prompt) for line in shown] == [True, True]
 
 
 @pytest.mark.slow
-def test_report_and_doctor_read_the_run(run):
+def test_report_and_doctor_read_the_run(run, capfd):
     folder, _ = run
     (folder / "report.html").unlink()
-    done = command("report", str(folder))
-    assert (done.returncode, done.stdout) == (0, f"{folder / 'report.html'}\n")
+    assert main(["report", str(folder)]) == 0
+    assert capfd.readouterr().out == f"{folder / 'report.html'}\n"
     assert (folder / "report.html").is_file()
-    done = command("doctor", str(folder))
-    assert done.returncode == 0, done.stderr
-    assert "the learning rate was still warming up at the end" in done.stdout
-    assert "What to change: shorten optim.warmup, or run longer." in done.stdout
+    assert main(["doctor", str(folder)]) == 0
+    shown = capfd.readouterr().out
+    assert "the learning rate was still warming up at the end" in shown
+    assert "What to change: shorten optim.warmup, or run longer." in shown
 
 
 @pytest.mark.slow
-def test_evaluate_measures_the_policy_and_the_base(run):
+def test_evaluate_measures_the_policy_and_the_base(run, capfd):
     folder, _ = run
     for options in ([], ["--base"]):
-        done = command("evaluate", str(folder), *options)
-        assert done.returncode == 0, done.stderr
-        figures = dict(line.split() for line in done.stdout.splitlines())
+        assert main(["evaluate", str(folder), *options]) == 0
+        figures = dict(line.split() for line in capfd.readouterr().out.splitlines())
         assert {"reward", "best", "length", "distinct", "distinct_2", "kl"} <= set(figures)
         assert 0 <= float(figures["reward"]) <= 1
     assert abs(float(figures["kl"])) < 1e-4, "the base is its own reference"
-    done = command("evaluate", str(folder), "--best")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "has no best/" in done.stderr
+    assert "has no best/" in refused(capfd, "evaluate", str(folder), "--best")
 
 
 @pytest.mark.parametrize("from_file", [True, False])
@@ -107,13 +89,8 @@ def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, cap
 @pytest.mark.slow
 def test_a_runs_configuration_runs_it_again(run, tmp_path):
     folder, _ = run
-    done = command("train", "--config", str(folder / "config.yaml"), "--run.dir", str(tmp_path / "again"))
-    assert done.returncode == 0, done.stderr
-
-    def rewards(path):
-        return [json.loads(line)["reward"] for line in (path / "metrics.jsonl").read_text().splitlines()]
-
-    assert rewards(tmp_path / "again") == rewards(folder)
+    assert main(["train", "--config", str(folder / "config.yaml"), "--run.dir", str(tmp_path / "again")]) == 0
+    assert without_times(read_metrics(tmp_path / "again")) == without_times(read_metrics(folder))
     AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "policy")
 
 
@@ -199,15 +176,15 @@ def test_print_config_explains_every_key_and_can_be_read_back(tmp_path, capsys):
 
 def test_help_and_mistakes_import_nothing_heavy():
     """This is why both answer at once."""
-    script = (
-        "import sys\nfrom tokencredit.cli import main\n"
-        "for arguments in ('--help', 'train --help', 'train --ppo.clip 2', 'train --run.dir /'):\n"
-        "    try:\n        main(arguments.split())\n    except SystemExit:\n        pass\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    program = """
+from tokencredit.cli import main
+for arguments in ("--help", "train --help", "train --ppo.clip 2", "train --run.dir /"):
+    try:
+        main(arguments.split())
+    except SystemExit:
+        pass
+"""
+    assert imported(program, *HEAVY) == []
 
 
 def test_no_command_shows_the_help(capsys):
@@ -231,9 +208,8 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
         assert done.returncode == 1
         assert "No space left on device" in done.stderr.strip().splitlines()[-1]
         assert "Traceback" not in done.stderr
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            for line in (disk / "run" / name).read_text().splitlines():
-                json.loads(line)
+        assert 0 < len(read_metrics(disk / "run")) < 2000
+        assert read_jsonl(disk / "run" / "samples.jsonl")
         AutoModelForCausalLM.from_pretrained(disk / "run" / "policy")
         assert (disk / "run" / "report.html").read_text().endswith("</html>")
     finally:

@@ -316,7 +316,7 @@ def test_the_diagnosis_of_a_run(name, run):
         with tried(f"{name} for the diagnosis"):
             found = read_run(run)
             for finding in diagnose(found.metrics, found.config):
-                finding.line().encode(errors="surrogatepass")
+                assert finding.line().encode(errors="surrogatepass")
 
     fuzz()
 
@@ -400,12 +400,14 @@ def saved(rows, kind, folder):
 
 
 def look(name, tokenizer):
-    """Read all of a data set as a run does: the columns, every prompt, a batch."""
+    """Read all of a data set as a run does: the columns, every prompt, a batch; each prompt has a token."""
     rows = read_dataset(str(name))
     for column in column_names(rows):
         for _ in column_values(rows, column):
             pass
-    Prompts(rows, tokenizer, name="rows", room=50).batch(0, 2)
+    batch = Prompts(rows, tokenizer, name="rows", room=50).batch(0, 2)
+    assert len(batch.texts) == 2
+    assert batch.mask.any(1).all()
 
 
 @pytest.mark.parametrize("rows", [ROWS, TALKS])

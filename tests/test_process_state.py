@@ -9,10 +9,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from helpers.configs import quiet, quiet_agent
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.settings.control import (
     AgentConfig,
-    AgentRunConfig,
     AgentUpdateConfig,
     ControlConfig,
     EnvConfig,
@@ -43,7 +43,7 @@ def text(folder):
             model=ModelConfig(dtype="bfloat16", dropout=True),
             rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
             ppo=UpdateConfig(epochs=1, minibatches=1),
-            run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+            run=quiet(folder),
         ),
         reward_funcs=lambda completions, **columns: [random.random() + np.random.rand() for _ in completions],
     )
@@ -58,7 +58,7 @@ def control(folder, **env):
             threads=torch.get_num_threads() + 1,
             ppo=AgentUpdateConfig(epochs=1, minibatches=1),
             eval=EpisodesConfig(episodes=1, videos=1),
-            run=AgentRunConfig(dir=str(folder), iterations=1, trackers=[]),
+            run=quiet_agent(folder),
         )
     )
 
@@ -87,7 +87,7 @@ def test_mujocos_messages_go_where_they_went(tmp_path):
         steps=8,
         ppo=AgentUpdateConfig(epochs=1, minibatches=1),
         eval=EpisodesConfig(episodes=0),
-        run=AgentRunConfig(dir=str(tmp_path), iterations=1, trackers=[]),
+        run=quiet_agent(tmp_path),
     )
     ControlTrainer(args).train()
     assert mujoco.get_mju_user_warning() is before

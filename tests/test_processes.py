@@ -1,16 +1,16 @@
 """Several processes do what one does: gloo on the processor, two of them, as a launcher starts them."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from chaos import assert_same
+from helpers.commands import COMMAND, TWO_PROCESSES, python
+from helpers.files import read_metrics, without_times
+from tokencredit.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -28,25 +28,34 @@ OPTIONS += ["--eval.every", "3", "--eval.samples", "16", "--eval.max_new_tokens"
 OPTIONS += ["--critic.epochs", "2", "--critic.buffer", "1", "--critic.places", "[0.3, 0.6, 0.9]"]
 OPTIONS += ["--ppo.micro_batch_tokens", "48", "--run.iterations", "3", "--run.show_every", "0"]
 OPTIONS += ["--critic.pretrain", "2", "--run.save_every", "2", "--run.dir"]
-TOGETHER = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 
 
-def train(launcher, folder, options=OPTIONS, **environment):
-    command = [sys.executable, "-m", *launcher, "tokencredit.cli", "train", *options, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+def train_alone(folder, options=OPTIONS):
+    """Train in this process."""
+    assert main(["train", *options, str(folder)]) == 0
+    return written(folder)
+
+
+def train_together(folder, options=OPTIONS):
+    """Train in two processes; their output, too."""
+    done = python(*TWO_PROCESSES, *COMMAND, "train", *options, folder, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return done.stdout, metrics, load_file(folder / "policy" / "model.safetensors")
+    return done.stdout, *written(folder)
+
+
+def written(folder):
+    """The metrics and the policy's weights of a run."""
+    return read_metrics(folder), load_file(folder / "policy" / "model.safetensors")
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_processes_train_as_one_does_and_resume_together_or_as_one(tmp_path):
-    _, alone, policy = train([], tmp_path / "one")
-    shown, together, policy_together = train(TOGETHER, tmp_path / "two", ACCELERATE_USE_CPU="true")
+    alone, policy = train_alone(tmp_path / "one")
+    shown, together, policy_together = train_together(tmp_path / "two")
     assert shown.count("iteration 3/3") == 1, "one process speaks"
     assert [m["iteration"] for m in together] == [1, 2, 3], "one process writes"
-    for one, two in zip(alone, together, strict=True):
-        for name in set(one) - {n for n in one if n.startswith(("seconds", "tokens_per_second"))}:
+    for one, two in zip(without_times(alone), together, strict=True):
+        for name in one:
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
     for name, weights in policy.items():
         torch.testing.assert_close(policy_together[name], weights, atol=1e-4, rtol=1e-3)
@@ -56,11 +65,11 @@ def test_two_processes_train_as_one_does_and_resume_together_or_as_one(tmp_path)
         shutil.copytree(two, tmp_path / name)
         shutil.rmtree(tmp_path / name / "checkpoints" / "000003")
         (tmp_path / name / "summary.json").unlink()
-    shown, *_ = train(TOGETHER, tmp_path / "cut", ["--resume"], ACCELERATE_USE_CPU="true")
+    shown, *_ = train_together(tmp_path / "cut", ["--resume"])
     assert shown.count("resumed after iteration 2") == 1
     assert_same(two, tmp_path / "cut")
     # One process goes on where two were; random numbers are spread otherwise, so the iteration is another one.
-    _, resumed, _ = train([], tmp_path / "fewer", ["--resume"])
+    resumed, _ = train_alone(tmp_path / "fewer", ["--resume"])
     assert resumed[:2] == together[:2]
     assert [m["iteration"] for m in resumed] == [1, 2, 3]
 
@@ -70,8 +79,8 @@ def test_two_critics_learn_alike_in_two_processes(tmp_path):
     """Micro-batches are so small that most have no row of one of the critics."""
     options = [*OPTIONS[:8], "--critic.kind", "separate", "--critic.members", "2", "--critic.clip", "null"]
     options += ["--critic.epochs", "1", "--ppo.micro_batch_tokens", "24", "--run.iterations", "1", "--run.dir"]
-    _, alone, _ = train([], tmp_path / "one", options)
-    _, together, _ = train(TOGETHER, tmp_path / "two", options, ACCELERATE_USE_CPU="true")
+    alone, _ = train_alone(tmp_path / "one", options)
+    _, together, _ = train_together(tmp_path / "two", options)
     for one, two in zip(alone, together, strict=True):
         for name in ("value_loss", "critic_value_loss", "grad_norm", "explained_variance", "reward"):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
@@ -85,6 +94,6 @@ def test_two_critics_learn_alike_in_two_processes(tmp_path):
 def test_the_first_process_chooses_the_number_format_for_all(tmp_path):
     few = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "4", "--ppo.minibatches", "1"]
     few += ["--run.iterations", "1", "--run.show_every", "0", "--run.dir"]
-    shown, *_ = train(TOGETHER, tmp_path / "two", few, ACCELERATE_USE_CPU="true")
+    shown, *_ = train_together(tmp_path / "two", few)
     chosen = json.loads((tmp_path / "two" / "choices.json").read_text())["model.dtype"]
     assert shown.count("model.dtype auto: ") == shown.count(f"model.dtype auto: {chosen}, ") == 1

@@ -5,8 +5,6 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
-import subprocess
-import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 
 import tokencredit as tc
+from helpers.commands import HEAVY, imported, python
 from tokencredit import settings
 
 CORE = [module.name for module in pkgutil.iter_modules(tc.core.__path__)]
@@ -88,21 +87,17 @@ def test_an_unknown_name_is_an_attribute_error(package):
 
 
 def test_names_and_configurations_import_nothing_heavy():
-    script = (
-        "import sys\nimport tokencredit as tc\n"
-        "dir(tc), dir(tc.core), tc.__version__, tc.core.ESTIMATORS, tc.Callback, tc.ConfigError\n"
-        "tc.PPOConfig.from_dict({'optim.lr': 1e-5}), tc.ControlConfig.from_dict({})\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    program = """
+import tokencredit as tc
+dir(tc), dir(tc.core), tc.__version__, tc.core.ESTIMATORS, tc.Callback, tc.ConfigError
+tc.PPOConfig.from_dict({"optim.lr": 1e-5}), tc.ControlConfig.from_dict({})
+"""
+    assert imported(program, *HEAVY) == []
 
 
 def test_the_package_itself_imports_nothing_of_its_own():
     script = "import sys, tokencredit\nprint([name for name in sys.modules if name.startswith('tokencredit.')])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert python("-c", script).stdout == "[]\n"
 
 
 def test_everything_public_has_a_docstring():

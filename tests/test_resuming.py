@@ -14,17 +14,12 @@ from transformers import AutoModelForCausalLM
 
 import chaos
 from chaos import assert_same
+from helpers.configs import control_config, quiet, quiet_agent, text_config
+from helpers.files import read_events
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.control import (
-    AgentConfig,
-    AgentCriticConfig,
-    AgentRunConfig,
-    ControlConfig,
-    EnvConfig,
-    EpisodesConfig,
-)
+from tokencredit.settings.control import AgentConfig, AgentCriticConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -34,7 +29,6 @@ from tokencredit.settings.training import (
     KLConfig,
     OptimConfig,
     RolloutConfig,
-    RunConfig,
     StopConfig,
     UpdateConfig,
 )
@@ -46,21 +40,17 @@ pytestmark = pytest.mark.slow
 
 
 def text(folder, iterations=6, **groups):
-    run = RunConfig(dir=str(folder), iterations=iterations, save_every=2, samples=3, show_every=0, trackers=[])
-    groups = {
-        "model": ModelConfig(dtype="float32"),
+    small = {
         "rollout": RolloutConfig(batch_size=8, max_new_tokens=6),
-        "ppo": UpdateConfig(epochs=2, minibatches=2),
         "optim": OptimConfig(schedule="cosine"),
-        "run": run,
-    } | groups
-    return PPOConfig(**groups)
+        "run": quiet(folder, iterations, save_every=2, samples=3),
+    }
+    return text_config(folder, **small | groups)
 
 
 def control(folder, iterations=6, **groups):
-    run = AgentRunConfig(dir=str(folder), iterations=iterations, save_every=2, trackers=[])
-    groups = {"run": run, "steps": 50, "eval": EpisodesConfig(episodes=0)} | groups
-    return ControlConfig(**groups)
+    small = {"steps": 50, "eval": EpisodesConfig(episodes=0), "run": quiet_agent(folder, iterations, save_every=2)}
+    return control_config(folder, **small | groups)
 
 
 class Killed(BaseException):
@@ -91,10 +81,6 @@ def resumed(kind, args):
     trainer = kind(args=args)
     trainer.train(resume_from_checkpoint=True)
     return trainer
-
-
-def events(folder):
-    return [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
 TEXTS = {
@@ -174,7 +160,7 @@ def test_an_environment_that_cannot_be_brought_back_is_named_and_begins_anew(tmp
     args = control(tmp_path / "run", env=EnvConfig(id="Elsewhere-v0", number=2))
     cut(ControlTrainer, args, 3)
     trainer = resumed(ControlTrainer, args)
-    assert any("environments 0, 1 could not be restored" in event for event in events(tmp_path / "run"))
+    assert any("environments 0, 1 could not be restored" in event for event in read_events(tmp_path / "run"))
     assert [m["iteration"] for m in chaos.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert set(trainer.episodes) == {(30.0, 30)}, "no episode is counted that was not whole"
 
@@ -206,7 +192,7 @@ def test_before_the_first_checkpoint_a_run_begins_anew(tmp_path):
     assert chaos.metrics(tmp_path / "cut")
     resumed(PPOTrainer, text(tmp_path / "cut"))
     assert_same(tmp_path / "whole", tmp_path / "cut")
-    assert "no checkpoint yet: the run begins anew" in events(tmp_path / "cut")
+    assert "no checkpoint yet: the run begins anew" in read_events(tmp_path / "cut")
 
 
 def test_without_checkpoints_nothing_is_thrown_away(tmp_path):
@@ -226,7 +212,7 @@ def test_a_run_that_is_over_can_only_go_on_further(tmp_path):
     assert (tmp_path / "run" / "summary.json").is_file()
     resumed(PPOTrainer, text(tmp_path / "run", 5))
     assert [m["iteration"] for m in chaos.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    assert "run.iterations is now 5; it was 4" in events(tmp_path / "run")
+    assert "run.iterations is now 5; it was 4" in read_events(tmp_path / "run")
 
 
 def test_a_run_that_died_at_its_very_end_is_ended(tmp_path):
@@ -260,8 +246,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, tmp_p
     content = damaged.read_bytes()
     damaged.write_bytes(content[: len(content) // 2])
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert any(f"000004 cannot be used, trying the one before it: {file}" in e for e in events(tmp_path / "cut"))
-    assert "resumed after iteration 2" in events(tmp_path / "cut")
+    assert any(f"000004 cannot be used, trying the one before it: {file}" in e for e in read_events(tmp_path / "cut"))
+    assert "resumed after iteration 2" in read_events(tmp_path / "cut")
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -272,7 +258,9 @@ def test_a_flipped_bit_is_noticed(tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert any("tensors.safetensors has changed since it was written" in event for event in events(tmp_path / "cut"))
+    assert any(
+        "tensors.safetensors has changed since it was written" in event for event in read_events(tmp_path / "cut")
+    )
 
 
 def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
@@ -292,7 +280,7 @@ def test_metrics_that_lost_lines_take_an_older_checkpoint(tmp_path):
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:3]) + lines[3][:40])
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert any("metrics.jsonl has lost lines" in event for event in events(tmp_path / "cut"))
+    assert any("metrics.jsonl has lost lines" in event for event in read_events(tmp_path / "cut"))
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -315,7 +303,7 @@ def test_settings_may_change_and_that_is_written_down(tmp_path):
     rows = chaos.metrics(tmp_path / "run")
     assert [row["lr"] == 3e-5 for row in rows] == [False] * 4 + [True] * 2
     assert [row["kl_coef"] for row in rows] == [0.05] * 4 + [0.2] * 2
-    assert "optim.lr is now 3e-05; it was 0.0001" in events(tmp_path / "run")
+    assert "optim.lr is now 3e-05; it was 0.0001" in read_events(tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 3e-5
     assert all(state["step"] > 0 for state in trainer.learner.optimizer.state.values())
 
@@ -395,7 +383,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
 
     trainer.record.begin = then_break
     trainer.train()
-    assert "the tracker tensorboard is disabled from here on: OSError: disk gone" in events(tmp_path / "run")
+    assert "the tracker tensorboard is disabled from here on: OSError: disk gone" in read_events(tmp_path / "run")
     assert len(chaos.metrics(tmp_path / "run")) == 3
 
 
@@ -458,7 +446,7 @@ def test_a_run_of_an_older_version_goes_on_without_its_settings_that_change_noth
     assert "env.clip is 3.0, which has no effect without env.normalize_observations" in capsys.readouterr().err
     assert main(["control", "--resume", str(run), "--run.iterations", "5"]) == 0
     assert len(chaos.metrics(run)) == 5
-    assert events(run) == ["resumed after iteration 2", "run.iterations is now 5; it was 4"]
+    assert read_events(run) == ["resumed after iteration 2", "run.iterations is now 5; it was 4"]
     assert flat(yaml.safe_load(file.read_text()))["agent.context"] == 8
     assert main(["play", str(run), "--episodes", "1"]) == 0
 
@@ -467,13 +455,13 @@ def test_a_setting_that_a_change_leaves_without_an_effect_is_let_go(tmp_path):
     run = tmp_path / "run"
     cut(PPOTrainer, text(run, 3, kl=KLConfig(target=1.0, horizon=100.0)), 3)
     assert main(["train", "--resume", str(run), "--kl.target", "null"]) == 0
-    assert events(run) == ["resumed after iteration 2", "kl.target is now None; it was 1.0"]
+    assert read_events(run) == ["resumed after iteration 2", "kl.target is now None; it was 1.0"]
 
 
 def test_the_default_prompts_are_the_same_by_name_and_by_null(tmp_path):
     cut(PPOTrainer, text(tmp_path / "run", 3, prompts=PromptsConfig(text=["This movie was really"])), 3)
     resumed(PPOTrainer, text(tmp_path / "run", 3))
-    assert events(tmp_path / "run") == ["resumed after iteration 2"]
+    assert read_events(tmp_path / "run") == ["resumed after iteration 2"]
 
 
 def test_code_that_a_configuration_names_is_said_and_written_down(tmp_path, capsys):
@@ -481,7 +469,7 @@ def test_code_that_a_configuration_names_is_said_and_written_down(tmp_path, caps
     function = f"{tmp_path / 'mine.py'}:judge"
     args = text(tmp_path / "run", 1, reward=[FunctionTerm(function=function)])
     PPOTrainer(args=args).train()
-    assert events(tmp_path / "run") == [f"reward[0].function runs {function}"]
+    assert read_events(tmp_path / "run") == [f"reward[0].function runs {function}"]
     assert f"reward[0].function runs {function}" in capsys.readouterr().out
 
 
@@ -495,7 +483,7 @@ def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_pa
         model=ModelConfig(dtype="float32"),
         rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
         ppo=UpdateConfig(epochs=1, minibatches=1),
-        run=RunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[], show_every=0),
+        run=quiet(tmp_path / "run"),
     )
     PPOTrainer(args=args, reward_funcs=long).train()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()

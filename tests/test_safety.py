@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from helpers.commands import refused
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import read_run
@@ -33,15 +34,6 @@ def marker(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield marker
     sys.modules.pop("foreign_module", None)
-
-
-def refused(capsys, *arguments):
-    """What the command says when it refuses."""
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    return err
 
 
 @pytest.mark.parametrize(

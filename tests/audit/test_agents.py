@@ -11,6 +11,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from helpers.configs import quiet_agent
+from helpers.files import TIMES, drop_keys, read_metrics
 from tokencredit.audit.sampling import generator
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
@@ -99,7 +101,7 @@ def small(folder, **changes):
     groups = {
         "steps": 32,
         "eval": EpisodesConfig(episodes=0),
-        "run": AgentRunConfig(dir=str(folder), iterations=2, trackers=[]),
+        "run": quiet_agent(folder, 2),
     }
     return config(**(groups | changes))
 
@@ -416,11 +418,9 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
     for name, audit in (("without", AgentAuditConfig()), ("with", settings)):
         trainer = ControlTrainer(small(tmp_path / name, **RUNS[kind], audit=audit))
         trainer.train()
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(tmp_path / name)
         assert ["seconds/audit" in row for row in rows] == [name == "with"] * 2
-        skipped = ("seconds", "steps_per_second", "audit/")
-        training = [{key: x for key, x in row.items() if not key.startswith(skipped)} for row in rows]
-        runs.append((training, [p.tolist() for p in trainer.agent.parameters()]))
+        runs.append((drop_keys(rows, *TIMES, "audit/"), [p.tolist() for p in trainer.agent.parameters()]))
     assert runs[0] == runs[1]
     written = json.loads((tmp_path / "with" / "audit.json").read_text())
     assert written["iteration"] == 2
@@ -428,7 +428,7 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
     assert written["continuations"] == 4
     assert 0 <= written["bootstrapped"] < 1
     assert (written["critic"] is None) == (kind == "none")
-    last = json.loads((tmp_path / "with" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = read_metrics(tmp_path / "with")[-1]
     assert {key: x for key, x in last.items() if key.startswith("audit/")} == written["metrics"]
     again = audit_run(tmp_path / "with", trainer.args, settings)
     timeless = [{key: x for key, x in audit.items() if key != "seconds"} for audit in (written, again)]

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerFast
 
+from helpers.commands import TWO_PROCESSES, python
+from helpers.configs import quiet
+from helpers.files import TIMES, drop_keys, read_metrics
+from helpers.models import loud
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_file import with_audit
 from tokencredit.runs.folder import drop_audit
@@ -50,13 +51,8 @@ def tokenizer():
 
 def model(seed=0):
     torch.manual_seed(seed)
-    lm = GPT2LMHeadModel(
-        GPT2Config(vocab_size=5, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    ).eval()
-    for parameter in lm.parameters():  # the usual small initialisation makes all tokens alike
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.6)
-    return lm
+    shape = {"vocab_size": 5, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    return loud(GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)).eval(), std=0.6)
 
 
 def whole(completion_ids, **_):
@@ -86,7 +82,7 @@ def trainer_of(folder, reward=whole, **changes):
         "ppo": UpdateConfig(epochs=1, minibatches=1),
         "kl": KLConfig(coef=0.3),
         "audit": AuditConfig(every=1, completions=2, continuations=40, states=None),
-        "run": RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+        "run": quiet(folder, 2),
     }
     trainer = PPOTrainer(model(), reward, PPOConfig(**(groups | changes)), processing_class=tokenizer())
     torch.manual_seed(5)
@@ -312,7 +308,7 @@ def test_continuations_stay_within_the_context(spare, tmp_path):
         prompts=PromptsConfig(text="a b"),
         rollout=RolloutConfig(batch_size=64, max_new_tokens=12),
         audit=AuditConfig(every=1, completions=8, continuations=8, states=None),
-        run=RunConfig(dir=str(tmp_path), iterations=1, trackers=[], show_every=0),
+        run=quiet(tmp_path),
     )
     trainer = PPOTrainer(GPTNeoForCausalLM(config).eval(), whole, args, processing_class=tokenizer())
     audit = trainer.auditor.audit(1)
@@ -332,11 +328,9 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(reward, tmp_path):
         settings = AuditConfig(every=1, completions=2, continuations=3) if every else AuditConfig()
         trainer = trainer_of(tmp_path / str(every), reward, audit=settings, optim=OptimConfig(lr=1e-2))
         trainer.train()
-        rows = [json.loads(line) for line in (tmp_path / str(every) / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(tmp_path / str(every))
         assert ["audit/noise" in row for row in rows] == [bool(every)] * 2
-        skipped = ("seconds", "tokens_per_second", "audit/")
-        training = [{name: x for name, x in row.items() if not name.startswith(skipped)} for row in rows]
-        runs.append((training, [p.tolist() for p in trainer.policy.parameters()]))
+        runs.append((drop_keys(rows, *TIMES, "audit/"), [p.tolist() for p in trainer.policy.parameters()]))
     assert runs[0] == runs[1]
 
 
@@ -377,9 +371,7 @@ def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tm
     script = tmp_path / "audit.py"
     folder = str(Path(__file__).parent)
     script.write_text(TOGETHER.format(folder=folder, run=str(tmp_path / "run"), out=str(tmp_path)))
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command, environment = [sys.executable, "-m", *launcher, str(script)], {"ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    done = python(*TWO_PROCESSES, script, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert one["found"] == two["found"], "both judge the completions of both"
@@ -440,7 +432,7 @@ def test_a_run_samples_what_it_would_have_sampled_without(tmp_path):
         run = RunConfig(dir=str(tmp_path / name), iterations=2, trackers=[])
         trainer = trainer_of(tmp_path / name, critic=critic, run=run)
         trainer.train()
-        lines.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+        lines.append(read_metrics(tmp_path / name))
     with_them, without = lines
     assert [row["reward"] for row in with_them] == [row["reward"] for row in without]
     assert with_them[0]["policy_loss"] == without[0]["policy_loss"]

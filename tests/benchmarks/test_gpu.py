@@ -1,11 +1,11 @@
 """benchmarks/gpu.py at its smallest size: every part but the compiled one gives its rows, on a bare machine too."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from helpers.commands import python
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "benchmarks" / "gpu.py"
@@ -13,18 +13,17 @@ BARE = "import runpy, sys; sys.path.insert(0, {tests!r}); import bare; sys.meta_
 BARE += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-def run(folder, *arguments, python=()):
+def run(folder, *arguments, program=(PROGRAM,)):
     out = folder / "gpu.json"
-    command = [sys.executable, *python, str(PROGRAM), "--size", "smallest", "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    done = python(*program, "--size", "smallest", "--out", out, *arguments)
     return done, json.loads(out.read_text()) if out.exists() else None
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    bare = ("-c", BARE.format(tests=str(ROOT / "tests")))
+    bare = ("-c", BARE.format(tests=str(ROOT / "tests")), PROGRAM)
     parts = ("ceilings", "correctness", "main", "decoding", "side_by_side", "variants", "others", "growth")
-    done, results = run(tmp_path_factory.mktemp("gpu"), "--parts", *parts, python=bare)
+    done, results = run(tmp_path_factory.mktemp("gpu"), "--parts", *parts, program=bare)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["part"] for row in results["rows"]} == set(parts)
     for row in results["rows"]:
@@ -51,9 +50,7 @@ def test_parts_without_time_are_named_and_the_table_prints_the_file(tmp_path):
     done, results = run(tmp_path, "--parts", "ceilings", "main", "--minutes", "0")
     assert done.returncode == 0, done.stderr
     assert [row["name"] for row in results["rows"]] == ["left out, no time was left"] * 2
-    table = subprocess.run(
-        [sys.executable, PROGRAM, "--table", tmp_path / "gpu.json"], capture_output=True, text=True, encoding="utf-8"
-    ).stdout
+    table = python(PROGRAM, "--table", tmp_path / "gpu.json").stdout
     assert table.count("| left out, no time was left |") == 2
 
 

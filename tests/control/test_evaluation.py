@@ -1,24 +1,15 @@
-import json
-
 import pytest
 import torch
 
+from helpers.configs import control_config, quiet_agent
+from helpers.files import TIMES, drop_keys, read_metrics
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import make_envs, statistics
 from tokencredit.control.evaluation import load_agent, play
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentConfig, AgentRunConfig, ControlConfig, EnvConfig, EpisodesConfig
-
-
-def small(folder, **changes):
-    groups = {
-        "steps": 16,
-        "eval": EpisodesConfig(episodes=2),
-        "run": AgentRunConfig(dir=str(folder), iterations=2, trackers=[]),
-    }
-    return ControlConfig(**(groups | changes))
+from tokencredit.settings.control import AgentConfig, EnvConfig, EpisodesConfig
 
 
 def test_a_solved_environment_is_played_well(tmp_path):
@@ -38,7 +29,7 @@ def test_a_solved_environment_is_played_well(tmp_path):
     ids=lambda x: x.policy,
 )
 def test_a_saved_agent_plays_as_it_did(agent, tmp_path, capsys):
-    args = small(
+    args = control_config(
         tmp_path / "run",
         env=EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True),
         agent=agent,
@@ -60,7 +51,7 @@ def test_a_saved_agent_plays_as_it_did(agent, tmp_path, capsys):
 @pytest.mark.slow
 def test_episodes_are_filmed(tmp_path, capsys):
     pytest.importorskip("moviepy")
-    args = small(tmp_path / "run", eval=EpisodesConfig(episodes=1, videos=2, every=1))
+    args = control_config(tmp_path / "run", eval=EpisodesConfig(episodes=1, videos=2, every=1))
     ControlTrainer(args).train()
     films = sorted(path.name for path in (tmp_path / "run" / "videos").glob("*.mp4"))
     assert films == [f"iteration-{i}-episode-{e}.mp4" for i in (1, 2) for e in (0, 1)]
@@ -72,30 +63,28 @@ def test_episodes_are_filmed(tmp_path, capsys):
 
 def test_what_cannot_be_filmed_is_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"eval\.videos: Memory-v0 (could not be drawn|draws no pictures)"):
-        ControlTrainer(small(tmp_path / "run", env=EnvConfig("Memory-v0"), eval=EpisodesConfig(videos=1)))
+        ControlTrainer(control_config(tmp_path / "run", env=EnvConfig("Memory-v0"), eval=EpisodesConfig(videos=1)))
 
 
 def test_evaluation_during_training_changes_no_training(tmp_path):
     runs = []
     for every in (0, 1):
         env = EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True)
-        run = AgentRunConfig(dir=str(tmp_path / str(every)), iterations=3, trackers=[])
+        run = quiet_agent(tmp_path / str(every), 3)
         trainer = ControlTrainer(
-            small(tmp_path, env=env, eval=EpisodesConfig(every, episodes=3, greedy=False), run=run)
+            control_config(tmp_path, env=env, eval=EpisodesConfig(every, episodes=3, greedy=False), run=run)
         )
         trainer.train()
-        rows = [json.loads(line) for line in (tmp_path / str(every) / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(tmp_path / str(every))
         assert ["eval/average_return" in row for row in rows] == [every == 1, every == 1, True]
-        skipped = ("seconds", "steps_per_second", "eval/")
-        training = [{name: x for name, x in row.items() if not name.startswith(skipped)} for row in rows]
-        runs.append((training, [p.tolist() for p in trainer.agent.parameters()]))
+        runs.append((drop_keys(rows, *TIMES, "eval/"), [p.tolist() for p in trainer.agent.parameters()]))
     assert runs[0] == runs[1]
 
 
 def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
     assert main(["play", str(tmp_path)]) == 2
     assert "is not a run's folder: it has no config.yaml" in capsys.readouterr().err
-    args = small(tmp_path / "run")
+    args = control_config(tmp_path / "run")
     ControlTrainer(args).train()
     (tmp_path / "run" / "policy" / "agent.safetensors").write_bytes(b"no weights")
     assert main(["play", str(tmp_path / "run")]) == 2
@@ -103,7 +92,7 @@ def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
 
 
 def test_an_agent_of_another_shape_is_refused(tmp_path):
-    args = small(tmp_path / "run")
+    args = control_config(tmp_path / "run")
     ControlTrainer(args).train()
     args.agent = AgentConfig(hidden=[8])
     with pytest.raises(ConfigError, match=r"agent\.safetensors holds another agent than the configuration describes"):

@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from gymnasium import spaces
 from safetensors.torch import load_file
 
+from helpers.configs import control_config, quiet_agent
+from helpers.files import read_metrics, without_times
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import make_envs, statistics
 from tokencredit.control.rollout import Collector
@@ -21,24 +24,11 @@ from tokencredit.settings.control import (
     AgentCriticConfig,
     AgentRunConfig,
     AgentUpdateConfig,
-    ControlConfig,
     EnvConfig,
-    EpisodesConfig,
 )
 from tokencredit.settings.training import OptimConfig, RunConfig
 
-
-def small(folder, **changes):
-    groups = {
-        "steps": 16,
-        "eval": EpisodesConfig(episodes=2),
-        "run": AgentRunConfig(dir=str(folder), iterations=3, trackers=[]),
-    }
-    return ControlConfig(**(groups | changes))
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+small = partial(control_config, iterations=3)
 
 
 def test_a_run_leaves_its_files(tmp_path):
@@ -46,7 +36,7 @@ def test_a_run_leaves_its_files(tmp_path):
     folder = tmp_path / "run"
     assert summary["stopped_by"] == "iterations"
     assert json.loads((folder / "summary.json").read_text()) == summary
-    metrics = lines(folder)
+    metrics = read_metrics(folder)
     assert [m["total_steps"] for m in metrics] == [64, 128, 192]
     assert "eval/average_return" in metrics[-1]
     assert load_file(folder / "policy" / "agent.safetensors")
@@ -57,11 +47,8 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
     for name in ("one", "two"):
         trainer = ControlTrainer(small(tmp_path / name))
         trainer.train()
-        runs.append((lines(tmp_path / name), trainer.agent.state_dict()))
-    for one, two in zip(runs[0][0], runs[1][0], strict=True):
-        assert {k: v for k, v in one.items() if "second" not in k} == {
-            k: v for k, v in two.items() if "second" not in k
-        }
+        runs.append((read_metrics(tmp_path / name), trainer.agent.state_dict()))
+    assert without_times(runs[0][0]) == without_times(runs[1][0])
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
 
@@ -83,7 +70,7 @@ def test_every_form_trains(env, critic, algorithm, tmp_path):
     before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
     trainer.train()
     assert all(not torch.equal(x, before[name]) for name, x in trainer.agent.state_dict().items())
-    metrics = lines(tmp_path / "run")
+    metrics = read_metrics(tmp_path / "run")
     assert metrics[-1]["steps"] == 64
     of_a_critic = {"value_loss", "explained_variance"}
     assert of_a_critic & set(metrics[-1]) == (set() if critic == "none" else of_a_critic)
@@ -255,7 +242,7 @@ def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
         trainer.envs.step = odd
     before = [p.detach().clone() for p in trainer.agent.parameters()]
     trainer.train()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(tmp_path / "run")
     assert [row["iteration"] for row in rows] == [1, 2, 3]
     assert [row["bad_steps"] for row in rows] == ([1, 0, 0] if spoiled == "gradient" else [0, 1, 0])
     (kept,) = (tmp_path / "run" / "bad_steps").iterdir()
@@ -338,10 +325,10 @@ def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
         agent=AgentConfig(policy="transformer", hidden=[16], context=4, heads=2, activation="gelu"),
         critic=AgentCriticConfig(lr=1e-2),
         optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"),
-        run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=30, trackers=[]),
+        run=quiet_agent(tmp_path / "run", 30),
     )
     ControlTrainer(args).train()
-    metrics = lines(tmp_path / "run")
+    metrics = read_metrics(tmp_path / "run")
     assert metrics[0]["ratio_min"] < 1 < metrics[0]["ratio_max"]
     assert metrics[0]["train/average_return"] < 13  # chance is 10 of 20
     assert metrics[-1]["train/average_return"] > 16

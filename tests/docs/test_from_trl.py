@@ -7,48 +7,31 @@ import runpy
 from dataclasses import fields, is_dataclass
 from inspect import signature
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from helpers.configs import keys
+from helpers.docs import names_in, table_rows
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.settings.parsing import config_parser, to_config
 from tokencredit.settings.trl import TRL
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
-TRL_FIELDS = [
-    line
-    for line in (Path(__file__).parent / "trl_ppo_config_fields.txt").read_text(encoding="utf-8").splitlines()
-    if line and not line.startswith("#")
-]
+TRL_FIELDS = names_in(Path(__file__).with_name("trl_ppo_config_fields.txt"))
 
 
 def rows(heading: str) -> list[list[str]]:
     """The cells of the tables of a section, without their headers."""
     section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-    text = next(part for part in section if part.startswith(heading)).split("\n### ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if not row[1].startswith(("here", "---"))]
+    return table_rows(next(part for part in section if part.startswith(heading)).split("\n### ")[0])
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
-
-
-def keys(cls, prefix: str = "") -> set[str]:
-    """Every key of a configuration, groups included."""
-    hints = get_type_hints(cls)
-    found = set()
-    for field in fields(cls):
-        found.add(prefix + field.name)
-        for kind in (hints[field.name], *get_args(hints[field.name])):
-            if is_dataclass(kind):
-                found |= keys(kind, f"{prefix}{field.name}.")
-    return found
 
 
 OURS = rows("Every field of TRL's PPOConfig") + rows("From GRPOTrainer")

@@ -2,13 +2,13 @@
 
 import json
 import re
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 import yaml
 
+from helpers.configs import keys
+from helpers.docs import names_in, table_rows
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
@@ -18,31 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "names.md").read_text(encoding="utf
 SECTIONS = {text.partition("\n")[0]: text for text in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
 
 
-def listed(name: str) -> list[str]:
-    """The names in a file beside this one."""
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if line and not line.startswith("#")]
-
-
-def rows(section: str) -> list[list[str]]:
-    """The cells of a section's tables, without their headers."""
-    lines = [line for line in SECTIONS[section].splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if not row[1].startswith(("here", "---"))]
-
-
-ROWS = [(section, *row) for section in SECTIONS for row in rows(section)]
-
-
-def keys(kind: type, prefix: str = "") -> set[str]:
-    """Every key of a configuration, groups included."""
-    hints, found = get_type_hints(kind), set()
-    for field in fields(kind):
-        found.add(prefix + field.name)
-        for inner in (hints[field.name], *get_args(hints[field.name])):
-            if is_dataclass(inner):
-                found |= keys(inner, f"{prefix}{field.name}.")
-    return found
+ROWS = [(section, *row) for section in SECTIONS for row in table_rows(SECTIONS[section])]
 
 
 AGENTS, TEXTS = keys(ControlConfig), keys(PPOConfig)
@@ -53,8 +29,8 @@ AGENTS, TEXTS = keys(ControlConfig), keys(PPOConfig)
     [("CleanRL", "cleanrl_arguments.txt"), ("The Berkeley homework", "cs285_arguments.txt")],
 )
 def test_every_argument_of_theirs_has_one_row(section, file):
-    named = [name for row in rows(section) for name in re.findall(r"`--([\w-]+)`", row[0])]
-    assert sorted(named) == sorted(listed(file))
+    named = [name for row in table_rows(SECTIONS[section]) for name in re.findall(r"`--([\w-]+)`", row[0])]
+    assert sorted(named) == sorted(names_in(Path(__file__).with_name(file)))
 
 
 @pytest.fixture(scope="module")

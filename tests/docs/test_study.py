@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.files import read_metrics
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +45,7 @@ grid: {advantage.lam: [0, 1]}
     study.keep("few")
     kept = json.loads((tmp_path / "kept" / "few.json").read_text())
     assert list(kept) == ["lam=1"], "what was cut short is no result"
-    metrics = [json.loads(line) for line in (tmp_path / "runs/few/lam=1/seed-7/metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(tmp_path / "runs/few/lam=1/seed-7")
     assert kept["lam=1"]["7"]["value_loss"] == pytest.approx([m["value_loss"] for m in metrics], rel=1e-3)
 
 

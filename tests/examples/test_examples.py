@@ -1,16 +1,17 @@
 """Each example runs through the real command, for a few small iterations."""
 
-import json
-import os
+import contextlib
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from helpers import commands
+from helpers.configs import as_flags
+from helpers.files import read_jsonl, read_metrics
+from tokencredit.cli import main
 from tokencredit.text.models.loading import resolve
 
 pytestmark = pytest.mark.slow
@@ -27,10 +28,7 @@ SMALL = {
 
 def python(*arguments):
     """Run Python from the repository's root, as the examples are run."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = commands.python(*arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,11 +36,10 @@ def python(*arguments):
 def train(name, tmp_path, config=None, **more):
     """Run an example, small; returns its last line of metrics."""
     settings = {**SMALL, "run.dir": tmp_path / "run", **more}
-    flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    python("-m", "tokencredit.cli", "train", "--config", config or f"examples/{name}/run.yaml", *flags)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 2
-    return json.loads(lines[-1])
+    with contextlib.chdir(ROOT):
+        assert main(["train", "--config", str(config or f"examples/{name}/run.yaml"), *as_flags(settings)]) == 0
+    _, last = read_metrics(tmp_path / "run")
+    return last
 
 
 def load(name):
@@ -117,7 +114,7 @@ def test_preference(tmp_path, reward_model):
 
 def test_preference_pairs_differ_in_what_is_preferred(tmp_path):
     python("examples/preference/make_pairs.py", "--count", 20, "--out", tmp_path / "pairs.jsonl")
-    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    pairs = read_jsonl(tmp_path / "pairs.jsonl")
     assert len(pairs) == 20
     assert all(pair.keys() == {"chosen", "rejected"} for pair in pairs)
     assert not any(" cast " in pair["rejected"] or " acting " in pair["rejected"] for pair in pairs)

@@ -11,14 +11,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from helpers.files import data_of
 from tokencredit.report import audit_view, page
 from tokencredit.report.reading import read_run
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m"
-
-
-def data_of(text):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
 @pytest.fixture

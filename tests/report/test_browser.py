@@ -11,6 +11,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from helpers.browser import complaints, requests
+from helpers.files import read_jsonl
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
 from tokencredit.report.templating import two_digits
@@ -22,10 +24,6 @@ def opened(browser, folder, width=1600):
     return browser
 
 
-def complaints(browser):
-    return [entry["message"] for entry in browser.get_log("browser")]
-
-
 def tokens(browser, pane=0):
     return browser.find_elements(By.CSS_SELECTOR, f"#pane{pane} .tokens span[tabindex]")
 
@@ -35,11 +33,10 @@ def colours(browser):
 
 
 def test_it_opens_without_a_word_and_without_the_network(browser, run_folder):
-    browser.get_log("performance")
+    requests(browser)
     opened(browser, run_folder)
     assert complaints(browser) == []
-    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    asked = requests(browser)
     assert asked
     assert all(url.startswith(("file:", "data:", "blob:", "chrome:")) for url in asked), asked
     assert browser.find_elements(By.CSS_SELECTOR, "#plots .main-svg")
@@ -143,7 +140,7 @@ def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
 def test_hostile_output_does_nothing(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
     hostile = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m\ud800"
-    rows = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
+    rows = read_jsonl(copy / "samples.jsonl")
     for row in rows:
         row["prompt"] = row["completion"] = row["tokens"][0] = hostile
     (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -171,7 +168,7 @@ def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(tmp_path, ci, ou
 
 def test_a_run_without_a_critic_opens_without_a_word(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
-    rows = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
+    rows = read_jsonl(copy / "samples.jsonl")
     for row in rows:
         del row["values"]
     (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

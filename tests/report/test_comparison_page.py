@@ -6,6 +6,7 @@ import shutil
 import pytest
 import yaml
 
+from helpers.browser import complaints, requests
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.report.comparison_page import write_comparison
@@ -58,10 +59,6 @@ def opened(browser, page):
     return browser
 
 
-def complaints(browser):
-    return [entry["message"] for entry in browser.get_log("browser")]
-
-
 def curves(browser):
     """What Plotly was handed for the thick lines, by name."""
     traces = browser.execute_script("return document.getElementById('plot').data.filter((trace) => trace.name)")
@@ -80,11 +77,10 @@ def test_a_picture_for_each_axis(page):
 
 
 def test_it_opens_without_a_word_and_without_the_network(browser, page):
-    browser.get_log("performance")
+    requests(browser)
     opened(browser, page)
     assert complaints(browser) == []
-    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    asked = requests(browser)
     assert asked
     assert all(url.startswith(("file:", "data:", "blob:", "chrome:")) for url in asked), asked
     assert browser.find_elements(By.CSS_SELECTOR, "#plot .main-svg")

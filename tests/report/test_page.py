@@ -1,18 +1,14 @@
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from helpers.files import data_of
 from tokencredit.report.page import TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp\ud800 {{ 7 * 7 }} <!--"
-
-
-def data_of(page):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
 
 
 def made(samples=(), metrics=None, **config):

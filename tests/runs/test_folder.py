@@ -1,4 +1,3 @@
-import json
 import os
 import resource
 import signal
@@ -7,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from helpers.files import read_metrics
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import CHOICES, RunFolder, apply_choices, read_choices, replacing
 
@@ -44,8 +44,11 @@ def test_a_file_in_the_way_is_refused(tmp_path):
 
 
 def test_an_empty_folder_is_used(tmp_path):
-    RunFolder(str(tmp_path)).refuse_if_used()
-    RunFolder(str(tmp_path)).create(reserve=0)
+    folder = RunFolder(str(tmp_path))
+    folder.refuse_if_used()
+    folder.create(reserve=0)
+    folder.write("note.txt", "a")
+    assert [file.name for file in tmp_path.iterdir()] == ["note.txt"]
 
 
 def test_without_a_name_a_new_folder_is_taken(tmp_path, monkeypatch):
@@ -69,7 +72,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_run(tmp_path):
 def test_records_are_lines_of_json(folder):
     folder.append("metrics.jsonl", {"iteration": 1, "text": "a\nb\ud800"}, {"iteration": 2})
     folder.append("metrics.jsonl", {"iteration": 3})
-    records = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(folder.path)
     assert [record["iteration"] for record in records] == [1, 2, 3]
     assert records[0]["text"] == "a\nb\ud800"
 

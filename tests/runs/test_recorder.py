@@ -10,6 +10,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from helpers.files import read_events
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import FORMAT, write_manifest
@@ -59,16 +60,12 @@ def resumed(args, choices=None):
     return made.resume(args, 0, load), *(loaded[0] if loaded else (None, None))
 
 
-def events(folder):
-    return [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
-
-
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
     args, _ = begun(tmp_path / "run")
     done, state, changed = resumed(replace(args, optim=OptimConfig(lr=0.5)))
     assert (done, state["weights"].item(), state["process"], changed) == (2, 2.0, {"own": 2}, {"optim.lr"})
-    assert "resumed after iteration 2" in events(tmp_path / "run")
-    assert "optim.lr is now 0.5; it was 0.0001" in events(tmp_path / "run")
+    assert "resumed after iteration 2" in read_events(tmp_path / "run")
+    assert "optim.lr is now 0.5; it was 0.0001" in read_events(tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 0.5
 
 
@@ -117,7 +114,7 @@ def test_a_checkpoint_of_no_known_format_is_damaged(number, tmp_path):
     assert resumed(args)[0] == 1
     assert any(
         f"000002 cannot be used, trying the one before it: manifest.json is of format {number!r}" in event
-        for event in events(tmp_path / "run")
+        for event in read_events(tmp_path / "run")
     )
 
 
@@ -188,7 +185,7 @@ def test_terms_of_the_reward_that_come_go_and_change_are_written_down(tmp_path):
     term = args.reward[0]
     changed = resumed(replace(args, reward=[replace(term, weight=2.0), replace(term, name="other")]))[2]
     assert {"reward[0].weight", "reward[1].name"} <= changed
-    assert "reward[0].weight is now 2.0; it was 1.0" in events(tmp_path / "run")
+    assert "reward[0].weight is now 2.0; it was 1.0" in read_events(tmp_path / "run")
     assert "reward[1].name" in resumed(args)[2]
 
 
@@ -222,7 +219,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
     made.folder.refuse_if_used = lambda: None
     made.begin(args, 0, 0)
     assert made.trackers.active == []
-    assert events(tmp_path / "run")[0].startswith("the tracker tensorboard is disabled: ")
+    assert read_events(tmp_path / "run")[0].startswith("the tracker tensorboard is disabled: ")
     iterate(made, [1])
 
 

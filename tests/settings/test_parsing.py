@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from tokencredit.cli import main
+from helpers.commands import refused
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.moved import MOVED
@@ -17,14 +17,6 @@ from tokencredit.settings.yaml import flat
 
 OLD = {"model": {"name": "m", "critic": "separate"}, "optim": {"value_lr": 1e-3}, "ppo": {"critic_warmup": 2}}
 TOLD = "model.critic is now critic.kind, optim.value_lr is now critic.lr, ppo.critic_warmup is now critic.warmup"
-
-
-def refused(capsys, *arguments):
-    """The one line in which the command refuses."""
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    return err.removeprefix("tokencredit: ").rstrip()
 
 
 @pytest.fixture

@@ -165,7 +165,8 @@ def test_what_cannot_work_is_refused_by_key(wrong, message):
     ],
 )
 def test_what_works_is_accepted(right):
-    PPOConfig(**right)
+    config = PPOConfig(**right)
+    assert {name: getattr(config, name) for name in right} == right
 
 
 def test_every_estimator_has_the_name_that_a_config_gives_it():

@@ -353,7 +353,9 @@ def test_a_default_passes_whatever_it_stands_beside():
     ],
 )
 def test_a_setting_with_some_effect_passes(world, settings):
-    refuse_idle(WORLDS[world].config.from_dict(settings), rows=())
+    config = WORLDS[world].config.from_dict(settings)
+    refuse_idle(config, rows=())
+    assert flat(settings).items() <= flat(asdict(config)).items()
 
 
 @pytest.mark.parametrize("settings", [{key: value} for key, value in FROM_PYTHON.items()], ids=list(FROM_PYTHON))

@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from chaos import hear_ctrl_c
+from helpers.commands import command, processes_in, start_command, wait_for
+from helpers.files import count_lines, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.settings.parsing import configure
 from tokencredit.sweep.plan import read_sweep
@@ -20,7 +19,6 @@ from tokencredit.sweep.status import trouble
 
 TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "show_every": 0, "trackers": []}}
 LONG = TINY | {"steps": 64, "run": TINY["run"] | {"iterations": 40, "save_every": 5}}
-NOT_THE_SAME = ("seconds", "steps_per_second")
 
 
 def sweep_file(folder, **keys):
@@ -31,34 +29,13 @@ def sweep_file(folder, **keys):
     return file
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "tokencredit.cli", "sweep", *map(str, arguments)]
-
-
-def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(NOT_THE_SAME)} for row in rows]
-
-
-def wait_for(what, seconds=120):
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
-
-
-def lines(file):
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """A sweep of three variants, of which the second cannot run; two at a time."""
     folder = tmp_path_factory.mktemp("three")
     variants = {"plain": {}, "nowhere": {"env.id": "Nowhere-v0"}, "faster": {"optim.lr": 0.01}}
     file = sweep_file(folder, variants=variants)
-    return folder / "out", file, subprocess.run(command(file, "--jobs", "2"), capture_output=True, text=True)
+    return folder / "out", file, command("sweep", file, "--jobs", "2")
 
 
 @pytest.mark.slow
@@ -137,18 +114,6 @@ def test_an_exported_file_is_the_run(tmp_path, capsys):
     assert "holds files already" in capsys.readouterr().err
 
 
-def group_of(folder):
-    """The processes whose command names a folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(folder) in (entry / "cmdline").read_text() and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
 def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
@@ -156,22 +121,22 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     cut, out = sweep_file(tmp_path, base=LONG, variants={"one": {}, "two": {"optim.lr": 0.01}}), tmp_path / "out"
     assert main(["sweep", str(cut), "--export", str(tmp_path / "files")]) == 0
 
-    first = subprocess.Popen(command(cut), stdout=subprocess.DEVNULL)
-    wait_for(lambda: lines(out / "one" / "seed-1" / "metrics.jsonl") > 12)
-    for process in {first.pid, *group_of(out)}:
+    first = start_command("sweep", cut)
+    assert wait_for(lambda: count_lines(out / "one" / "seed-1" / "metrics.jsonl") > 12, first)
+    for process in {first.pid, *processes_in(out)}:
         os.kill(process, signal.SIGKILL)
     first.wait()
     assert not (out / "one" / "seed-1" / "summary.json").exists()
 
-    second = subprocess.Popen(command(cut), stdout=subprocess.DEVNULL)
-    wait_for(lambda: lines(out / "two" / "seed-1" / "metrics.jsonl") > 12)
-    left_behind = set(group_of(out)) - {second.pid}
+    second = start_command("sweep", cut)
+    assert wait_for(lambda: count_lines(out / "two" / "seed-1" / "metrics.jsonl") > 12, second)
+    left_behind = set(processes_in(out)) - {second.pid}
     for process in left_behind:
         os.kill(process, signal.SIGSTOP)
     second.kill()
     second.wait()
 
-    with subprocess.Popen(command(cut), stdout=subprocess.PIPE, text=True) as third:
+    with start_command("sweep", cut) as third:
         assert "two/seed-1: a process of an earlier sweep is still running it" in third.stdout.readline()
         for process in left_behind:
             os.kill(process, signal.SIGCONT)
@@ -182,7 +147,7 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     for run in ("one", "two"):
         uninterrupted, config = tmp_path / run, tmp_path / "files" / f"{run}-seed-1.yaml"
         assert main(["control", "--config", str(config), "--run.dir", str(uninterrupted)]) == 0
-        assert metrics(out / run / "seed-1") == metrics(uninterrupted)
+        assert without_times(read_metrics(out / run / "seed-1")) == without_times(read_metrics(uninterrupted))
     assert (out / "comparison" / "comparison.html").is_file()
 
 
@@ -191,8 +156,8 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
 def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_path):
     endless = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
     file, run = sweep_file(tmp_path, base=endless), tmp_path / "out" / "plain" / "seed-1"
-    with subprocess.Popen(command(file), stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c) as process:
-        wait_for(lambda: lines(run / "metrics.jsonl") > 6)
+    with start_command("sweep", file) as process:
+        assert wait_for(lambda: count_lines(run / "metrics.jsonl") > 6, process)
         process.send_signal(number)
         try:
             shown = process.communicate(timeout=120)[0]

@@ -7,12 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.configs import as_flags, quiet
+from helpers.files import read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_run
 from tokencredit.text.policy import load
 from tokencredit.text.trainer import PPOTrainer
@@ -28,16 +30,8 @@ def settings(folder, iterations, name="builtin:reviews", **model):
         ppo=UpdateConfig(epochs=2, minibatches=2),
         optim=OptimConfig(lr=3e-3, warmup=0),
         eval=EvalConfig(samples=8, max_new_tokens=8),
-        run=RunConfig(dir=str(folder), iterations=iterations, save_every=2, samples=2, trackers=[], show_every=0),
+        run=quiet(folder, iterations, save_every=2, samples=2),
     )
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(("seconds", "tokens_per_second"))} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +61,13 @@ def second(first, tmp_path_factory):
         "run.iterations": 4,
         "run.save_every": 2,
     }
-    assert main(["train", *(part for key, value in keys.items() for part in (f"--{key}", str(value)))]) == 0
+    assert main(["train", *as_flags(keys)]) == 0
     return folder
 
 
 def test_the_reward_does_not_restart_and_the_policy_moves(first, second):
     _, summary = first
-    rows = metrics(second)
+    rows = read_metrics(second)
     assert rows[0]["reward"] > (summary["reward_first"] + summary["reward_last"]) / 2
     assert abs(rows[0]["kl"]) < 1e-4, "it starts at its reference"
     assert all(row["kl"] > 1e-3 for row in rows[1:])
@@ -128,7 +122,7 @@ def test_it_is_resumed_bit_for_bit_and_not_on_another_adapter(first, second, tmp
     with pytest.raises(ConfigError, match=r"model\.name is .*, but this run was begun with .*; it cannot change"):
         PPOTrainer(args=other).train(resume_from_checkpoint=True)
     assert main(["train", "--resume", str(run)]) == 0
-    assert without_times(metrics(run)) == without_times(metrics(tmp_path / "whole"))
+    assert without_times(read_metrics(run)) == without_times(read_metrics(tmp_path / "whole"))
     # The same name, and another adapter behind it.
     moved = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_name(first)), second / "policy")
     (first[0] / "policy").rename(tmp_path / "kept")
@@ -163,7 +157,7 @@ def test_a_peft_model_from_python(first, tmp_path):
     trainer.train()
     by_name = PPOTrainer(args=settings(tmp_path / "by name", 3, first[0] / "policy"))
     by_name.train()
-    ours, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "by name")
+    ours, theirs = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "by name")
     assert ours[0]["reward"] == pytest.approx(theirs[0]["reward"])
     assert ours[2]["kl"] > 1e-3
     assert any(not torch.equal(p, x) for p, x in zip(model.parameters(), fresh(first).parameters(), strict=False)), (
@@ -194,7 +188,7 @@ def test_a_run_that_merges_begins_where_the_adapter_ended(rank, first, tmp_path)
     run = tmp_path / "run"
     args = settings(run, 3, first[0] / "policy", adapter="merge", lora=LoraConfig(rank=rank))
     PPOTrainer(args=replace(args, eval=EvalConfig(every=2, samples=8, max_new_tokens=8))).train()
-    rows = metrics(run)
+    rows = read_metrics(run)
     assert rows[0]["reward"] > (summary["reward_first"] + summary["reward_last"]) / 2
     assert abs(rows[0]["kl"]) < 1e-4
     assert rows[2]["kl"] > 1e-4

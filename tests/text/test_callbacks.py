@@ -1,12 +1,11 @@
 """Callbacks: which objects are refused, and that the methods of the base class are the stages of the trainer."""
 
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from helpers.commands import imported
 from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
 from tokencredit.text.callbacks import EVENTS, TRANSFORMERS_EVENTS, check_callbacks
 
@@ -32,19 +31,24 @@ def test_every_stage_has_two_methods():
     ],
 )
 def test_callbacks_pass(callback):
-    check_callbacks([callback])
+    assert check_callbacks([callback]) == [callback]
 
 
 def test_a_method_that_belongs_to_the_object_counts():
     callback = having()
+    with pytest.raises(ConfigError, match="has no callback method"):
+        check_callbacks([callback])
     callback.before_update = print
-    check_callbacks([callback])
+    assert check_callbacks([callback]) == [callback]
 
 
 def test_a_value_is_no_method():
     callback = having("after_update")
     callback.after_hours = 3
-    check_callbacks([callback])
+    assert check_callbacks([callback]) == [callback]
+    callback.after_hours = print
+    with pytest.raises(ConfigError, match="has a method after_hours, which is never called"):
+        check_callbacks([callback])
 
 
 @pytest.mark.parametrize(
@@ -92,11 +96,8 @@ def test_every_method_of_transformers_has_an_answer():
 
 
 def test_the_check_imports_neither_transformers_nor_torch():
-    script = (
-        "import sys\nfrom tokencredit.text.callbacks import Callback, check_callbacks\ncheck_callbacks([Callback()])\n"
-        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    program = "from tokencredit.text.callbacks import Callback, check_callbacks\ncheck_callbacks([Callback()])"
+    assert imported(program, "torch", "transformers") == []
 
 
 def test_the_trainer_refuses_before_it_loads_anything():

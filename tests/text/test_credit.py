@@ -1,19 +1,23 @@
 """Credit by worked numbers, on completions whose scores, values and KL are written down; and in short real runs."""
 
-import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from helpers.configs import text_config
+from helpers.files import read_jsonl, read_metrics
+from helpers.models import changed_weights, copy_weights
+from helpers.rewards import vowels
 from tokencredit.core.advantages import ESTIMATORS, estimate
 from tokencredit.errors import RunStopped
 from tokencredit.processes import Processes
 from tokencredit.report import page
 from tokencredit.report.reading import read_run
 from tokencredit.settings.data import ScoreConfig
-from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
@@ -269,10 +273,6 @@ def test_a_batch_of_completions_that_were_all_cut_off_has_credit_and_nothing_to_
     assert experience.advantages.isfinite().all()
 
 
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 def test_lambda_follows_what_the_critic_explains_of_sampled_returns(tokenizer):
     """Returns 1, 1, 0, 0 with values 0.5, 1, 0.5, 0: Var[R] = 1/4, Var[R − V] = 1/8, so EV = 1/2."""
     credit = credit_of(advantage=AdvantageConfig(lam=0.9, lam_follows=True, whiten="none"), **UNSCALED)
@@ -302,18 +302,7 @@ def test_lambda_stays_what_it_is_unless_it_is_to_follow(tokenizer):
     assert "lam" not in credit.metrics()
 
 
-def small(folder, **changes):
-    groups = {
-        "model": ModelConfig(dtype="float32"),
-        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
-        "ppo": UpdateConfig(epochs=2, minibatches=2),
-        "run": RunConfig(dir=str(folder), iterations=2, samples=8, show_every=0, trackers=[]),
-    }
-    return PPOConfig(**(groups | changes))
-
-
-def vowels(completions, **columns):
-    return [sum(text.count(v) for v in "aeiou") / max(len(text), 1) for text in completions]
+small = partial(text_config, iterations=2)
 
 
 def each_token(completion_ids, **columns):
@@ -346,9 +335,9 @@ def test_where_nothing_is_paid_nothing_moves(estimator, kl, tmp_path):
         optim=OptimConfig(warmup=0),
     )
     trainer = PPOTrainer(args=args, reward_funcs=lambda completions, **columns: [0.0] * len(completions))
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    before = copy_weights(trainer.policy)
     trainer.iteration(1)
-    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert not changed_weights(trainer.policy, before)
 
 
 def test_a_term_that_scores_texts_is_seen_at_once_where_completions_bootstrap(tmp_path):
@@ -372,9 +361,9 @@ def test_nothing_left_in_the_loss_takes_no_step(tmp_path):
     assert trainer.iteration(1)[0]["steps"] > 0, "the optimizer has momentum now"
     honest = trainer.pipeline.engine
     trainer.pipeline.engine = AllCut(honest)
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    before = copy_weights(trainer.policy)
     metrics, _ = trainer.iteration(2)
-    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert not changed_weights(trainer.policy, before)
     assert (metrics["steps"], metrics["bad_steps"], metrics["masked"], metrics["truncated"]) == (0, 0, 1.0, 1.0)
     assert math.isfinite(metrics["advantage_std"])
     trainer.pipeline.engine = honest
@@ -403,13 +392,13 @@ def test_a_run_that_leaves_completions_out_trains_on_the_others(tmp_path):
         ppo=UpdateConfig(epochs=1, minibatches=4, mask_truncated=True),
     )
     PPOTrainer(args=args, reward_funcs=vowels).train()
-    for row in lines(tmp_path / "run", "metrics.jsonl"):
+    for row in read_metrics(tmp_path / "run"):
         assert 0 < row["truncated"] < 1
         assert row["truncated"] < row["masked"] < 1, "of tokens, and the longest completions are left out"
         assert 1 <= row["steps"] <= 4
         assert row["first_ratio_error"] < 1e-4
     quantities = [set(s["numbers"]) for s in report_samples(tmp_path / "run")]
-    cut = [s["truncated"] for s in lines(tmp_path / "run", "samples.jsonl")]
+    cut = [s["truncated"] for s in read_jsonl(tmp_path / "run" / "samples.jsonl")]
     assert ["clipped" not in names for names in quantities] == cut, "they have no gradient that clipping could cut"
 
 
@@ -446,7 +435,7 @@ def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic,
     torch.testing.assert_close(returns, rewards + 0.9 * after, atol=1e-5, rtol=1e-4)
 
     PPOTrainer(args=args, reward_funcs=each_token).train()
-    for sample in lines(tmp_path / "run", "samples.jsonl"):
+    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
         assert ("bootstrap" in sample) == sample["truncated"]
         worth = sample["rewards"][-1] + 0.9 * sample.get("bootstrap", 0.0)
         assert sample["returns"][-1] == pytest.approx(worth, abs=1e-4)
@@ -458,10 +447,10 @@ def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic,
 def test_a_bootstrap_with_a_score_of_whole_texts_stops_at_the_first_batch(tmp_path):
     args = small(tmp_path / "run", advantage=AdvantageConfig(bootstrap=True))
     trainer = PPOTrainer(args=args, reward_funcs=vowels)
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    before = copy_weights(trainer.policy)
     with pytest.raises(RunStopped, match=r"set advantage\.bootstrap: false"):
         trainer.train()
-    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert not changed_weights(trainer.policy, before)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 1.0}, {"top_k": 3}, {"min_new_tokens": 4}])

@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from helpers.configs import quiet
+from helpers.rewards import vowels
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm
@@ -19,10 +21,6 @@ pytestmark = pytest.mark.slow
 
 def constant(completions, **columns):
     return [-1.0] * len(completions)
-
-
-def vowels(completions, **columns):
-    return [sum(text.count(v) for v in "aeiou") / max(len(text), 1) for text in completions]
 
 
 def short(completions, **columns):
@@ -158,7 +156,7 @@ def test_rounding_is_no_mismatch_in_either_number_format(dtype, cause, tmp_path)
         model=ModelConfig(dtype=dtype),
         rollout=RolloutConfig(batch_size=64, max_new_tokens=48),
         ppo=UpdateConfig(epochs=1, micro_batch_tokens=400),
-        run=RunConfig(dir=str(tmp_path / "run"), iterations=2, trackers=[], show_every=0),
+        run=quiet(tmp_path / "run", 2),
     )
     trainer = PPOTrainer(args=args, callbacks=[DropoutInUpdates()] if cause == "dropout" else None)
     if cause == "temperature":

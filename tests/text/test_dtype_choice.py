@@ -7,13 +7,15 @@ from dataclasses import asdict
 import pytest
 import yaml
 
+from helpers.configs import quiet
+from helpers.files import read_events, read_metrics
 from tokencredit.cli import main
 from tokencredit.report.comparison_stats import group_runs
 from tokencredit.report.reading import read_run
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import EvalConfig, RolloutConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_run
 from tokencredit.text.models import precision
 from tokencredit.text.policy import load
@@ -30,7 +32,7 @@ def settings(folder, iterations=2):
         rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
         ppo=UpdateConfig(epochs=1, minibatches=1),
         eval=EvalConfig(samples=4, max_new_tokens=6),
-        run=RunConfig(dir=str(folder), iterations=iterations, save_every=1, trackers=[], show_every=0),
+        run=quiet(folder, iterations, save_every=1),
     )
 
 
@@ -38,10 +40,6 @@ def new_machine(monkeypatch, folder, dtype):
     """A machine on which nothing was timed yet, and which is faster in a format."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setattr(precision, "_seconds", lambda _, __, half: 1.0 if half == (dtype == "bfloat16") else 2.0)
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -72,7 +70,7 @@ def test_the_setting_stays_as_it_was_asked_and_the_choice_stands_beside_it(run):
     assert read_config(folder / "run" / "config.yaml", PPOConfig) == settings(folder / "run")
     assert json.loads((folder / "run" / "choices.json").read_text()) == {"model.dtype": dtype}
     (file,) = (folder / "cache" / "tokencredit").iterdir()
-    first = lines(folder / "run" / "events.jsonl")[0]["event"]
+    first = read_events(folder / "run")[0]
     assert first == f"model.dtype auto: {dtype}, timed now, and kept for later runs in {file}"
     assert changes(folder / "run" / "config.yaml", asdict(settings(folder / "run"))) == {}
 
@@ -82,7 +80,7 @@ def test_a_resumed_run_keeps_its_format_on_another_machine(copy):
     trainer = PPOTrainer(args=settings(folder, iterations=3))
     assert trainer.pipeline.precision.dtype == dtype
     trainer.train(resume_from_checkpoint=True)
-    told = [line["event"] for line in lines(folder / "events.jsonl")]
+    told = read_events(folder)
     assert [event for event in told if "is now" in event] == ["run.iterations is now 3; it was 2"]
     assert json.loads((folder / "choices.json").read_text()) == {"model.dtype": dtype}
 
@@ -90,7 +88,7 @@ def test_a_resumed_run_keeps_its_format_on_another_machine(copy):
 def test_the_command_resumes_in_the_same_format(copy):
     folder, dtype = copy
     assert main(["train", "--resume", str(folder), "--run.iterations", "3"]) == 0
-    assert len(lines(folder / "metrics.jsonl")) == 3
+    assert len(read_metrics(folder)) == 3
     assert read_run(folder).config["model"]["dtype"] == dtype
     assert changes(folder / "config.yaml", asdict(settings(folder, 3))) == {}, "a sweep that asks for auto goes on"
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.configs import quiet
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_run
 from tokencredit.text.models.assembly import load_run_models
 from tokencredit.text.policy import load
@@ -34,7 +35,7 @@ def run(request, tmp_path_factory):
         eval=EvalConfig(every=2, samples=8, max_new_tokens=12),
         ppo=UpdateConfig(epochs=2, minibatches=2),
         optim=OptimConfig(lr=1e-3, warmup=0),
-        run=RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+        run=quiet(folder, 2),
     )
     trainer = PPOTrainer(args=args)
     trainer.train()

@@ -13,10 +13,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from helpers.configs import quiet
+from helpers.models import loud
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import RolloutConfig, UpdateConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import UnusableBatch
@@ -44,7 +46,7 @@ def trainer_of(folder, dtype="float32", **changes):
         model=ModelConfig(dtype=dtype),
         rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
         ppo=UpdateConfig(epochs=1, minibatches=1),
-        run=RunConfig(dir=str(folder), iterations=2, trackers=[], show_every=0),
+        run=quiet(folder, 2),
     )
     return PPOTrainer(args=replace(args, **changes))
 
@@ -136,11 +138,7 @@ def folders(tmp_path_factory, tokenizers):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     reader = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
     config = DistilBertConfig(dim=16, hidden_dim=16, n_layers=1, n_heads=2, vocab_size=len(VOCABULARY))
-    model = DistilBertForSequenceClassification(config)
-    for parameter in model.parameters():  # the usual small initialisation makes all texts alike
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.5)
-    model.save_pretrained(parent / "classifier")
+    loud(DistilBertForSequenceClassification(config), std=0.5).save_pretrained(parent / "classifier")
     reader.save_pretrained(parent / "classifier")
     return parent
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from helpers.configs import quiet
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import RolloutConfig, UpdateConfig
 from tokencredit.text.models.loading import resolve
 from tokencredit.text.policy import Policy, load
 from tokencredit.text.trainer import PPOTrainer
@@ -74,7 +75,7 @@ def run(request, tmp_path_factory):
         prompts=PromptsConfig(add_bos=request.param),
         rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
         ppo=UpdateConfig(epochs=1, minibatches=1),
-        run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+        run=quiet(folder),
     )
     PPOTrainer(args=args).train()
     return folder, json.loads((folder / "samples.jsonl").read_text().splitlines()[-1])

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from chaos import assert_same
+from helpers.configs import text_config
+from helpers.files import read_events, read_jsonl, read_metrics
+from helpers.models import changed_weights, copy_weights
 from tokencredit.core.masked import explained_variance
 from tokencredit.errors import RunStopped
 from tokencredit.report.page import write_report
 from tokencredit.settings.data import ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, OptimConfig, RolloutConfig, UpdateConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.pretraining import PATIENCE, RISE
 from tokencredit.text.trainer import PPOTrainer
@@ -26,30 +28,7 @@ from tokencredit.text.trainer import PPOTrainer
 
 def small(folder, pretrain=3, **groups):
     critic = groups.pop("critic", CriticConfig(kind="separate"))
-    groups = {
-        "model": ModelConfig(dtype="float32"),
-        "critic": replace(critic, pretrain=pretrain),
-        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
-        "ppo": UpdateConfig(epochs=2, minibatches=2),
-        "run": RunConfig(dir=str(folder), iterations=2, samples=8, show_every=0, trackers=[]),
-    } | groups
-    return PPOConfig(**groups)
-
-
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def events(folder):
-    return [row["event"] for row in lines(folder, "events.jsonl")]
-
-
-def weights(module):
-    return {name: x.detach().clone() for name, x in module.named_parameters()}
-
-
-def changed(module, before):
-    return {name for name, x in module.named_parameters() if not torch.equal(x, before[name])}
+    return text_config(folder, 2, critic=replace(critic, pretrain=pretrain), **groups)
 
 
 CRITICS = {
@@ -90,8 +69,8 @@ def pretrain(args, **options):
 @pytest.mark.parametrize("what", CRITICS)
 def test_only_the_critics_own_parameters_learn(what, tmp_path):
     groups, learning, still = CRITICS[what]
-    before = weights(PPOTrainer(args=small(tmp_path / "untrained", **groups)).policy)
-    now = changed(pretrain(small(tmp_path / "run", **groups)).policy, before)
+    before = copy_weights(PPOTrainer(args=small(tmp_path / "untrained", **groups)).policy)
+    now = changed_weights(pretrain(small(tmp_path / "run", **groups)).policy, before)
     assert all(name.startswith("critic.") for name in now)
     assert all(any(name.startswith(part) for name in now) for part in learning)
     assert not any(name.startswith(part) for name in now for part in still)
@@ -101,7 +80,9 @@ def test_the_first_iteration_samples_as_it_would_have(tmp_path):
     runs = [PPOTrainer(args=small(tmp_path / str(batches), pretrain=batches)) for batches in (0, 2)]
     for trainer in runs:
         trainer.train()
-    with_, without = ([row for row in lines(tmp_path / n, "samples.jsonl") if row["iteration"] == 1] for n in "20")
+    with_, without = (
+        [row for row in read_jsonl(tmp_path / n / "samples.jsonl") if row["iteration"] == 1] for n in "20"
+    )
     assert [row["token_ids"] for row in with_] == [row["token_ids"] for row in without]
     assert [row["logprobs"] for row in with_] == [row["logprobs"] for row in without]
     assert [row["values"] for row in with_] != [row["values"] for row in without]
@@ -120,7 +101,7 @@ def run(tmp_path_factory):
 
 def test_it_ends_where_held_out_batches_are_explained_no_better(run):
     folder, _ = run
-    rows, (first,) = lines(folder, "pretrain.jsonl"), lines(folder, "metrics.jsonl")
+    rows, (first,) = read_jsonl(folder / "pretrain.jsonl"), read_metrics(folder)
     assert PATIENCE < len(rows) < 60
     assert [row["batch"] for row in rows] == list(range(1, len(rows) + 1))
     explained = [row["explained_variance"] for row in rows]
@@ -132,7 +113,7 @@ def test_it_ends_where_held_out_batches_are_explained_no_better(run):
     assert first["pretrain/explained_variance"] > 0.4
     assert first["explained_variance"] > 0.4
     assert all(row["critic_steps"] == 16 and row["seconds"] > 0 for row in rows)
-    (event,) = [text for text in events(folder) if text.startswith("pretraining: ")]
+    (event,) = [text for text in read_events(folder) if text.startswith("pretraining: ")]
     assert f"the critic learned from {len(rows)} batches (" in event
     assert event.endswith(", which no longer rose")
 
@@ -140,17 +121,17 @@ def test_it_ends_where_held_out_batches_are_explained_no_better(run):
 def test_it_does_not_end_before_anything_is_explained(tmp_path):
     critic = CriticConfig(kind="separate", lr=1e-9, trunk_lr=1e-9)
     PPOTrainer(args=small(tmp_path / "slow", pretrain=PATIENCE + 3, critic=critic)).train()
-    rows = lines(tmp_path / "slow", "pretrain.jsonl")
+    rows = read_jsonl(tmp_path / "slow" / "pretrain.jsonl")
     assert max(row["explained_variance"] for row in rows) <= RISE
     assert len(rows) == PATIENCE + 3
-    (event,) = [text for text in events(tmp_path / "slow") if text.startswith("pretraining: ")]
+    (event,) = [text for text in read_events(tmp_path / "slow") if text.startswith("pretraining: ")]
     assert not event.endswith(", which no longer rose")
 
 
 def test_its_time_and_tokens_are_those_of_the_run(run):
     folder, _ = run
-    summary, rows = json.loads((folder / "summary.json").read_text()), lines(folder, "pretrain.jsonl")
-    (iteration,) = lines(folder, "metrics.jsonl")
+    summary, rows = json.loads((folder / "summary.json").read_text()), read_jsonl(folder / "pretrain.jsonl")
+    (iteration,) = read_metrics(folder)
     assert summary["iterations"] == 1
     assert summary["seconds"] > sum(row["seconds"] for row in rows) + iteration["seconds"]
     tokens = sum(row["tokens"] for row in [*rows, iteration])
@@ -167,7 +148,7 @@ def test_another_run_goes_on_with_the_pretrained_critic(run, tmp_path):
     folder, trainer = run
     critic = CriticConfig(kind="separate", name=str(folder / "policy"))
     other = PPOTrainer(args=small(tmp_path / "other", pretrain=0, critic=critic))
-    assert not changed(other.policy.critic, weights(trainer.policy.critic))
+    assert not changed_weights(other.policy.critic, copy_weights(trainer.policy.critic))
     scored = other.collect()
     returns = other.credit.monte_carlo(scored).returns
     assert explained_variance(scored.rollout.values, returns, scored.rollout.mask) > 0.2
@@ -210,11 +191,11 @@ def test_a_batch_that_is_not_finite_is_left_out_and_kept(tmp_path):
     score = scores_with(2, lambda scores: [math.nan, *scores[1:]])
     trainer = PPOTrainer(args=small(tmp_path / "run"), reward_funcs=score)
     trainer.train()
-    rows = lines(tmp_path / "run", "pretrain.jsonl")
+    rows = read_jsonl(tmp_path / "run" / "pretrain.jsonl")
     assert [row["bad_steps"] for row in rows] == [0, 1, 0]
     assert [row["critic_steps"] for row in rows] == [4, 0, 4]
     assert "explained_variance" not in rows[1]
-    bad, _ = events(tmp_path / "run")
+    bad, _ = read_events(tmp_path / "run")
     assert re.fullmatch(r"pretraining: .* nan .*; the step was skipped, its batch is in .*/000000-1", bad)
     assert len(list((tmp_path / "run" / "bad_steps").iterdir())) == 1
     assert trainer.record.bad_in_a_row == 0
@@ -256,8 +237,8 @@ def test_a_run_that_is_cut_short_in_it_ends_as_one_that_was_not(batch, end, tmp_
     trainer.train(resume_from_checkpoint=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
     finished = batch > 2
-    assert sum(text.startswith("pretraining: ") for text in events(tmp_path / "cut")) == 1
-    assert ("no checkpoint yet: the run begins anew" in events(tmp_path / "cut")) is not finished
+    assert sum(text.startswith("pretraining: ") for text in read_events(tmp_path / "cut")) == 1
+    assert ("no checkpoint yet: the run begins anew" in read_events(tmp_path / "cut")) is not finished
 
 
 def test_a_run_that_stops_in_its_first_iteration_does_not_pretrain_again(tmp_path):

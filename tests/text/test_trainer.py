@@ -1,12 +1,6 @@
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
-from functools import partial
-from pathlib import Path
 from shutil import which
 
 import pytest
@@ -15,11 +9,14 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.commands import python, start_command, wait_for
+from helpers.configs import text_config
+from helpers.files import count_lines, read_events, read_jsonl, read_metrics, without_times
+from helpers.models import changed_weights, copy_weights
 from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import ClassifierTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
     EvalConfig,
@@ -33,25 +30,10 @@ from tokencredit.settings.training import (
 from tokencredit.text.rewards.terms import Term
 from tokencredit.text.trainer import PPOTrainer
 
-TIMES = ("seconds", "tokens_per_second")
-
 
 def small(folder, **changes):
-    groups = {
-        "model": ModelConfig(dtype="float32"),
-        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8),
-        "ppo": UpdateConfig(epochs=2, minibatches=2),
-        "run": RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2),
-    }
-    return PPOConfig(**(groups | changes))
-
-
-def lines(folder, name):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
-
-
-def without_times(records):
-    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in records]
+    run = RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2)
+    return text_config(folder, **{"run": run} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +59,12 @@ def test_a_run_leaves_its_files(run):
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["iterations"] == 2
     assert summary["stopped_by"] == "iterations"
-    assert [m["iteration"] for m in lines(folder, "metrics.jsonl")] == [1, 2]
+    assert [m["iteration"] for m in read_metrics(folder)] == [1, 2]
 
 
 def test_the_summary_is_that_of_the_metrics(run):
     folder, _, summary = run
-    metrics = lines(folder, "metrics.jsonl")
+    metrics = read_metrics(folder)
     assert summary["reward_first"] == metrics[0]["reward"]
     assert summary["reward_last"] == pytest.approx((metrics[0]["reward"] + metrics[1]["reward"]) / 2)
     assert summary["kl_last"] == pytest.approx((metrics[0]["kl"] + metrics[1]["kl"]) / 2)
@@ -107,9 +89,9 @@ def test_training_moves_policy_and_critic_and_not_the_reference(run):
 
 def test_a_sample_adds_up(run):
     folder, trainer, _ = run
-    samples = lines(folder, "samples.jsonl")
+    samples = read_jsonl(folder / "samples.jsonl")
     assert [s["iteration"] for s in samples] == [1, 1, 1, 2, 2, 2]
-    metrics = {row["iteration"]: row for row in lines(folder, "metrics.jsonl")}
+    metrics = {row["iteration"]: row for row in read_metrics(folder)}
     for sample in samples:
         assert sample["new_logprobs"] != sample["logprobs"]
         columns = ("tokens", "logprobs", "new_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
@@ -124,7 +106,7 @@ def test_a_sample_adds_up(run):
 
 def test_the_last_sample_has_the_final_policys_logprobs(run):
     folder, trainer, _ = run
-    sample = lines(folder, "samples.jsonl")[-1]
+    sample = read_jsonl(folder / "samples.jsonl")[-1]
     prompt = trainer.tokenizer(sample["prompt"])["input_ids"]
     ids = torch.tensor([prompt + sample["token_ids"]])
     with torch.no_grad():
@@ -136,13 +118,13 @@ def test_the_last_sample_has_the_final_policys_logprobs(run):
 def test_without_samples_none_are_written(tmp_path):
     args = small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=1, samples=0, trackers=[]))
     PPOTrainer(args=args).train()
-    assert lines(tmp_path / "run", "samples.jsonl") == []
+    assert read_jsonl(tmp_path / "run" / "samples.jsonl") == []
     assert "Where the credit went" not in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_the_first_iteration_is_the_reference_itself(run):
     folder, *_ = run
-    first = lines(folder, "metrics.jsonl")[0]
+    first = read_metrics(folder)[0]
     assert first["kl"] == pytest.approx(0, abs=1e-4)
     assert first["entropy"] == pytest.approx(-first["ref_logprob"], abs=1e-5)
 
@@ -150,7 +132,7 @@ def test_the_first_iteration_is_the_reference_itself(run):
 def test_tensorboard_has_every_metric(run):
     folder, *_ = run
     events = EventAccumulator(str(folder / "tensorboard" / "tokencredit")).Reload()
-    metrics = lines(folder, "metrics.jsonl")
+    metrics = read_metrics(folder)
     for name, value in metrics[-1].items():
         if name != "iteration":
             assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-5, abs=1e-7), name
@@ -162,14 +144,14 @@ def test_the_same_seed_gives_the_same_run(run, tmp_path):
     again = PPOTrainer(args=small(tmp_path / "two"))
     again.train()
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert without_times(lines(tmp_path / "two", name)) == without_times(lines(folder, name))
+        assert without_times(read_jsonl(tmp_path / "two" / name)) == without_times(read_jsonl(folder / name))
     assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters(), again.policy.parameters(), strict=True))
 
 
 @pytest.mark.slow
 def test_another_seed_gives_another_run(run, tmp_path):
     PPOTrainer(args=small(tmp_path / "other", seed=2)).train()
-    assert lines(tmp_path / "other", "samples.jsonl")[0] != lines(run[0], "samples.jsonl")[0]
+    assert read_jsonl(tmp_path / "other" / "samples.jsonl")[0] != read_jsonl(run[0] / "samples.jsonl")[0]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
@@ -194,7 +176,7 @@ def test_without_a_price_there_is_no_reference(tmp_path):
     summary = trainer.train()
     assert trainer.reference is None
     assert summary["kl_last"] is None
-    assert "kl" not in lines(tmp_path / "run", "metrics.jsonl")[0]
+    assert "kl" not in read_metrics(tmp_path / "run")[0]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -267,7 +249,7 @@ def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     kl = KLConfig(coef=0.1, target=1000.0, horizon=80)
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
     trainer.train()
-    coefs = [m["kl_coef"] for m in lines(tmp_path / "run", "metrics.jsonl")]
+    coefs = [m["kl_coef"] for m in read_metrics(tmp_path / "run")]
     assert coefs == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
 
 
@@ -280,9 +262,9 @@ def test_a_run_stops_when_it_is_good_enough(tmp_path):
 
 def test_muon_trains_the_matrices(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", optim=OptimConfig(name="muon", grad_norm_type="max")))
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    before = copy_weights(trainer.policy)
     metrics, _ = trainer.iteration(1)
-    moved = {name for name, p in trainer.policy.named_parameters() if not torch.equal(p, before[name])}
+    moved = changed_weights(trainer.policy, before)
     assert {"lm.transformer.h.0.attn.c_attn.weight", "lm.transformer.wte.weight", "critic.head.2.weight"} <= moved
     assert metrics["lr"] < metrics["value_lr"]
 
@@ -290,10 +272,10 @@ def test_muon_trains_the_matrices(tmp_path):
 def test_the_critic_warms_up_alone(tmp_path):
     ppo = UpdateConfig(epochs=1, minibatches=2)
     trainer = PPOTrainer(args=small(tmp_path / "run", ppo=ppo, critic=CriticConfig(warmup=1)))
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    before = copy_weights(trainer.policy)
 
     def moved():
-        return {n.split(".")[0] for n, p in trainer.policy.named_parameters() if not torch.equal(p, before[n])}
+        return {name.split(".")[0] for name in changed_weights(trainer.policy, before)}
 
     trainer.iteration(1)
     assert moved() == {"critic"}
@@ -343,7 +325,7 @@ def test_learning_rates_rise_and_fall(tmp_path):
     run = RunConfig(dir=str(tmp_path / "run"), iterations=4)
     args = small(tmp_path / "run", optim=optim, critic=CriticConfig(lr=1e-3), run=run)
     PPOTrainer(args=args).train()
-    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    metrics = read_metrics(tmp_path / "run")
     assert [m["lr"] for m in metrics] == pytest.approx([5e-5, 1e-4, 1e-4 * 2 / 3, 1e-4 / 3])
     assert [m["value_lr"] for m in metrics] == pytest.approx([10 * m["lr"] for m in metrics])
 
@@ -377,7 +359,7 @@ def test_evaluation_keeps_the_best_policy(tmp_path):
 
     trainer.stages.callbacks.append(Keep())
     trainer.train()
-    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    metrics = read_metrics(tmp_path / "run")
     rewards = [m["eval/reward"] for m in metrics]
     for m in metrics:
         assert m["eval/best"] >= m["eval/reward"] == pytest.approx(m["eval/reward/NEGATIVE"])
@@ -399,8 +381,8 @@ def test_an_evaluation_with_a_reward_that_is_not_finite_is_left_out(tmp_path):
 
     trainer.pipeline.terms = [Term("odd", 1.0, judge)]
     trainer.train()
-    assert ["eval/reward" in m for m in lines(tmp_path / "run", "metrics.jsonl")] == [True, False]
-    (event,) = [event["event"] for event in lines(tmp_path / "run", "events.jsonl")]
+    assert ["eval/reward" in m for m in read_metrics(tmp_path / "run")] == [True, False]
+    (event,) = read_events(tmp_path / "run")
     assert event.startswith("an evaluation is left out: reward term 'odd' is nan")
 
 
@@ -409,16 +391,15 @@ def test_evaluation_does_not_disturb_training(run, tmp_path):
     evaluation = EvalConfig(every=1, samples=4, max_new_tokens=6, temperature=0.5)
     PPOTrainer(args=small(tmp_path / "run", eval=evaluation)).train()
     seen = [
-        {k: v for k, v in m.items() if not k.startswith("eval/")}
-        for m in without_times(lines(tmp_path / "run", "metrics.jsonl"))
+        {k: v for k, v in m.items() if not k.startswith("eval/")} for m in without_times(read_metrics(tmp_path / "run"))
     ]
-    assert seen == without_times(lines(run[0], "metrics.jsonl"))
+    assert seen == without_times(read_metrics(run[0]))
 
 
 def test_the_arguments_of_trls_trainers(model_folders, tokenizer, tmp_path):
     """A loaded model, plain functions, data sets from Python, and columns that reach the reward."""
     model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = copy_weights(model)
     seen = []
 
     def wanted(prompts, completions, word, **columns):
@@ -440,8 +421,8 @@ def test_the_arguments_of_trls_trainers(model_folders, tokenizer, tmp_path):
     trainer.train()
     assert sorted({*zip(seen[0][0], seen[0][1], strict=True)}) == [("A film", "a"), ("This movie was", "e")]
     assert {"completion_ids", "ref_logprobs"} <= set(seen[0][2])
-    assert {"reward/wanted", "reward/short"} <= set(lines(tmp_path / "run", "metrics.jsonl")[0])
-    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters()), "it is trained in place"
+    assert {"reward/wanted", "reward/short"} <= set(read_metrics(tmp_path / "run")[0])
+    assert changed_weights(model, before), "it is trained in place"
 
 
 def test_a_peft_configuration_from_python(model_folders, tmp_path):
@@ -525,7 +506,7 @@ from tokencredit.cli import main
 sys.exit(main(sys.argv[1:]))
 """
     options = ["--rollout.batch_size", "300000", "--rollout.max_new_tokens", "4", "--run.dir", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, "-c", program, "train", *options], capture_output=True, text=True)
+    done = python("-c", program, "train", *options)
     assert done.returncode == 1
     assert "out of memory in its rollout stage; lower rollout.batch_size or rollout.max_new_tokens" in done.stderr
     assert "Traceback" not in done.stderr
@@ -602,7 +583,7 @@ def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, 
         r"row \(run\.max_bad_steps\); see .*bad_steps/000005-1; resume with: tokencredit train --resume",
     ):
         trainer.train()
-    metrics = lines(run, "metrics.jsonl")
+    metrics = read_metrics(run)
     assert [(m["iteration"], m["reward"] is None, m["bad_steps"]) for m in metrics] == [
         (1, False, 0),
         (2, True, 1),
@@ -628,7 +609,7 @@ def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
     with pytest.raises(RunStopped, match=r"^nothing was learned in 2 iterations: .*run/bad_steps holds the batches"):
         trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
-    assert [m["iteration"] for m in lines(run, "metrics.jsonl")] == [1, 2]
+    assert [m["iteration"] for m in read_metrics(run)] == [1, 2]
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == "numbers that are not finite"
     assert (run / "checkpoints" / "000002").is_dir()
     assert (run / "report.html").is_file()
@@ -640,23 +621,23 @@ def test_a_reward_that_is_not_finite_changes_nothing(tmp_path):
     trainer.record.folder.create(0)
     trainer.record.config = {}
     trainer.pipeline.terms = odd_in((1,), math.nan, trainer.pipeline.terms[0].function)
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    before = copy_weights(trainer.policy)
     trainer.iteration(1)
-    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert not changed_weights(trainer.policy, before)
     trainer.iteration(2)
-    assert not all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert changed_weights(trainer.policy, before)
 
 
 def test_a_loss_that_is_not_finite_names_the_text_and_leaves_the_weights_alone(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     with torch.no_grad():
         trainer.policy.critic.head[-1].bias.fill_(1e30)  # its square is infinite in float32
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    before = copy_weights(trainer.policy)
     with pytest.raises(
         RunStopped, match=r"stopped in iteration 1: value loss of the text 'This movie was really.*' is not finite"
     ):
         trainer.train()
-    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert not changed_weights(trainer.policy, before)
     minibatch = load_file(tmp_path / "run" / "bad_steps" / "000001-1" / "batch.safetensors")
     assert {"prompt_ids", "response_ids", "advantages", "returns", "logprobs"} <= set(minibatch)
 
@@ -675,7 +656,7 @@ def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
     trainer.stages.callbacks = [Overflow()]
     with pytest.raises(RunStopped, match=r"a log-probability, value or KL of a completion is not finite, in 3 steps"):
         trainer.train()
-    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    metrics = read_metrics(tmp_path / "run")
     assert [(m["iteration"], m["bad_steps"]) for m in metrics] == [(1, 0), (2, 1), (3, 1)]
 
 
@@ -690,12 +671,12 @@ def test_a_gradient_that_is_not_finite_costs_one_step(tmp_path):
 
     weight.register_hook(spoil)
     trainer.train()
-    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    metrics = read_metrics(tmp_path / "run")
     steps = trainer.args.ppo.epochs * trainer.args.ppo.minibatches
     assert [(m["steps"], m["bad_steps"]) for m in metrics] == [(steps - 1, 1), (steps, 0)]
     assert all(math.isfinite(m["loss"]) and math.isfinite(m["grad_norm"]) for m in metrics)
     assert bool(weight.isfinite().all())
-    events = [event["event"] for event in lines(tmp_path / "run", "events.jsonl")]
+    events = read_events(tmp_path / "run")
     assert any("gradient is not finite; the step was skipped" in event for event in events)
 
 
@@ -713,27 +694,16 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_earned(tmp_path):
-    command = [sys.executable, "-m", "tokencredit.cli", "train", "--run.dir", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        [*command, "--rollout.batch_size", "8", "--run.iterations", "1000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Whoever started the tests in the background of a shell has told them, and us, to ignore Ctrl-C.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    for _ in range(600):
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
-            break
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGINT)
+    few = ["--rollout.batch_size", "8", "--run.iterations", "1000"]
+    process = start_command("train", "--run.dir", tmp_path / "run", *few)
+    assert wait_for(lambda: count_lines(tmp_path / "run" / "metrics.jsonl") >= 2, process)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("tokencredit: interrupted")
     assert "stopped by: interrupt" in out
-    done = lines(tmp_path / "run", "metrics.jsonl")
+    done = read_metrics(tmp_path / "run")
     assert [m["iteration"] for m in done] == list(range(1, len(done) + 1))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == len(done)
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")

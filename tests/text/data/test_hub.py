@@ -2,14 +2,13 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.commands import command
 
 pytestmark = pytest.mark.slow
 
@@ -68,13 +67,7 @@ def train(hub, folder, token):
         "NO_PROXY": "127.0.0.1",
     }
     arguments = [*TRAIN, "--run.dir", str(folder / "run"), "--run.push_to_hub", "org/critic"]
-    return subprocess.run(
-        [sys.executable, "-m", "tokencredit.cli", "train", *arguments],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return command("train", *arguments, **settings)
 
 
 def test_the_policy_that_arrives_is_the_one_that_was_saved(hub, tmp_path):

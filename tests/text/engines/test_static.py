@@ -1,14 +1,14 @@
 """Decoding with a static cache: the same tokens and numbers as with one that grows, and no wait in a step."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from helpers.files import read_metrics
+from helpers.models import random_lm
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
@@ -31,13 +31,7 @@ SHAPES = {"gpt2": SHAPE, "qwen3": GATED | {"tie_word_embeddings": True}, "gpt_ne
 
 
 def build(kind, tokenizer, **shape):
-    torch.manual_seed(0)
-    ids = {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": None}
-    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **ids, **SHAPES.get(kind, GATED) | shape)
-    lm = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in lm.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3)
+    lm = random_lm(kind, tokenizer, **SHAPES.get(kind, GATED) | shape)
     model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
     torch.nn.init.normal_(model.critic.head.weight)
     return model
@@ -219,10 +213,6 @@ def test_runs_with_both_caches_agree(tokenizer, tmp_path):
         assert (trainer.pipeline.engine.decoding is None) == (cache == "dynamic")
         rewards[cache] = [row["reward"] for row in read_metrics(tmp_path / cache)]
     assert rewards["static"] == pytest.approx(rewards["dynamic"], abs=1e-5)
-
-
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 MISFITS = {

@@ -8,17 +8,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from helpers.configs import text_config
+from helpers.files import read_events
+from helpers.models import changed_weights, copy_weights
 from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
     KLConfig,
     OptimConfig,
     RolloutConfig,
-    RunConfig,
     UpdateConfig,
 )
 from tokencredit.text.models.building import build_policy
@@ -34,21 +35,12 @@ GROUPS = {"advantage": AdvantageConfig(estimator="group_relative"), "critic": NO
 
 
 def small(folder, **changes):
-    defaults = {
-        "model": ModelConfig(dtype="float32"),
-        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4),
-        "ppo": UpdateConfig(epochs=2, minibatches=2),
-        "run": RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
-    }
-    return PPOConfig(**defaults | changes)
+    rollout = RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4)
+    return text_config(folder, **{"rollout": rollout} | changes)
 
 
 def constant(prompts, completions):
     return [0.5] * len(completions)
-
-
-def weights(policy):
-    return {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
 
 
 @pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "uniform"])
@@ -62,19 +54,19 @@ def test_a_constant_reward_moves_no_policy_without_a_critic(estimator, tmp_path)
     trainer = PPOTrainer(args=args, reward_funcs=constant)
     if estimator == "uniform":  # its baseline is the mean of earlier scores
         trainer.credit.baseline.update(torch.full((8,), 0.5))
-    before = weights(trainer.policy)
+    before = copy_weights(trainer.policy.lm)
     metrics, _ = trainer.iteration(1)
     assert metrics["steps"] == 4
     assert metrics["grad_norm"] == 0
-    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.lm.named_parameters())
+    assert not changed_weights(trainer.policy.lm, before)
 
 
 def test_a_critic_on_the_trunk_moves_the_policy_at_a_constant_reward(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path, kl=KLConfig(coef=0.0)), reward_funcs=constant)
-    before = weights(trainer.policy)
+    before = copy_weights(trainer.policy.lm)
     for number in (1, 2):  # in the first update a head of zeros hands no gradient down
         trainer.iteration(number)
-    assert not all(torch.equal(p, before[name]) for name, p in trainer.policy.lm.named_parameters())
+    assert changed_weights(trainer.policy.lm, before)
 
 
 class Counting(TorchDispatchMode):
@@ -146,7 +138,7 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, t
     second = PPOTrainer(args=small(tmp_path / "b", model=model, critic=CriticConfig(kind=kind)))
     assert all(torch.equal(x, trained[name]) for name, x in second.policy.critic.state_dict().items())
     second.train()
-    events = [json.loads(line)["event"] for line in (tmp_path / "b" / "events.jsonl").read_text().splitlines()]
+    events = read_events(tmp_path / "b")
     assert f"the critic continues from the one saved in {model.name}" in events
     fresh = PPOTrainer(args=small(tmp_path / "c", model=model, critic=CriticConfig(kind=kind, init="zeros")))
     assert fresh.policy.critic.head[-1].weight.abs().sum() == 0
@@ -369,9 +361,9 @@ def test_a_head_of_default_init_is_that_of_nn_linear():
         head = build_value_head(kind, 8, "default")
         torch.manual_seed(5)
         layers = {"linear": lambda: [torch.nn.Linear(8, 1)], "mlp": mlp}[kind]()
-        for weights, expected in zip(head.parameters(), [p for x in layers for p in x.parameters()], strict=True):
-            assert torch.equal(weights, expected)
-            assert weights.abs().sum() > 0
+        for weight, expected in zip(head.parameters(), [p for x in layers for p in x.parameters()], strict=True):
+            assert torch.equal(weight, expected)
+            assert weight.abs().sum() > 0
 
 
 def mlp():
@@ -413,12 +405,9 @@ def test_an_adapters_folder_is_no_critic(tmp_path):
 
 def test_a_detached_separate_critic_trains_its_head_alone(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path, critic=CriticConfig(kind="separate", detach=True)))
-    before = {name: p.detach().clone() for name, p in trainer.policy.critic.named_parameters()}
+    before = copy_weights(trainer.policy.critic)
     trainer.iteration(1)
-    moved = {
-        name.split(".")[0] for name, p in trainer.policy.critic.named_parameters() if not torch.equal(p, before[name])
-    }
-    assert moved == {"head"}
+    assert {name.split(".")[0] for name in changed_weights(trainer.policy.critic, before)} == {"head"}
     assert not any(p.requires_grad for p in trainer.policy.critic.trunk.parameters()), (
         "processes need not wait for them"
     )

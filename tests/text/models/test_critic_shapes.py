@@ -4,18 +4,17 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2ForSequenceClassification,
 )
 
+from helpers.configs import text_config
+from helpers.models import random_lm
 from tokencredit import load
 from tokencredit.errors import ConfigError
 from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import OptimConfig, RolloutConfig, RunConfig, SamplingConfig, UpdateConfig
+from tokencredit.settings.training import OptimConfig, SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
@@ -33,14 +32,8 @@ NORMS = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}
 
 
 def small(folder, iterations=1, **critic):
-    return PPOConfig(
-        model=ModelConfig(dtype="float32"),
-        critic=CriticConfig(**critic),
-        rollout=RolloutConfig(batch_size=8, max_new_tokens=8),
-        ppo=UpdateConfig(epochs=2, minibatches=2),
-        optim=OptimConfig(lr=1e-3, warmup=0),
-        run=RunConfig(dir=str(folder), iterations=iterations, trackers=[], show_every=0),
-    )
+    optim = OptimConfig(lr=1e-3, warmup=0)
+    return text_config(folder, iterations, critic=CriticConfig(**critic), optim=optim)
 
 
 @pytest.fixture
@@ -176,12 +169,7 @@ MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 
 
 def random_policy(family, shape, tokenizer, **critic):
-    torch.manual_seed(0)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": 0}
-    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=len(tokenizer), **shape, **ids)).eval()
-    for parameter in lm.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3)
+    lm = random_lm(family, tokenizer, pad_token_id=0, **shape)
     return build_policy(lm, tokenizer, ModelConfig(name=""), CriticConfig(head="linear", **critic))[0]
 
 

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -16,6 +14,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from helpers.models import loud, random_lm
 from tokencredit.errors import ConfigError
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import SamplingConfig
@@ -55,24 +54,9 @@ REFUSED = {
 }
 
 
-def build(kind, shape, tokenizer):
-    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": 0}
-    torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **shape, **ids)).eval()
-    return louder(lm)
-
-
-def louder(lm):
-    """The usual small initialisation makes all texts alike."""
-    for parameter in lm.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3)
-    return lm
-
-
 @pytest.fixture(params=TRAINED)
 def lm(request, tokenizer):
-    return build(request.param, TRAINED[request.param], tokenizer)
+    return random_lm(request.param, tokenizer, pad_token_id=0, **TRAINED[request.param])
 
 
 @pytest.mark.parametrize("per_prompt", [1, 3])
@@ -98,7 +82,7 @@ def test_a_rollout_has_the_log_probs_of_the_models_own_pass(lm, per_prompt, toke
 
 def test_an_exact_kl_to_the_same_model_is_zero(tokenizer):
     """The reference's logits are scaled too."""
-    lm = build("granite", TRAINED["granite"], tokenizer)
+    lm = random_lm("granite", tokenizer, pad_token_id=0, **TRAINED["granite"])
     model = ActorCritic(lm)
     inputs = {"prompt_ids": torch.tensor([[5, 6]]), "prompt_mask": torch.ones(1, 2, dtype=torch.bool)}
     inputs |= {"response_ids": torch.tensor([[7, 8]]), "mask": torch.ones(1, 2, dtype=torch.bool)}
@@ -119,7 +103,7 @@ def test_a_check_at_the_start_finds_nothing_and_draws_nothing(lm, tokenizer):
 def test_a_model_that_would_train_on_other_numbers_is_refused(kind, tokenizer):
     shape, message = REFUSED[kind]
     with pytest.raises(ConfigError, match=message):
-        load_start(PPOConfig(), build(kind, shape, tokenizer), tokenizer)
+        load_start(PPOConfig(), random_lm(kind, tokenizer, pad_token_id=0, **shape), tokenizer)
 
 
 class Forgetful(LlamaModel):
@@ -145,10 +129,10 @@ class Failing(LlamaModel):
     ],
 )
 def test_a_trunk_with_a_mistake_is_refused(kind, message, tokenizer):
-    lm = louder(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE)))
+    lm = loud(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE)))
     lm.model = kind(lm.config)
     with pytest.raises(ConfigError, match=message):
-        check_policy("", louder(lm))
+        check_policy("", loud(lm))
 
 
 def test_a_model_with_an_encoder_is_refused(tokenizer, tmp_path):

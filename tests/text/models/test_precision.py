@@ -4,6 +4,7 @@ from copy import deepcopy
 import pytest
 import torch
 
+from helpers.configs import quiet
 from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import like_lengths
 from tokencredit.processes import Processes
@@ -106,7 +107,7 @@ def built_in(dtype, folder):
     args = PPOConfig(
         model=ModelConfig(dtype=dtype),
         rollout=RolloutConfig(batch_size=64, max_new_tokens=48),
-        run=RunConfig(dir=str(folder), iterations=1, trackers=[], show_every=0),
+        run=quiet(folder),
     )
     return PPOTrainer(args=args)
 

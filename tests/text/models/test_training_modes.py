@@ -13,6 +13,7 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
+from helpers.models import SHAPE, loud
 from tokencredit.errors import ConfigError
 from tokencredit.learn.modes import training, training_modules
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -22,7 +23,6 @@ from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.trainer import PPOTrainer
 
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 PHIMOE = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4}
 
 
@@ -36,22 +36,15 @@ def opt(tokenizer):
     return OPTForCausalLM(OPTConfig(vocab_size=len(tokenizer), **shape, **noise, eos_token_id=0))
 
 
-def loud(lm):
-    torch.manual_seed(0)
-    for parameter in lm.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3)
-    return lm
-
-
 def trainer_of(lm, tokenizer, folder, **settings):
+    torch.manual_seed(0)
     args = PPOConfig(
         model=ModelConfig(dtype="float32", **settings),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=6),
         ppo=UpdateConfig(epochs=1, minibatches=1),
         run=RunConfig(dir=str(folder), trackers=[], iterations=1),
     )
-    return PPOTrainer(lm, lengths, args, processing_class=tokenizer)
+    return PPOTrainer(loud(lm), lengths, args, processing_class=tokenizer)
 
 
 def lengths(prompts, completions):
@@ -75,7 +68,7 @@ def updated(trainer):
 @pytest.mark.parametrize("build", [phimoe, opt])
 def test_checkpointing_changes_neither_ratio_nor_gradient(build, tokenizer, tmp_path):
     (_, plain), (error, gradients) = (
-        updated(trainer_of(loud(build(tokenizer)), tokenizer, tmp_path / str(on), gradient_checkpointing=on))
+        updated(trainer_of(build(tokenizer), tokenizer, tmp_path / str(on), gradient_checkpointing=on))
         for on in (False, True)
     )
     assert error < 1e-5
@@ -85,7 +78,7 @@ def test_checkpointing_changes_neither_ratio_nor_gradient(build, tokenizer, tmp_
 
 
 def test_only_layers_are_in_training_mode_while_they_checkpoint(tokenizer, tmp_path):
-    trainer = trainer_of(loud(phimoe(tokenizer)), tokenizer, tmp_path, gradient_checkpointing=True)
+    trainer = trainer_of(phimoe(tokenizer), tokenizer, tmp_path, gradient_checkpointing=True)
     layers, seen = list(trainer.policy.lm.model.layers), []
     hook = layers[0].self_attn.register_forward_hook(
         lambda *_: seen.append({x for x in trainer.policy.modules() if x.training})
@@ -102,7 +95,7 @@ def test_only_layers_are_in_training_mode_while_they_checkpoint(tokenizer, tmp_p
 def test_noise_that_a_layer_reads_elsewhere_is_refused(tokenizer, tmp_path):
     """Falcon's layers read their rates from the configuration."""
     shape = SHAPE | {"attention_dropout": 0.5, "hidden_dropout": 0.5, "eos_token_id": 0}
-    lm = loud(FalconForCausalLM(FalconConfig(vocab_size=len(tokenizer), **shape)))
+    lm = FalconForCausalLM(FalconConfig(vocab_size=len(tokenizer), **shape))
     trainer_of(lm, tokenizer, tmp_path / "plain")
     with pytest.raises(ConfigError, match=r"FalconForCausalLM.* with model\.gradient_checkpointing, by up to"):
         trainer_of(lm, tokenizer, tmp_path / "checkpointing", gradient_checkpointing=True)
@@ -111,7 +104,7 @@ def test_noise_that_a_layer_reads_elsewhere_is_refused(tokenizer, tmp_path):
 def test_a_model_that_cannot_checkpoint_is_refused(tokenizer, tmp_path):
     lm = CTRLLMHeadModel(CTRLConfig(vocab_size=len(tokenizer), n_embd=32, dff=48, n_layer=1, n_head=2, eos_token_id=0))
     with pytest.raises(ConfigError, match=r"model\.gradient_checkpointing is true: CTRL.* does not support"):
-        trainer_of(loud(lm), tokenizer, tmp_path, gradient_checkpointing=True)
+        trainer_of(lm, tokenizer, tmp_path, gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("by_config", [True, False])
@@ -134,7 +127,7 @@ def test_an_adapters_dropout_is_on_in_updates_whoever_asked_for_it(by_config, do
 
 def test_dropout_drops_as_in_training_mode_and_layers_are_never_left_out(tokenizer, tmp_path):
     """All of the model's dropout, and nothing else, at the same random numbers."""
-    trainer = trainer_of(loud(opt(tokenizer)), tokenizer, tmp_path, dropout=True)
+    trainer = trainer_of(opt(tokenizer), tokenizer, tmp_path, dropout=True)
     policy = trainer.policy
     assert policy.lm.model.decoder.layerdrop == 0
     inputs = trainer.collect().rollout.inputs()

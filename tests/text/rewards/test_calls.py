@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.commands import command
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.text import PPOConfig
@@ -291,10 +290,8 @@ def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
     """In a process of its own, which the function that still hangs must not keep from ending."""
     (tmp_path / "mine.py").write_text("import threading\n\n\ndef hangs(completions):\n    threading.Event().wait()\n")
     reward = f"[{{function: '{tmp_path}/mine.py:hangs', timeout: 0.2, retries: 1}}]"
-    command = [sys.executable, "-m", "tokencredit.cli", "train", "--reward", reward, "--run.dir", str(tmp_path / "run")]
-    done = subprocess.run(
-        [*command, "--rollout.batch_size", "4", "--rollout.max_new_tokens", "2"], capture_output=True, text=True
-    )
+    few = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "2"]
+    done = command("train", "--reward", reward, "--run.dir", tmp_path / "run", *few)
     assert done.returncode == 1
     again, end = [line for line in done.stderr.splitlines() if "hangs" in line]
     assert again == "reward term 'hangs' exceeded its timeout of 0.2 s; trying again in 1 s"

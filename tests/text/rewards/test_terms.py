@@ -25,6 +25,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from helpers.models import loud
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.settings.parsing import config_parser, to_config
@@ -66,10 +67,7 @@ def gives(*values, name="given", weight=1.0):
 def saved(folder, model, tokenizer, **changes):
     """A random model with weights large enough that texts differ, as a folder; `changes` go into its tokenizer."""
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3)
-    model.save_pretrained(folder)
+    loud(model).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | changes

@@ -1,0 +1,37 @@
+"""Small language models with random weights, and comparisons of weights."""
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+
+# Torch and Transformers are imported where they are needed, because conftest.py imports this module, and so does the
+# process that hands tests to the workers of pytest-xdist.
+
+
+def loud(model, std=0.3):
+    """Draw all matrices anew, with a larger deviation: the usual one makes all texts alike."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=std)
+    return model
+
+
+def random_lm(family, tokenizer, **config):
+    """A loud language model of a family, the same at each call, in evaluation mode."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": None}
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **ids | config)
+    return loud(AutoModelForCausalLM.from_config(config).eval())
+
+
+def copy_weights(module):
+    """A copy of a module's parameters, by name."""
+    return {name: x.detach().clone() for name, x in module.named_parameters()}
+
+
+def changed_weights(module, before):
+    """The names of the parameters that differ from a copy."""
+    import torch
+
+    return {name for name, x in module.named_parameters() if not torch.equal(x, before[name])}
