@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +32,17 @@ SHOWN_METRICS = {
 """Metrics of an iteration's line, by key: label and meaning."""
 
 
+class Bar(Progress):
+    """A progress bar with the iteration's numbers in a line below it, since both fit no terminal of 80 columns."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The lines on the screen."""
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            if numbers := task.fields["numbers"]:
+                yield Text(numbers)
+
+
 class Screen:
     """Progress and samples of one run; use as `with Screen(...)` around the training loop."""
 
@@ -39,14 +50,13 @@ class Screen:
         """Prepare the screen of a run; `enabled=False` silences it."""
         self.console = console or Console(quiet=not enabled, highlight=False)
         self.iterations = iterations
-        self.progress = Progress(
+        self.progress = Bar(
             TextColumn("training"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
             console=self.console,
             disable=not self.console.is_terminal,
             speed_estimate_period=math.inf,  # two iterations may take longer than Rich's 30 seconds
@@ -94,8 +104,9 @@ class Screen:
         """Show completions: reward, mean log-probability under the reference, text; their meaning the first time."""
         reference = any(map(_reference, samples))
         if "samples" not in self.explained:
-            meaning = "of a token under the reference model on average; near 0 for a text that it would write"
-            columns = {"reward": "the completion's score"} | ({"reference": f"log-prob {meaning}"} if reference else {})
+            columns = {"reward": "the completion's score"}
+            if reference:
+                columns["reference"] = "mean log-prob per token under the reference model, near 0 if likely"
             self.say("in each table of samples:")
             self.pairs(columns.items(), indent="  ")
             self.explained.add("samples")
