@@ -253,6 +253,20 @@ def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
     assert any(not torch.equal(p, q) for p, q in zip(trainer.agent.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("env", "observation", "action"),
+    [("CartPole-v1", "of length 4", "one of 2"), ("Pendulum-v1", "of length 3", "of length 1")],
+)
+def test_the_overview_has_environment_shapes_and_folder(env, observation, action, tmp_path):
+    args = small(tmp_path / "run", env=EnvConfig(id=env, number=2), agent=AgentConfig(policy="transformer", context=3))
+    trainer = ControlTrainer(args)
+    told = dict(trainer.overview())
+    assert (told["environment"], told["observation"], told["action"]) == (f"{env}, 2 copies", observation, action)
+    assert told["agent"] == f"transformer, {sum(p.numel() for p in trainer.agent.parameters()):,} parameters"
+    assert told["run"] == f"{tmp_path / 'run'}, 3 iterations of 32 steps"
+    assert list(told) == ["environment", "observation", "action", "agent", "device", "run"]
+
+
 def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
     trainer = ControlTrainer(small(tmp_path / "run", run=replace(small(tmp_path / "run").run, max_bad_steps=100)))
     step = trainer.envs.step

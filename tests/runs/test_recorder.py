@@ -260,6 +260,25 @@ def test_a_run_without_a_step_has_failed_if_they_were_skipped(rows, failed, tmp_
     assert not failed or f"{tmp_path / 'run' / 'bad_steps'} holds the batches" in str(error)
 
 
+def test_the_end_names_files_and_commands(tmp_path, capsys):
+    made = record(config(tmp_path / "my run"))
+    made.next_steps({"tokencredit generate RUN": "completions"})
+    folder = str(tmp_path / "my run")
+    assert capsys.readouterr().out.splitlines() == [
+        f"policy  {folder}/policy",
+        f"next    tokencredit generate '{folder}'  completions",
+    ]
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run" / "report.html").write_text("")
+    made.next_steps({"tokencredit generate RUN": "completions"})
+    assert capsys.readouterr().out.splitlines() == [
+        f"report  {folder}/report.html",
+        f"policy  {folder}/policy",
+        f"next    tokencredit report '{folder}' --open  the report in the browser",
+        f"        tokencredit generate '{folder}'       completions",
+    ]
+
+
 def test_a_manifest_is_written_in_the_newest_format(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     write_manifest(tmp_path)

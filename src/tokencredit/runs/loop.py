@@ -36,6 +36,9 @@ class Trainer(Protocol):
     def notes(self) -> Sequence[str]:
         """Events to log when a run starts."""
 
+    def overview(self) -> Iterable[tuple[str, str]]:
+        """What the run trains, and where: pairs of a label and a text."""
+
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run one iteration; returns its metrics and samples."""
 
@@ -118,6 +121,7 @@ def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[
         number = record.resume(args, reserve, partial(load, trainer))
     else:
         record.begin(args, reserve, weights)
+    record.screen.pairs(trainer.overview())
     for note in trainer.notes if number == 0 else ():
         record.event(note)
     stopped_by = None

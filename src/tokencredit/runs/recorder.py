@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -222,7 +223,19 @@ class RunRecord:
 
     def how_to_resume(self) -> str:
         """The command that resumes this run."""
-        return f"resume with: tokencredit {self.world.command} --resume {self.folder.path}"
+        return f"resume with: tokencredit {self.world.command} --resume {shlex.quote(str(self.folder.path))}"
+
+    def next_steps(self, commands: Mapping[str, str]) -> None:
+        """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""
+        folder, page = self.folder.path, self.folder.path / "report.html"
+        written = page.is_file()
+        if written:
+            commands = {"tokencredit report RUN --open": "the report in the browser"} | dict(commands)
+        named = {command.replace("RUN", shlex.quote(str(folder))): meaning for command, meaning in commands.items()}
+        width = max(map(len, named))
+        rows = [("report", str(page))] if written else []
+        rows += [("policy", str(folder / "policy"))]
+        self.screen.pairs([*rows, *(("next", f"{command:<{width}}  {text}") for command, text in named.items())])
 
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
         """Write a checkpoint after an iteration, and remove surplus ones.

@@ -43,6 +43,7 @@ from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.parts import width
 from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.overview import overview
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
@@ -142,6 +143,11 @@ class PPOTrainer:
             rng.set_torch_state(self.rng)
             trained = memory_of(trainable(self.policy))
             return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
+
+    def overview(self) -> Iterator[tuple[str, str]]:
+        """Model, prompts, reward, device and folder: pairs of a label and a text."""
+        configured = "reward_funcs" not in self.origin["given"]
+        return overview(self.args, self.pipeline, self.prompts, configured, self.record.folder.path)
 
     def pretrain(self) -> Iterator[None]:
         """Pretrain the critic, one batch per step, unless the run is resumed."""
@@ -310,6 +316,8 @@ class PPOTrainer:
                 write_report(self.record.folder.path)
             except NotInstalled as error:
                 self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
+        audit = {"tokencredit audit RUN": "measure if the credit is true"} if not self.origin["given"] else {}
+        self.record.next_steps({"tokencredit generate RUN": "completions of the trained policy"} | audit)
         if self.args.run.push_to_hub and self.processes.main:
             upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
         return summary
