@@ -217,4 +217,4 @@ def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder)
     assert len(rare) > 10
     assert all(mode == ["lines+markers", True] for mode in rare)
     assert len(modes["audit/correlation"]) == 3, "with both ends of its interval"
-    assert modes["length (tokens)"] == [["lines", False]]
+    assert modes["kl (nats per sequence)"] == [["lines", False]]

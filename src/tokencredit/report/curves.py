@@ -70,8 +70,7 @@ def sections(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[s
     lines = {name: [rounded(mean([row.get(name) for row in block])) for block in blocks] for name in names}
     found: dict[str, dict[str, dict[str, Any]]] = {title: {} for title in (*SECTIONS, "Other")}
     for name, y in lines.items():
-        whole = total(name)
-        if all(value is None for value in y) or (whole and lines.get(whole) == y):
+        if all(value is None for value in y) or ((whole := total(name)) and lines.get(whole) == y):
             continue
         chart = chart_of(name)
         unit = f" ({UNITS[chart]})" if chart in UNITS else ""
