@@ -405,7 +405,7 @@ def look(name, tokenizer):
     for column in column_names(rows):
         for _ in column_values(rows, column):
             pass
-    batch = Prompts(rows, tokenizer, name="rows", room=50).batch(0, 2)
+    batch = Prompts(rows, tokenizer, name="rows", limit=50).batch(0, 2)
     assert len(batch.texts) == 2
     assert batch.mask.any(1).all()
 

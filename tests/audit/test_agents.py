@@ -306,7 +306,7 @@ def test_what_shows_in_training_alone_leaves_an_audit_out(env, tmp_path):
     folder = tmp_path / "run"
     ControlTrainer(small(folder, env=env, audit=AgentAuditConfig(every=2, episodes=40))).train()
     assert "audit/" not in (folder / "metrics.jsonl").read_text()
-    assert f"an audit is left out: env.id {env.id} cannot be audited" in (folder / "events.jsonl").read_text()
+    assert f"an audit is skipped: env.id {env.id} cannot be audited" in (folder / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("env", ["Pendulum-v1", "CartPole-v1", "FrozenLake-v1"])

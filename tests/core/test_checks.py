@@ -39,7 +39,7 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     "smoothed_histogram": {"targets": ROWS, "edges": EDGES},
     "histogram_loss": {"logits": torch.zeros(2, 3, 4), "returns": ROWS, "edges": EDGES},
     "histogram_values": {"logits": torch.zeros(2, 3, 4), "edges": EDGES},
-    **dict.fromkeys(("sparse_mask", "reduction_count", "token_weights", "require_acted", "without_acted"), ALONE),
+    **dict.fromkeys(("sparse_mask", "reduction_count", "token_weights", "require_acted", "empty_rows"), ALONE),
     "weighted_sum": {"x": ROWS, "weights": ROWS},
     "total_loss": {"policy": ROWS, "value": ROWS, "entropy": ROWS, "weights": ROWS},
     **dict.fromkeys(("masked_sum", "masked_mean", "moments", "whiten", "zero_outside"), OVER),

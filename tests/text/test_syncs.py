@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokencredit.learn.experience import like_lengths
+from tokencredit.learn.experience import length_batches
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, RolloutConfig, RunConfig, UpdateConfig
@@ -49,9 +49,9 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     trainer, _, experience = batch
 
     def cut(lengths, budget):
-        return list(torch.cat(like_lengths(lengths, budget)).tensor_split(micro_batches))
+        return list(torch.cat(length_batches(lengths, budget)).tensor_split(micro_batches))
 
-    monkeypatch.setattr("tokencredit.learn.learner.like_lengths", cut)
+    monkeypatch.setattr("tokencredit.learn.learner.length_batches", cut)
     learner = trainer.learner
     learner.settings = replace(learner.settings, whiten_minibatches=whiten)
     with counts() as counted:

@@ -383,7 +383,7 @@ def test_an_evaluation_with_a_reward_that_is_not_finite_is_left_out(tmp_path):
     trainer.train()
     assert ["eval/reward" in m for m in read_metrics(tmp_path / "run")] == [True, False]
     (event,) = read_events(tmp_path / "run")
-    assert event.startswith("an evaluation is left out: reward term 'odd' is nan")
+    assert event.startswith("an evaluation is skipped: reward term 'odd' is nan")
 
 
 @pytest.mark.slow

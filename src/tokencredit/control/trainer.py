@@ -23,7 +23,7 @@ from tokencredit.core.masked import moments, whiten
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
-from tokencredit.learn.state import memory_of
+from tokencredit.learn.state import nbytes
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import NonFiniteUpdate
 from tokencredit.processes import Processes, threads
@@ -86,7 +86,7 @@ class ControlTrainer:
             RunStopped: numbers were not finite several times in a row, or an environment raised; the agent is saved.
             KeyboardInterrupt: Ctrl-C; the agent is saved, except after a second Ctrl-C.
         """
-        weights = memory_of(self.agent.parameters())
+        weights = nbytes(self.agent.parameters())
         with preserved(), threads(self.args.threads), expected_warnings(self.args.env):
             set_torch_state(self.rng)
             return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)

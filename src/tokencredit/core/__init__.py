@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tokencredit.core.steps import *
 
 _NAMES = {
-    "advantages": "Where decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
+    "advantages": "EpisodeBounds decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
     "checks": "require_acted require_choice require_finite require_flags require_fraction require_not_negative "
-    "require_positive require_rows require_shape require_tensors without_acted",
+    "require_positive require_rows require_shape require_tensors empty_rows",
     "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
     "estimators": "ESTIMATORS Estimator",
     "kl": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate",

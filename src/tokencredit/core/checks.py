@@ -76,13 +76,13 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 def require_acted(mask: Tensor) -> None:
     """Raise `ValueError` if a row of `mask` [batch, time] has no acted step."""
-    empty = without_acted(mask)
+    empty = empty_rows(mask)
     if bool(empty.any()):
         row = int(empty.nonzero()[0])
         raise ValueError(f"mask has no acted step in row {row}; every row must have at least one")
 
 
-def without_acted(mask: Tensor) -> Tensor:
+def empty_rows(mask: Tensor) -> Tensor:
     """True for the rows of `mask` [batch, time] that have no acted step."""
     require_tensors(mask=mask)
     return mask.view(torch.uint8).amax(dim=-1) == 0

@@ -192,7 +192,7 @@ def leave_one_out(
 
 def _to_go(steps: Steps, gamma: float) -> Tensor:
     require_fraction("gamma", gamma)
-    return reverse_scan(steps.rewards_to_the_end(gamma), gamma * steps.inside)
+    return reverse_scan(steps.bootstrapped_rewards(gamma), gamma * steps.inside)
 
 
 def _scores(rewards: Tensor, mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor:

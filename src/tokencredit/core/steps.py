@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.checks import (
+    empty_rows,
     require_acted,
     require_finite,
     require_flags,
     require_rows,
     require_shape,
     require_tensors,
-    without_acted,
 )
 from tokencredit.core.masked import at_least_float32
 
@@ -39,7 +39,7 @@ class Steps:
     lengths: Tensor
     order: Tensor | None
 
-    def rewards_to_the_end(self, gamma: float) -> Tensor:
+    def bootstrapped_rewards(self, gamma: float) -> Tensor:
         """Rewards plus, at truncated steps, the discounted bootstrap value."""
         if self.cut_values is None:
             return self.rewards
@@ -89,7 +89,7 @@ def prepare_steps(
 
     # One transfer for all checks that depend on values, since each one stalls a GPU's queue.
     no_acted, bad_rewards, bad_values, any_cut, bad_cut_values, any_early, any_gap = _any_true(
-        None if mask is None else without_acted(mask),
+        None if mask is None else empty_rows(mask),
         ~rewards.sum().isfinite(),
         ~values.sum().isfinite(),
         cut,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokencredit.core.advantages import Where, estimate
+from tokencredit.core.advantages import EpisodeBounds, estimate
 from tokencredit.core.masked import VARIANCE_GUARD, Reduce, explained_variance, moments, whiten
 from tokencredit.core.rewards import overlong_penalty, token_rewards
 from tokencredit.errors import RunStopped
@@ -182,10 +182,10 @@ class Credit:
             args.estimator, score_rewards + kl_rewards, rollout.values, options=options, **self._where(scored)
         )
 
-    def _where(self, scored: Scored) -> Where:
+    def _where(self, scored: Scored) -> EpisodeBounds:
         """The mask and, if there is one, the bootstrap of truncated completions."""
         mask = scored.rollout.mask
-        where: Where = {"mask": mask}
+        where: EpisodeBounds = {"mask": mask}
         if scored.bootstrap is not None:
             after = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, True) - 1
             where["truncated"] = after & scored.rollout.truncated.unsqueeze(1)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.state import memory_of, trainable
+from tokencredit.learn.state import nbytes, trainable
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes
 from tokencredit.report.card import model_card
@@ -136,12 +136,12 @@ class PPOTrainer:
                 computed, a file could not be written, or memory ran out. The policy trained so far is saved.
             KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
         """
-        for line in setup.left_out(self.prompts, self.eval_prompts):
+        for line in setup.dropped(self.prompts, self.eval_prompts):
             self.record.screen.say(line)
-        reserve = memory_of(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
+        reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
         with rng.preserved():
             rng.set_torch_state(self.rng)
-            trained = memory_of(trainable(self.policy))
+            trained = nbytes(trainable(self.policy))
             return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
 
     def overview(self) -> Iterator[tuple[str, str]]:
@@ -204,7 +204,7 @@ class PPOTrainer:
             RewardError: a reward could not be computed.
         """
         settings = self.args.rollout
-        prompts, uniforms = self.stream.take()
+        prompts, uniforms = self.stream.next_batch()
         return self.pipeline.collect(
             prompts,
             settings,
@@ -251,7 +251,7 @@ class PPOTrainer:
                 metrics = evaluate(self.pipeline, self.eval_prompts, self.args.eval, seed=self.args.seed)
                 results["metrics"] = metrics
         except UnusableBatch as error:
-            self.record.event(f"an evaluation is left out: {error}")
+            self.record.event(f"an evaluation is skipped: {error}")
             return {}
         if metrics["eval/reward"] > self.record.best and self.processes.main and self.record.folder.path.is_dir():
             with replacing(self.record.folder.path / "best") as folder:

@@ -307,7 +307,7 @@ def test_steps_of_the_critic_alone_compute_no_vocabulary(tmp_path):
     _, experience = trainer.credit.give(trainer.collect())
     vocabulary = trainer.policy.lm.config.vocab_size
     with Shapes() as shapes:
-        trainer.learner.critic.take(experience, [(experience, trainer.learner.objective)], lambda *_: None)
+        trainer.learner.critic.run(experience, [(experience, trainer.learner.objective)], lambda *_: None)
     assert shapes.sizes
     assert vocabulary not in shapes.sizes
 

@@ -55,7 +55,7 @@ class LocalEngine:
                     None if started is None else [tokens.to(self.precision.device) for tokens in started],
                     steps=CachedSteps if self.decoding is None else self.decoding.steps,
                 )
-            if not self.precision.half:
+            if not self.precision.bfloat16:
                 return rollout
             if rollout.values is None:
                 logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget)

@@ -60,7 +60,7 @@ class StaticDecoding:
     def _round(self, dtype: torch.dtype) -> None:
         """Round the weights that autocast would round at each step.
 
-        For the vocabulary projection that is the weight alone, on a GPU; see `core.projection.multiply`.
+        For the vocabulary projection that is the weight alone, on a GPU; see `core.projection.project`.
         """
         head = self.model.lm.get_output_embeddings()
         for module in matrix_layers(self.model.lm):

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
-from tokencredit.core.projection import TokenStats, in_columns, multiply
+from tokencredit.core.projection import TokenStats, faster_transposed, project
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.learn.state import trainable
 from tokencredit.text.models.adapters import Adapter
@@ -111,11 +111,11 @@ class ActorCritic(nn.Module):
             states = hidden.flatten(0, -2)
             logits = states.new_empty(len(states), len(projection.weight), dtype=torch.float32)
             with torch.autocast(device.type, enabled=False):
-                multiply(states, projection.weight, torch.get_autocast_dtype(device.type), logits)
+                project(states, projection.weight, torch.get_autocast_dtype(device.type), logits)
             logits = logits.unflatten(0, hidden.shape[:-1])
             if projection.bias is not None:
                 logits += projection.bias
-        elif in_columns(device, hidden.dtype) and projection.bias is None:
+        elif faster_transposed(device, hidden.dtype) and projection.bias is None:
             columns = nn.functional.linear(projection.weight, hidden.flatten(0, -2))
             logits = columns.T.unflatten(0, hidden.shape[:-1])
         else:

@@ -152,7 +152,7 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
                 with checked.no_grad():
                     static, expected = _sampled(policy, decoding)
                 error, close = (static - expected).abs(), _close(static, expected, _rounding(expected))
-                if not (close or (checked.half and error.mean() < HALF_TOLERANCE)):
+                if not (close or (checked.bfloat16 and error.mean() < HALF_TOLERANCE)):
                     return (
                         f"{kind} then gives other log-probabilities in {checked.dtype}, by up to {error.max():.2g} nats"
                     )

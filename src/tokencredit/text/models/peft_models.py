@@ -107,7 +107,7 @@ def load_adapter(lm: PreTrainedModel, folder: str) -> None:
     attach(lm, model)
 
 
-def take_over(model: Any) -> PreTrainedModel:
+def adopt(model: Any) -> PreTrainedModel:
     """The language model of a model passed from Python, in float32, with its adapter attached, if it has one.
 
     Raises:
