@@ -95,7 +95,7 @@ class StaticSteps:
             limit: largest number of new tokens.
         """
         self.policy, self.trunk, self.run = policy, trunk_of(model.lm), run
-        self.prompt_mask, self.limit, self.end = prompt_mask, limit, prompt_mask.shape[1]
+        self.prompt_mask, self.end = prompt_mask, prompt_mask.shape[1]
         device, columns = prompt_mask.device, aligned(self.end + limit)
         self.segment = aligned(columns // SEGMENTS)
         self.columns = torch.arange(columns, device=device)
