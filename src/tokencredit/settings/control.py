@@ -41,7 +41,7 @@ class EnvConfig:
     """Divide rewards by the running standard deviation of the discounted return, which is reset at each episode
     start."""
     clip: float = setting(10.0, needs="normalize_observations or normalize_rewards", above=0)
-    """Clip range of normalized observations and rewards: [-clip, clip]."""
+    """Clip range of observations and rewards where they are normalized, in standard deviations: [-clip, clip]."""
 
 
 @dataclass
@@ -90,7 +90,8 @@ class AgentCriticConfig(CriticTraining):
     lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
-    """Weight of the value loss beside the policy loss. With 0 the critic learns only in its own passes (`epochs`)."""
+    """Weight of the value loss in the sum with the policy loss. With 0 the critic learns only in its own passes
+    (`epochs`)."""
     loss: Literal["mse", "huber"] = setting("mse", needs=LEARNS)
     """Value loss: half the squared error, or Huber, which is linear in large errors."""
 
@@ -120,7 +121,7 @@ class AgentStopConfig(StopSettings):
     """Early-stopping rules."""
 
     patience: int = setting(1, needs="reward", at_least=1)
-    """Consecutive iterations above the threshold before the run stops."""
+    """Consecutive iterations with a mean reward above `reward` before the run stops."""
 
 
 @dataclass
@@ -145,7 +146,8 @@ class EpisodesConfig:
     greedy: bool = setting(True, needs="episodes or videos")
     """Take the most likely action; false samples actions as in training."""
     videos: int = setting(0, at_least=0)
-    """Extra episodes per evaluation, recorded in `videos/`; needs `tokencredit[video]`."""
+    """Extra episodes per evaluation, recorded in the run's `videos/` and not counted in its mean; needs
+    `tokencredit[video]`."""
 
 
 @dataclass

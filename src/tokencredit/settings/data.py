@@ -29,7 +29,8 @@ class PromptsConfig:
     config_name: str | None = setting(None, needs="dataset")
     """Configuration (subset) of a hub dataset; null for its default."""
     shuffle: bool | None = None
-    """Shuffle prompts anew in each pass, from the seed; null shuffles a dataset and cycles through texts in order."""
+    """Order of the prompts: true for another one each time through them, false for that of the data; null shuffles a
+    dataset and keeps the order of texts."""
     max_length: int | None = setting(None, at_least=1)
     """Longest prompt, in tokens; null for the model's context less max_new_tokens, which is always a limit."""
     overlong: Literal["error", "drop", "truncate"] = "error"
@@ -157,15 +158,16 @@ class ScoreConfig:
     """Normalization, clipping and penalties of scores."""
 
     normalize: Literal["none", "batch", "running"] = "none"
-    """Normalization of scores: none, or division by the standard deviation of this batch or of all scores so far."""
+    """Normalization of scores: none, or by the mean (`shift_mean`) and standard deviation of this batch (batch) or of
+    all scores so far (running)."""
     shift_mean: bool = setting(True, needs="normalize: not none")
-    """Subtract the mean when normalizing, so that about half of the scores become negative."""
+    """Subtract the mean when normalizing, so that about half of the scores become negative; false only divides."""
     clip: float | None = setting(None, above=0)
     """Clip range of scores: [-clip, clip]; null for no clipping."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a completion that was truncated; subtracted from its score."""
+    """Penalty of a completion that was truncated, subtracted from its score after `normalize` and `clip`."""
     overlong_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a completion of length rollout.max_new_tokens. It rises linearly from 0 over the last
-    overlong_tokens."""
+    """Penalty of a completion of length rollout.max_new_tokens, which rises linearly from 0 over the last
+    `overlong_tokens`. Needs that key."""
     overlong_tokens: int | None = setting(None, at_least=1)
     """Tokens before rollout.max_new_tokens over which overlong_penalty rises from 0; null for no such penalty."""

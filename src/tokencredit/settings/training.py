@@ -55,9 +55,10 @@ class SamplingConfig:
     min_new_tokens: int = setting(0, at_least=0)
     """Shortest completion, in tokens, before it may end."""
     temperature: float = setting(1.0, above=0)
-    """Temperature: logits are divided by it, in sampling and in training."""
+    """Sampling temperature: logits are divided by it. Training uses that of the rollout for its log-probs too."""
     top_k: int | None = setting(None, at_least=1)
-    """Top-k sampling: only the k most likely tokens; null for all."""
+    """Top-k sampling: only the k most likely tokens; null for all. Like top_p, min_p and min_new_tokens it filters the
+    sampled tokens only: log-probs remain those of the full distribution."""
     top_p: float | None = setting(None, above=0, at_most=1)
     """Nucleus sampling: only the most likely tokens that together have this probability; null for all."""
     min_p: float | None = setting(None, above=0, at_most=1)
@@ -152,11 +153,11 @@ class AdvantageConfig(AdvantageSettings):
     scale: bool = setting(True, needs=read_by("scale"))
     """Divide group_relative advantages by the group's standard deviation."""
     baseline_decay: float = setting(1.0, needs=WITH_BASELINE, at_least=0, at_most=1)
-    """Weight of earlier scores in the running-mean baseline of `uniform` when a batch arrives; 1 weighs all scores
-    equally."""
+    """Decay of the running-mean baseline of `uniform`: earlier scores are weighted down by it at each new batch. 1
+    weighs all scores equally."""
     bootstrap: bool = setting(False, needs="critic.kind: not none")
-    """Bootstrap from the critic where a completion was truncated; false treats the truncation as its end. Needs one
-    reward per token: a score of the whole text would be paid twice."""
+    """Bootstrap from the critic where a completion was truncated; false treats the truncation as its end. True needs
+    rewards per token: with one score per text, that score and the critic's value would both be paid."""
 
 
 MANY_STEPS = "algorithm: not policy_gradient"
@@ -179,12 +180,12 @@ class PPOSettings:
     clip_high: float | None = setting(None, needs=MANY_STEPS, above=0)
     """Upper clip range, 1 + clip_high, if it should differ; null for clip."""
     dual_clip: float | None = setting(None, needs=MANY_STEPS, above=1)
-    """Dual clip: largest loss of a token with a negative advantage, in multiples of that advantage; null for no
-    limit."""
+    """Dual clip: limit of the loss where the advantage is negative, in multiples of the advantage, such as 3; null for
+    none."""
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_kl: float | None = setting(None, needs=MANY_STEPS, above=0)
-    """KL to the sampling policy, in nats per token, at which an update stops early; null for never."""
+    """KL to the sampling policy, in nats per token, above which the rest of an update is skipped; null for never."""
 
     def objective(self, critic: CriticTraining) -> dict[str, Any]:
         """Arguments of `learn.objective.Objective` shared by language models and agents."""
@@ -243,9 +244,10 @@ class KLConfig:
     estimator: Literal["k1", "k2", "k3", "full"] = setting("k1", needs="coef")
     """KL estimator: k1, k2 or k3 from the sampled token, or the full sum over the vocabulary."""
     target: float | None = setting(None, above=0)
-    """Target KL, in nats per sequence, to which coef is adapted; null for a fixed coef."""
+    """Target KL to the reference, in nats per sequence: coef, which is then the initial value, rises while the KL is
+    above it and falls while it is below. null for a fixed coef."""
     horizon: float = setting(10_000, needs="target", above=0)
-    """Horizon of the adaptation, in completions; a longer one adapts more slowly."""
+    """Horizon of the adaptation to `target`, in completions; a longer one adapts more slowly."""
 
 
 @dataclass
@@ -257,7 +259,7 @@ class OptimConfig:
     lr: float = setting(1e-4, above=0)
     """Peak learning rate of the policy."""
     weight_decay: float = setting(0.0, at_least=0)
-    """Weight decay of AdamW."""
+    """Decoupled weight decay of all trained weights, the critic's too."""
     eps: float = setting(1e-8, above=0)
     """AdamW's ε, which bounds its steps where gradients are tiny."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -288,7 +290,7 @@ class StopSettings:
     reward: float | None = None
     """Mean reward above which the run stops; null for never."""
     patience: int = setting(1, needs="reward or kl", at_least=1)
-    """Consecutive iterations above the threshold before the run stops."""
+    """Consecutive iterations above a threshold (`reward`, or for texts `kl`) before the run stops."""
 
 
 @dataclass
@@ -322,14 +324,15 @@ class AuditSettings:
     continuations: int = setting(8, needs="every", at_least=2)
     """Continuations per state; more of them make the true values more precise."""
     states: int | None = setting(4, needs="every", at_least=1)
-    """States audited per completion or episode, evenly spread; null for all."""
+    """States audited per completion or episode, evenly spread; null for all. A state of a completion is the text before
+    one of its tokens."""
     seconds: float | None = setting(None, needs="every", above=0)
-    """Time limit of an audit, in seconds; within it, states get fewer continuations. null for no limit."""
+    """Time limit of an audit, in seconds; states get fewer continuations to meet it. null for no limit."""
 
 
 @dataclass
 class AuditConfig(AuditSettings):
-    """Audit of credit: fresh completions, from whose states many continuations are sampled and scored."""
+    """Audit of credit: values and advantages of fresh completions against the mean return of many continuations."""
 
     completions: int = setting(16, needs="every", at_least=2)
     """Completions per audit, over all processes."""
@@ -361,7 +364,7 @@ class RunConfig(RunSettings):
     """Length of the run and its files."""
 
     samples: int = setting(8, at_least=0)
-    """Completions per iteration logged to samples.jsonl, token by token."""
+    """Completions logged to samples.jsonl token by token, the first of the batch; 0 for none."""
     samples_every: int = setting(1, needs="samples", at_least=1)
     """Iterations between logged samples; raise it to keep samples.jsonl small."""
     show_every: int = setting(10, needs="samples", at_least=0)
