@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium.spaces import Discrete
 from gymnasium.spaces.utils import flatdim
@@ -99,7 +98,7 @@ class ControlTrainer:
         yield "observation", f"of length {flatdim(observations) // args.agent.observations()}"
         yield (
             "action",
-            f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {np.prod(actions.shape)}",
+            f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {flatdim(actions)}",
         )
         yield "agent", f"{args.agent.policy}, {count(sum(p.numel() for p in self.agent.parameters()))} parameters"
         yield "device", f"{self.record.processes.device}, float32"

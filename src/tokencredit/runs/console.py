@@ -112,8 +112,8 @@ class Screen:
             self.explained.add("samples")
         if not self.console.is_terminal:
             for sample in samples:
-                mean = f"  reference {_reference(sample)}" if reference else ""
-                self.say(f"  reward {sample['reward']:.3f}{mean}  {_continued(sample)}")
+                under = f"  reference {_reference(sample)}" if reference else ""
+                self.say(f"  reward {sample['reward']:.3f}{under}  {_continued(sample)}")
             return
         table = Table(title=f"samples of iteration {iteration}", title_justify="left")
         table.add_column("reward", justify="right")
@@ -121,8 +121,8 @@ class Screen:
             table.add_column("reference", justify="right")
         table.add_column("text", overflow="fold")
         for sample in samples:
-            columns = [f"{sample['reward']:.3f}"] + ([_reference(sample)] if reference else [])
-            table.add_row(*columns, _continued(sample))
+            mean = [_reference(sample)] if reference else []
+            table.add_row(f"{sample['reward']:.3f}", *mean, _continued(sample))
         self.console.print(table)
 
     def finish(self, summary: Summary, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
