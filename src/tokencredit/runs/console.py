@@ -90,7 +90,7 @@ class Screen:
         """Show an iteration's main metrics, each with its meaning the first time."""
         shown = {key: label for key, (label, _) in SHOWN_METRICS.items() if key in metrics}
         if new := [SHOWN_METRICS[key] for key in shown if key not in self.explained]:
-            self.say("in each iteration's line:")
+            self.say("in an iteration's line:")
             self.pairs(new, indent="  ")
             self.explained |= shown.keys()
         numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in shown.items())
@@ -107,7 +107,7 @@ class Screen:
             columns = {"reward": "the completion's score"}
             if reference:
                 columns["reference"] = "mean log-prob per token under the reference model, near 0 if likely"
-            self.say("in each table of samples:")
+            self.say("in a table of samples:")
             self.pairs(columns.items(), indent="  ")
             self.explained.add("samples")
         if not self.console.is_terminal:
