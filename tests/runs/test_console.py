@@ -35,7 +35,7 @@ def shown(action, terminal=False):
 def test_plain_lines_without_a_terminal():
     *legend, line = shown(lambda screen: screen.iteration(METRICS)).splitlines()
     assert line == "iteration 3/40  reward 0.5  KL 1.25  entropy 1.1  length 20  clipped 0.1"
-    assert legend[0] == "in each iteration's line:"
+    assert legend[0] == "in an iteration's line:"
     assert [row.split()[0] for row in legend[1:]] == ["reward", "KL", "entropy", "length", "clipped"]
 
 
