@@ -23,8 +23,8 @@ from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_file import OF_CRITIC as CRITIC
-from tokencredit.report.page import NAME, write_report
-from tokencredit.report.reading import read_run
+from tokencredit.report.page import write_report
+from tokencredit.report.reading import REPORT, read_run
 from tokencredit.runs.checkpoint import write_manifest
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.jsonl import TRUTH
@@ -329,11 +329,11 @@ def test_the_page_of_a_run(name, run):
     @given(damaged(*FILES[name]))
     def fuzz(data):
         (run / name).write_bytes(data)
-        (run / NAME).write_text("before")
+        (run / REPORT).write_text("before")
         with tried(f"{name} for the page"):
             write_report(run)
-        page = (run / NAME).read_text(encoding="utf-8")
-        assert sorted(p.name for p in run.iterdir()) == sorted([*FILES, NAME])
+        page = (run / REPORT).read_text(encoding="utf-8")
+        assert sorted(p.name for p in run.iterdir()) == sorted([*FILES, REPORT])
         if page != "before":
             assert page.rstrip().endswith("</html>")
             data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]

@@ -270,3 +270,17 @@ def test_the_diagnosis_is_named_at_the_top(browser, run_folder):
     story = browser.find_element(By.CSS_SELECTOR, ".story").text
     count = len(browser.find_elements(By.CSS_SELECTOR, ".findings li"))
     assert ("no problem found" if not count else f"{count} problem") in story
+
+
+def test_a_run_of_one_iteration_has_one_column_and_points(browser, run_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    for name in ("samples", "metrics"):
+        rows = (copy / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (copy / f"{name}.jsonl").write_text("".join(row for row in rows if json.loads(row)["iteration"] == 1))
+    write_report(copy)
+    opened(browser, copy)
+    assert complaints(browser) == []
+    assert [title.text for title in browser.find_elements(By.CSS_SELECTOR, "#compared h3")] == ["iteration 1"]
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#compared p")) == 3
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")) == 1
+    assert not browser.find_element(By.ID, "pane1").is_displayed()

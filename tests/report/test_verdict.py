@@ -23,7 +23,7 @@ def test_a_clear_difference_has_its_size_and_interval():
     assert sentences == [
         "high ends at the higher reward: 0.92, against 0.11 with low, a difference of 0.80, "
         f"95 % interval {low:.2f} to {high:.2f}.",
-        "Over 4 runs and 4 runs this is more than noise (rank-sum test, p = 0.029).",  # 2 of 70 exchanges
+        "Over 4 and 4 runs this is more than noise (rank-sum test, p = 0.029).",  # 2 of 70 exchanges
     ]
 
 

@@ -25,7 +25,8 @@ def verdict(groups: Sequence[Group], metric: str) -> list[str]:
     ends = [(group.label, np.array([last(run, metric) for run in group.runs], dtype=float)) for group in groups]
     (higher, best), *others = sorted(ends, key=lambda found: -float(interquartile_mean(found[1])))
     if not others:
-        return [f"{metric} ends at {middle(best)} in {counted(len(best))} of one setting; there is nothing to compare."]
+        runs = f"{len(best)} run" + "s" * (len(best) > 1)
+        return [f"{metric} ends at {middle(best)} in {runs} of one setting; there is nothing to compare."]
     lower, other = others[0]
     if not spread(best, other):
         return [f"{higher} and {lower} end at the same {metric}, {middle(best)}."]
@@ -40,7 +41,7 @@ def compared(sentence: str, best: np.ndarray, other: np.ndarray) -> list[str]:
     """The sentence with the difference of two groups, and one on its uncertainty."""
     difference = float(spread(best, other))
     known = f"{sentence}, a difference of {two_digits(difference)}"
-    over = f"{counted(len(best))} and {counted(len(other))}"
+    over = f"{len(best)} and {len(other)} runs"
     if len(best) == len(other) == 1:
         return [f"{known}.", "There is one run per setting: other seeds may reverse the order."]
     if too_few(len(best), len(other)):
@@ -55,11 +56,6 @@ def compared(sentence: str, best: np.ndarray, other: np.ndarray) -> list[str]:
         f"{known}, 95 % interval {two_digits(low)} to {two_digits(high)}.",
         f"Over {over} this is {noise} (rank-sum test, p = {two_digits(chance)}).",
     ]
-
-
-def counted(runs: int) -> str:
-    """A number of runs, as text."""
-    return f"{runs} run" + "s" * (runs > 1)
 
 
 def middle(ends: np.ndarray) -> str:
