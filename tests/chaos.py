@@ -176,8 +176,10 @@ def killed(
         if moment == "starting":
             time.sleep(chance.uniform(0, STARTS))
         elif moment == "training":
-            life.wait_for(lambda seen=before, life=life: life.lines() != seen)
-            time.sleep(chance.uniform(0, 1.5))
+            life.wait_for(lambda seen=before, life=life: life.lines() != seen)  # a resumed one goes back first
+            until = life.lines() + chance.randint(1, 6)
+            life.wait_for(lambda until=until, life=life: life.lines() >= until)
+            time.sleep(chance.uniform(0, 0.1))
         else:
             life.wait_for(life.saving)
             time.sleep(chance.uniform(0, 0.03))

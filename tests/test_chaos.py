@@ -1,10 +1,12 @@
 """A small part of `make chaos`: real processes, really killed."""
 
+import json
 import random
 import signal
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from chaos import (
     CONTROL,
@@ -25,9 +27,9 @@ from tokencredit.cli import main
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("command", "iterations"), [(TEXT, 20), (CONTROL, 200)], ids=["text", "control"])
+@pytest.mark.parametrize(("command", "iterations"), [(TEXT, 14), (CONTROL, 40)], ids=["text", "control"])
 def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(command, iterations, tmp_path):
-    command = [*command, "--run.iterations", str(iterations), "--run.save_every", str(iterations // 10)]
+    command = [*command, "--run.iterations", str(iterations), "--run.save_every", "1"]
     assert main([*command, "--run.dir", str(tmp_path / "whole")]) == 0
     for moment in ("training", "saving"):
         moments = killed(tmp_path / "cut", command, 1, random.Random(0), moment)
@@ -49,10 +51,17 @@ def test_signals_save_first_and_then_stop_at_once(code, signals, tmp_path):
     assert f"resume with: tokencredit train --resume {tmp_path / 'run'}" in said
     done = len(metrics(tmp_path / "run"))
     assert 2 <= done < 60
+    assert [row["iteration"] for row in metrics(tmp_path / "run")] == list(range(1, done + 1))
     once = len(signals) == 1
     assert (tmp_path / "run" / "policy").is_dir() is once
     if once:
         assert (tmp_path / "run" / "checkpoints" / f"{done:06d}").is_dir()
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == done
+    if code == 130:
+        assert said.strip().splitlines()[-1].startswith("tokencredit: interrupted")
+    if signals == [signal.SIGINT]:
+        assert "stopped by: interrupt" in said
 
 
 SMALL = {"rollout": {"batch_size": 8, "max_new_tokens": 6}}

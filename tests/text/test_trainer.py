@@ -1,6 +1,5 @@
 import json
 import math
-import signal
 from shutil import which
 
 import pytest
@@ -9,9 +8,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.commands import python, start_command, wait_for
+from helpers.commands import python
 from helpers.configs import text_config
-from helpers.files import count_lines, read_events, read_jsonl, read_metrics, without_times
+from helpers.files import read_events, read_jsonl, read_metrics, without_times
 from helpers.models import changed_weights, copy_weights
 from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
@@ -498,14 +497,17 @@ def test_a_hub_that_cannot_be_reached_costs_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tmp_path):
-    """In a process that may not have more than 8 GB of addresses, of which the libraries take some."""
+    """In a process that may have 1 GB of addresses more than its libraries take."""
     program = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30,) * 2)
+import os, resource, sys
+from pathlib import Path
+import tokencredit.text.trainer
 from tokencredit.cli import main
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + 2**30,) * 2)
 sys.exit(main(sys.argv[1:]))
 """
-    options = ["--rollout.batch_size", "300000", "--rollout.max_new_tokens", "4", "--run.dir", str(tmp_path / "run")]
+    options = ["--rollout.batch_size", "60000", "--rollout.max_new_tokens", "4", "--run.dir", tmp_path / "run"]
     done = python("-c", program, "train", *options)
     assert done.returncode == 1
     assert "out of memory in its rollout stage; lower rollout.batch_size or rollout.max_new_tokens" in done.stderr
@@ -690,23 +692,6 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path):
     with pytest.raises(ConfigError):
         PPOTrainer(args=small(tmp_path / "run", reward=[ClassifierTerm(classifier="builtin:reviews", label="BAD")]))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_was_earned(tmp_path):
-    few = ["--rollout.batch_size", "8", "--run.iterations", "1000"]
-    process = start_command("train", "--run.dir", tmp_path / "run", *few)
-    assert wait_for(lambda: count_lines(tmp_path / "run" / "metrics.jsonl") >= 2, process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-    assert err.strip().splitlines()[-1].startswith("tokencredit: interrupted")
-    assert "stopped by: interrupt" in out
-    done = read_metrics(tmp_path / "run")
-    assert [m["iteration"] for m in done] == list(range(1, len(done) + 1))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == len(done)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
 def test_one_operation_for_the_gelu_changes_no_token_and_no_loss(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.commands import command
+from helpers.commands import python
 
 pytestmark = pytest.mark.slow
 
@@ -48,45 +48,53 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub():
+@pytest.fixture(scope="module")
+def uploads(tmp_path_factory):
+    """The hub's files and two runs that uploaded to it, with the right token and with a wrong one.
+
+    They train in one process of their own, since the library learns the hub's address when it is imported.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.address = {}, f"http://127.0.0.1:{server.server_port}"
     Thread(target=server.serve_forever, daemon=True).start()
-    yield server
+    program = """
+import contextlib, io, json, os, sys
+from tokencredit.cli import main
+folder, *options = sys.argv[1:]
+results = []
+for token in ("secret", "wrong"):
+    os.environ["HF_TOKEN"] = token
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(["train", *options, "--run.dir", f"{folder}/{token}", "--run.push_to_hub", "org/critic"])
+    results.append((code, errors.getvalue()))
+print(json.dumps(results))
+"""
+    folder = tmp_path_factory.mktemp("uploads")
+    settings = {"HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    done = python("-c", program, folder, *TRAIN, **settings)
+    assert done.returncode == 0, done.stderr
     server.shutdown()
     server.server_close()
+    return folder, server.files, *json.loads(done.stdout.splitlines()[-1])
 
 
-def train(hub, folder, token):
-    """Train in a process of its own, since the library learns the hub's address when it is imported."""
-    settings = {
-        "HF_ENDPOINT": hub.address,
-        "HF_HUB_OFFLINE": "0",
-        "HF_TOKEN": token,
-        "NO_PROXY": "127.0.0.1",
-    }
-    arguments = [*TRAIN, "--run.dir", str(folder / "run"), "--run.push_to_hub", "org/critic"]
-    return command("train", *arguments, **settings)
-
-
-def test_the_policy_that_arrives_is_the_one_that_was_saved(hub, tmp_path):
-    done = train(hub, tmp_path, token="secret")
-    assert done.returncode == 0, done.stderr
-    saved = tmp_path / "run" / "policy"
-    assert hub.files == {str(file.relative_to(saved)): file.read_bytes() for file in saved.rglob("*") if file.is_file()}
-    for name, data in hub.files.items():
+def test_the_policy_that_arrives_is_the_one_that_was_saved(uploads, tmp_path):
+    folder, files, (code, errors), _ = uploads
+    assert code == 0, errors
+    saved = folder / "secret" / "policy"
+    assert files == {str(file.relative_to(saved)): file.read_bytes() for file in saved.rglob("*") if file.is_file()}
+    for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     AutoModelForCausalLM.from_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tmp_path)
-    assert "This movie was really" in hub.files["README.md"].decode()
+    assert "This movie was really" in files["README.md"].decode()
 
 
-def test_a_hub_that_refuses_costs_nothing(hub, tmp_path):
-    done = train(hub, tmp_path, token="wrong")
-    assert done.returncode == 1
-    assert "could not upload to run.push_to_hub 'org/critic'" in done.stderr
-    assert done.stderr.count("\n") <= 3
-    assert done.stderr.splitlines()[-1].startswith("tokencredit: could not upload"), "one line"
-    assert "Traceback" not in done.stderr
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+def test_a_hub_that_refuses_costs_nothing(uploads):
+    folder, _, _, (code, errors) = uploads
+    assert code == 1
+    assert "could not upload to run.push_to_hub 'org/critic'" in errors
+    assert errors.count("\n") <= 3
+    assert errors.splitlines()[-1].startswith("tokencredit: could not upload"), "one line"
+    assert "Traceback" not in errors
+    AutoModelForCausalLM.from_pretrained(folder / "wrong" / "policy")
