@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.settings.moved import MOVED
 
 ROOT = Path(__file__).parents[2]

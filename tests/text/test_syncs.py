@@ -15,7 +15,11 @@ from tokencredit.text.trainer import PPOTrainer
 
 MINIBATCHES, EPOCHS = 2, 2
 PASS, CUT, STEP = "text/models/actor_critic.py", "tokencredit/learn/experience.py", "tokencredit/learn/learner.py"
-UPDATE, RATIOS, GRADIENT = "tokencredit/learn/update.py", "tokencredit/core/losses.py", "tokencredit/core/projection.py"
+UPDATE, RATIOS, GRADIENT = (
+    "tokencredit/learn/update.py",
+    "tokencredit/core/losses.py",
+    "tokencredit/core/vocab_projection.py",
+)
 
 
 def by_file(counted):
@@ -100,7 +104,7 @@ def test_credit_waits_once_per_function_of_the_core(batch, counts):
         trainer.credit.give(scored)
     assert by_file(counted) == {
         "tokencredit/core/checks.py": 2,  # token_rewards, of scores and of KL
-        "tokencredit/core/steps.py": 1,
+        "tokencredit/core/episodes.py": 1,
         "tokencredit/core/masked.py": 1,
         "tokencredit/learn/controllers.py": 1,
         "tokencredit/text/credit.py": 1,

@@ -12,7 +12,7 @@ from helpers.commands import python
 from helpers.configs import text_config
 from helpers.files import read_events, read_jsonl, read_metrics, without_times
 from helpers.models import changed_weights, copy_weights
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import ClassifierTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig

@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 
 from tokencredit.core import critic_free
 from tokencredit.core.checks import require_choice, require_fraction, require_positive
-from tokencredit.core.estimators import ESTIMATORS
-from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
+from tokencredit.core.episodes import Steps, prepare_steps, reverse_scan
+from tokencredit.core.estimator_table import ESTIMATORS
 
 
 class EpisodeBounds(TypedDict, total=False):
@@ -222,7 +222,7 @@ def length_adaptive_gae(
 FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     name: globals().get(name) or getattr(critic_free, name) for name in ESTIMATORS
 }
-"""The functions behind `core.estimators.ESTIMATORS`."""
+"""The functions behind `core.estimator_table.ESTIMATORS`."""
 
 
 def estimate(

@@ -1,7 +1,7 @@
 """Log-probabilities, entropy and exact KL from hidden states and the output projection, a chunk of tokens at a time.
 
 `token_stats` recomputes a chunk's logits in the backward pass. `token_loss` takes the loss as an argument and forms the
-gradient in the forward pass. `core.projection` implements both.
+gradient in the forward pass. `core.vocab_projection` implements both.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.checks import require_flags, require_positive, require_shape, require_tensors
-from tokencredit.core.projection import ChunkedLoss, ChunkedStats, Linear, LogitTransform, TokenLoss, TokenStats
+from tokencredit.core.vocab_projection import ChunkedLoss, ChunkedStats, Linear, LogitTransform, TokenLoss, TokenStats
 
 CHUNK_LOGITS = 2**22
 """Logits per chunk on a CPU, where chunks that fit the caches are fastest: 17 MB in float32."""

@@ -14,12 +14,12 @@ from tokencredit.core.masked import whiten
 from tokencredit.learn.critic_steps import CriticSteps, unclipped
 from tokencredit.learn.experience import Experience, length_batches
 from tokencredit.learn.histogram import follow_returns, histogram_heads
-from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.stopping import past_target_kl
+from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import (
     Minibatch,
     NonFiniteUpdate,

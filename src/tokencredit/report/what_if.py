@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokencredit.core.advantages import EpisodeBounds, estimate
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 
 LAMBDAS = (0.5, 0.9, 0.95)
 ALTERNATIVES = {

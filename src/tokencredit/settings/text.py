@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import KINDS, ClassifierTerm, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, refuse_idle, setting

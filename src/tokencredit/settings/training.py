@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import setting

@@ -39,9 +39,9 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import assembly
+from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
-from tokencredit.text.models.parts import width
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.overview import overview
 from tokencredit.text.pipeline import Scored, UnusableBatch

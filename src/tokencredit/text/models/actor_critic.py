@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
-from tokencredit.core.projection import TokenStats, faster_transposed, project
+from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.learn.state import trainable
 from tokencredit.text.models.adapters import Adapter
+from tokencredit.text.models.architecture import layers_of, output_states, states_after, trunk_of
 from tokencredit.text.models.critic import Critic, Ensemble
-from tokencredit.text.models.parts import layers_of, output_states, states_after, trunk_of
 
 SHORT = 64
 """Longest sequence for which PyTorch's math attention trains faster than its fused kernel in bfloat16 on a CPU."""

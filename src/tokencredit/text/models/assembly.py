@@ -17,8 +17,9 @@ from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.engines.local import LocalEngine
-from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.engines.static_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
 from tokencredit.text.models.checks import check_policy, static_decoding
 from tokencredit.text.models.critic import saved_critics
@@ -30,7 +31,6 @@ from tokencredit.text.models.loading import (
     load_language_model,
     load_tokenizer,
 )
-from tokencredit.text.models.parts import width
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
 

@@ -14,15 +14,15 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from tokencredit.errors import ConfigError
-from tokencredit.learn.modes import checkpointing_modules, training
 from tokencredit.learn.rng import preserved
+from tokencredit.learn.training_mode import checkpointing_modules, training
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.sampling import CachedSteps, sample
-from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.engines.static_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
+from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.models.parts import trunk_of
 from tokencredit.text.models.precision import Precision
 
 TOLERANCE = 1e-3

@@ -21,9 +21,9 @@ from transformers.activations import NewGELUActivation
 from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.learn.modes import disable_noise
+from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
-from tokencredit.text.models.parts import weight_hash
+from tokencredit.text.models.architecture import weight_hash
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
 
 HUB_TIMEOUT = 10

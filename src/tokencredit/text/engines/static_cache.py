@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from tokencredit.text.engines.sampling import CachedSteps
 from tokencredit.text.models.actor_critic import ActorCritic, trunk_hidden, trunk_inputs
-from tokencredit.text.models.parts import trunk_of
+from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.precision import matrix_layers, rounded
 
 ATTENTION = "tokencredit_decoding"
@@ -60,7 +60,7 @@ class StaticDecoding:
     def _round(self, dtype: torch.dtype) -> None:
         """Round the weights that autocast would round at each step.
 
-        For the vocabulary projection that is the weight alone, on a GPU; see `core.projection.project`.
+        For the vocabulary projection that is the weight alone, on a GPU; see `core.vocab_projection.project`.
         """
         head = self.model.lm.get_output_embeddings()
         for module in matrix_layers(self.model.lm):

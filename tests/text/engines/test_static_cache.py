@@ -15,12 +15,12 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import CachedSteps, Decoding, sample
-from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.engines.static_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import Adapter
+from tokencredit.text.models.architecture import width
 from tokencredit.text.models.checks import static_decoding
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.parts import width
 from tokencredit.text.models.peft_models import adopt
 from tokencredit.text.models.precision import Precision, matrix_layers
 
