@@ -123,9 +123,8 @@ def control(options: Namespace) -> None:
     require_gymnasium()
     from tokencredit.control.trainer import ControlTrainer
 
-    trainer = ControlTrainer(config)
-    with raising_interrupt():
-        trainer.train(resume_from_checkpoint=resume)
+    with raising_interrupt():  # from the start, so that the environments' processes are ended too
+        ControlTrainer(config).train(resume_from_checkpoint=resume)
 
 
 def play_parser() -> Parser:

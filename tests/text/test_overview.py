@@ -7,7 +7,7 @@ import pytest
 
 import tokencredit as tc
 from tokencredit.settings.data import RewardTerm
-from tokencredit.text.overview import rewards, source
+from tokencredit.text.overview import source
 from tokencredit.text.rewards.texts import last_message
 
 CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
@@ -49,9 +49,12 @@ def test_an_adapter_prompts_of_a_file_and_several_terms(tmp_path):
     assert told[2:4] == [("reward", "logit of NEGATIVE of builtin:reviews"), ("reward", "-0.5 × repetition")]
 
 
-def test_terms_from_python_have_their_names():
-    terms = [tc.Term("brief", 1.0, len), tc.Term("rhymes", 2.0, len)]
-    assert rewards(terms, None) == ["brief", "2 × rhymes"]
+def test_terms_from_python_have_their_names(tmp_path):
+    def brief(completions, **columns):
+        return [-float(len(text)) for text in completions]
+
+    trainer = tc.PPOTrainer(args=config(tmp_path / "run"), reward_funcs=[brief, tc.Term("rhymes", 2.0, brief)])
+    assert [text for label, text in lines(trainer) if label == "reward"] == ["brief", "2 × rhymes"]
 
 
 @pytest.mark.parametrize(

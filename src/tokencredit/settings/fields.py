@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.trl import TRL, trl_names
+from tokencredit.settings.trl import NONE, TRL, trl_names
 from tokencredit.settings.yaml import flat
 
 Config = TypeVar("Config")
@@ -100,7 +100,7 @@ def no_group(key: str, value: Any, name: str) -> str:
 
 def unknown_key(key: str, known: Collection[str]) -> str:
     """A message on an unknown key: the key for a name of TRL's, or the closest known one."""
-    if any(here in known or here == "none" for here in TRL.get(key, "").split(", ")):
+    if any(here in known or here == NONE for here in TRL.get(key, "").split(", ")):
         return f"unknown key {key}; {trl_names([key])}"
     near = difflib.get_close_matches(key, known, n=1)
     return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")

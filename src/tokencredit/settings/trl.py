@@ -12,6 +12,7 @@ from tokencredit.errors import ConfigError
 Kind = TypeVar("Kind", bound=type)
 
 NONE = "none"
+"""For a name without a counterpart here."""
 TRL = {
     # PPOConfig, in its order
     "learning_rate": "optim.lr, critic.lr",

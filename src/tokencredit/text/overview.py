@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +13,6 @@ from tokencredit.settings.data import ClassifierTerm, RewardTerm
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline
-from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.texts import last_message
 
 OUTPUTS = {"probability": "P({})", "logit": "logit of {}", "log_odds": "log-odds of {}"}
@@ -29,7 +28,7 @@ def overview(
         args: the configuration.
         pipeline: the run's pipeline.
         prompts: the training prompts.
-        configured: the reward terms are those of the configuration.
+        configured: the reward terms are those of the configuration; terms from Python are shown by their names.
         folder: the run's folder.
     """
     lm, precision, processes = pipeline.policy.lm, pipeline.precision, pipeline.processes
@@ -38,19 +37,13 @@ def overview(
     yield "model", f"{name}, {count(size)} parameters" + (f", {count(trained)} trained" if trained < size else "")
     number, first = len(prompts.kept), shortened(last_message(prompts.batch(0, 1).prompts[0]), 60)
     yield "prompts", f"1: {first}" if number == 1 else f"{number:,} of {prompts.name}; the first: {first}"
-    for term in rewards(pipeline.terms, args.reward if configured else None):
-        yield "reward", term
+    terms = [(x.weight, source(x)) for x in args.reward] if configured else [(x.weight, x.name) for x in pipeline.terms]
+    for weight, term in terms:
+        yield "reward", term if weight == 1 else f"{weight:g} × {term}"
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
     jobs = f", {processes.count} processes" if processes.count > 1 else ""
     yield "device", f"{precision.device}{gpu}, {precision.dtype}{jobs}"
     yield "run", f"{folder}, {args.run.iterations:,} iterations of {args.rollout.batch_size:,} completions"
-
-
-def rewards(terms: Sequence[Term], settings: Sequence[RewardTerm] | None) -> list[str]:
-    """Each reward term with its source and weight; terms from Python, without settings, by their names."""
-    sources = [term.name for term in terms] if settings is None else [source(term) for term in settings]
-    weights = ["" if term.weight == 1 else f"{term.weight:g} × " for term in terms]
-    return [weight + text for weight, text in zip(weights, sources, strict=True)]
 
 
 def source(settings: RewardTerm) -> str:
