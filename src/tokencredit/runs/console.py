@@ -90,7 +90,7 @@ class Screen:
         """Show an iteration's main metrics, each with its meaning the first time."""
         shown = {key: label for key, (label, _) in SHOWN_METRICS.items() if key in metrics}
         if new := [SHOWN_METRICS[key] for key in shown if key not in self.explained]:
-            self.say("in each iteration's line:")
+            self.say("in an iteration's line:")
             self.pairs(new, indent="  ")
             self.explained |= shown.keys()
         numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in shown.items())
@@ -107,13 +107,13 @@ class Screen:
             columns = {"reward": "the completion's score"}
             if reference:
                 columns["reference"] = "mean log-prob per token under the reference model, near 0 if likely"
-            self.say("in each table of samples:")
+            self.say("in a table of samples:")
             self.pairs(columns.items(), indent="  ")
             self.explained.add("samples")
         if not self.console.is_terminal:
             for sample in samples:
-                mean = f"  reference {_reference(sample)}" if reference else ""
-                self.say(f"  reward {sample['reward']:.3f}{mean}  {_continued(sample)}")
+                under = f"  reference {_reference(sample)}" if reference else ""
+                self.say(f"  reward {sample['reward']:.3f}{under}  {_continued(sample)}")
             return
         table = Table(title=f"samples of iteration {iteration}", title_justify="left")
         table.add_column("reward", justify="right")
@@ -121,8 +121,8 @@ class Screen:
             table.add_column("reference", justify="right")
         table.add_column("text", overflow="fold")
         for sample in samples:
-            numbers = [f"{sample['reward']:.3f}"] + ([_reference(sample)] if reference else [])
-            table.add_row(*numbers, _continued(sample))
+            mean = [_reference(sample)] if reference else []
+            table.add_row(f"{sample['reward']:.3f}", *mean, _continued(sample))
         self.console.print(table)
 
     def finish(self, summary: Summary, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
