@@ -21,9 +21,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from demo.build import REVIEWS
 from demo.grammar import reviews
-from tokencredit.cli import INTERRUPTED
 from tokencredit.report.reading import Run, read_run
 from tokencredit.settings.parsing import configure
+from tokencredit.signals import INTERRUPTED
 from tokencredit.sweep.plan import read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
