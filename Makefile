@@ -32,8 +32,9 @@ fast: install lint types  ## Lint, types and the quick tests: about 80 seconds w
 fuzz: install  ## The tests with random inputs, with fresh and ten times as many inputs
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh
 
+# Warnings are no errors there: old versions warn of newer ones.
 lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own
-	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few
+	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few -W default
 
 .lowest-venv/installed: export UV_TORCH_BACKEND ?= cpu
 .lowest-venv/installed: pyproject.toml

@@ -58,7 +58,7 @@ def saved(bomb, file, tensors=None):
     torch.save({**(tensors or {}), "bomb": Bomb(name)}, file)
     name.unlink()
     with file.open("rb") as opened:  # by its name PyTorch would take another reader for *.safetensors
-        torch.load(opened, weights_only=False)
+        torch.load(opened, weights_only=False)["bomb"].close()
     assert name.exists(), "it is a bomb"
     name.unlink()
 

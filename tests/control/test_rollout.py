@@ -1,6 +1,7 @@
 """A rollout in an environment whose every step is known: it counts, and ends after a number of steps of its own."""
 
 import json
+from copy import deepcopy
 
 import gymnasium as gym
 import numpy as np
@@ -155,10 +156,10 @@ class Square(gym.Env):
         }[kind]
 
     def reset(self, *, seed=None, options=None):
-        return self.square, {}
+        return deepcopy(self.square), {}
 
     def step(self, action):
-        return self.square, 1.0, False, False, {}
+        return deepcopy(self.square), 1.0, False, False, {}
 
 
 gym.register("Square-v0", Square)
