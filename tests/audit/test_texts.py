@@ -346,7 +346,7 @@ def test_time_that_is_up_leaves_fewer_continuations_of_some_states(tmp_path):
 TOGETHER = """
 import json, sys, torch
 from pathlib import Path
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_texts import AuditConfig, exact, trainer_of, whole
 settings = AuditConfig(every=1, completions=5, continuations=60, states=None)
 trainer = trainer_of({run!r}, audit=settings)
@@ -369,8 +369,8 @@ trainer.processes.close()
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tmp_path):
     script = tmp_path / "audit.py"
-    folder = str(Path(__file__).parent)
-    script.write_text(TOGETHER.format(folder=folder, run=str(tmp_path / "run"), out=str(tmp_path)))
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    script.write_text(TOGETHER.format(folders=folders, run=str(tmp_path / "run"), out=str(tmp_path)))
     done = python(*TWO_PROCESSES, script, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
