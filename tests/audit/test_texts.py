@@ -115,6 +115,7 @@ def exact(trainer, reward, gamma):
     return values, actions
 
 
+@pytest.mark.slow
 def test_the_audit_is_within_its_standard_error_of_the_exact_values(tmp_path, covered):
     """Over 100 seeds, with scores of whole texts and of tokens, with and without a discount, and the price of KL."""
     errors = {"values": [], "advantages": []}
@@ -391,6 +392,7 @@ def targets(trainer, number=1):
     return batch, experience, *continuation_targets(experience, batch, trainer.pipeline, trainer.credit, number)
 
 
+@pytest.mark.slow
 def test_targets_are_means_of_continuations_and_the_others_stay(tmp_path):
     critic = CriticConfig(continuations=CONTINUATIONS, continued_states=2)
     trainer = trainer_of(tmp_path / "run", critic=critic, rollout=RolloutConfig(batch_size=64, max_new_tokens=4))
