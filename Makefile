@@ -1,29 +1,46 @@
 # `make train` and `make test` need Python 3.11 or newer with venv, and nothing else: they install the rest into .venv.
+# PIP_EXTRA_INDEX_URL chooses the build of torch (README, "Install").
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install train test fast lint types format benchmark bench gpu costs families chaos doctor study truth beside-trl findings world
+.PHONY: help install train test fast fuzz lowest lint types format lock benchmark bench gpu costs families chaos doctor study truth beside-trl
+.PHONY: findings world
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: .venv/installed  ## Install everything into .venv: 2.4 GB, about three minutes
+install: .venv/installed  ## Install everything into .venv: 2.4 GB, three to six minutes
 
-# torch comes first and by its pin, so that nothing that needs it can choose another build.
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed-run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/installed: .venv/installed-run
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-train: install  ## Train the built-in language model: the main job, on two cores
+train: .venv/installed-run  ## Train the built-in language model: the main job, on two cores
 	$(BIN)/tokencredit train
 
 test: install lint types  ## Lint, types and all tests
 	$(BIN)/python -m pytest -n 2
 
 fast: install lint types  ## Lint, types and the quick tests: about 80 seconds with a warm mypy cache
-	TOKENCREDIT_EXAMPLES=30 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few
+
+fuzz: install  ## The tests with random inputs, with fresh and ten times as many inputs
+	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh
+
+lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own
+	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few
+
+.lowest-venv/installed: export UV_TORCH_BACKEND ?= cpu
+.lowest-venv/installed: pyproject.toml
+	test -x .lowest-venv/bin/python || $(PYTHON) -m venv .lowest-venv
+	.lowest-venv/bin/python -m pip install --quiet uv
+	.lowest-venv/bin/uv pip install --python .lowest-venv --resolution lowest-direct --editable ".[dev]"
+	touch $@
 
 lint: install  ## Ruff: lint and format, changing nothing
 	$(BIN)/ruff check .
@@ -35,6 +52,13 @@ types: install  ## mypy in strict mode
 format: install  ## Repair what Ruff can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+lock:  ## Write the versions installed in .venv into constraints.txt; first let `make test` pass with them
+	$(BIN)/python -m pip check
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable > .venv/frozen
+	sed '/^[^#]/d' constraints.txt > .venv/constraints
+	sed -E 's/\+.*//; /^(nvidia|cuda|triton)/d' .venv/frozen >> .venv/constraints
+	mv .venv/constraints constraints.txt
 
 benchmark: install  ## Print the README's table: five seeds of the main job
 	$(BIN)/python benchmarks/main_job.py
@@ -76,4 +100,4 @@ doctor: install  ## Audit runs with a planted fault, and healthy ones, and compa
 	touch $@
 
 world: install  ## Train the built-in models anew
-	$(BIN)/python -m tokencredit.demo.build
+	$(BIN)/python -m demo.build

@@ -18,8 +18,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from torch import nn
 
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.settings.control import AgentCriticConfig, ControlConfig, EnvConfig
-from tokencredit.settings.training import AdvantageConfig, RunConfig, UpdateConfig
+from tokencredit.settings.control import AgentCriticConfig, AgentRunConfig, AgentUpdateConfig, ControlConfig, EnvConfig
 
 # id, copies, steps, epochs, minibatches, iterations per turn, target ratio
 SETTINGS = [
@@ -35,10 +34,9 @@ def ours(folder: Path, env: str, copies: int, steps: int, epochs: int, minibatch
         ControlConfig(
             env=EnvConfig(env, number=copies),
             steps=steps,
-            advantage=AdvantageConfig(gamma=0.99, lam=0.95, whiten_over="minibatch"),
             critic=AgentCriticConfig(clip=None, coef=1.0),
-            ppo=UpdateConfig(epochs=epochs, minibatches=minibatches, entropy_coef=0.0),
-            run=RunConfig(dir=str(folder), iterations=10**6, trackers=[]),
+            ppo=AgentUpdateConfig(epochs=epochs, minibatches=minibatches, entropy_coef=0.0),
+            run=AgentRunConfig(dir=str(folder), iterations=10**6, trackers=[]),
         )
     )
 

@@ -267,7 +267,7 @@ PLANTED_LINES = {
 """Methods of the planted-credit figure: label, colour and marker; the table has all."""
 
 
-def by_length(study: Study) -> dict[str, dict[int, Mapping[str, Run]]]:
+def read_by_length(study: Study) -> dict[str, dict[int, Mapping[str, Run]]]:
     """The runs of each method of the planted-credit study by the length of its texts."""
     methods: dict[str, dict[int, Mapping[str, Run]]] = {}
     for variant, runs in study.items():
@@ -288,7 +288,7 @@ def exact_shares(study: Study) -> dict[int, list[float]]:
 
 def length_table(study: Study, measure: Callable[[Run, str], float], metric: str, exact: str | None = None) -> str:
     """A measure of each method, a column per length of the texts; `exact` is the title of a first row, of the truth."""
-    methods, truth = by_length(study), exact_shares(study)
+    methods, truth = read_by_length(study), exact_shares(study)
     rows = {exact: truth} if exact else {}
     for method, lengths in methods.items():
         rows[method] = {length: [measure(run, metric) for run in runs.values()] for length, runs in lengths.items()}
@@ -309,7 +309,7 @@ def draw_planted(study: Study) -> None:
     """The share of the credit on the deciding word by the length of the texts, a line per method."""
     plt.rcParams["svg.hashsalt"] = "planted-credit"  # reproducible file
     picture, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
-    methods, truth = by_length(study), exact_shares(study)
+    methods, truth = read_by_length(study), exact_shares(study)
     exact = [float(np.mean(values)) for values in truth.values()]
     axis.plot(list(truth), exact, "--", color="black", linewidth=1.6, label="exact answer")
     for method, (label, colour, marker) in PLANTED_LINES.items():

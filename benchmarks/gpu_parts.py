@@ -224,7 +224,7 @@ class Bench:
     def agreement(self, shape: Shape, trainer: PPOTrainer, on_cpu: ActorCritic) -> Iterator[Row]:
         """Sampling accuracy: the same uniforms with both caches and on a CPU; the same texts in both dtypes."""
         settings = trainer.args.rollout
-        prompts, uniforms = trainer.stream.take()
+        prompts, uniforms = trainer.stream.next_batch()
         engine = trainer.pipeline.engine
         static = engine.generate(prompts, settings, uniforms)
         dynamic = replace(engine, decoding=None).generate(prompts, settings, uniforms)

@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from demo.build import REVIEWS
+from demo.grammar import reviews
 from tokencredit.cli import INTERRUPTED
-from tokencredit.demo.build import REVIEWS
-from tokencredit.demo.grammar import reviews
 from tokencredit.report.reading import Run, read_run
 from tokencredit.settings.parsing import configure
 from tokencredit.sweep.plan import read_sweep
@@ -57,7 +59,7 @@ def run(study: str, seeds: int | None, jobs: int) -> int:
     commands = [[str(PLANTED)]] if study in PLANTED_STUDIES else []
     if study == "scaling":
         missing = [size for size in SIZES if not (MODELS / size / "policy" / "README.md").is_file()]
-        commands = [["-m", "tokencredit.demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
+        commands = [["-m", "demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
     sweep = ["-m", "tokencredit.cli", "sweep", str(RECIPES / STUDIES[study]), "--jobs", str(jobs)]
     for command in [*commands, sweep + (["--seeds", str(seeds)] if seeds else [])]:
         code = subprocess.run([sys.executable, *command], check=False).returncode

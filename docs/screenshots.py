@@ -34,7 +34,7 @@ def main() -> None:
         middle.select_by_index(len(middle.options) // 4)
         token = browser.find_elements(By.CSS_SELECTOR, "#pane0 .tokens span[tabindex]")[3]
         browser.execute_script("arguments[0].focus({ preventScroll: true })", token)
-        shoot(browser, FIGURES / "report-credit.png", "section:has(#credit)", height=900)
+        shoot(browser, FIGURES / "report-credit.png", "section:has(#credit)", height=1000)
         shoot(browser, FIGURES / "report-what-if.png", "section:has(#whatif)", height=1100)
         shoot(browser, FIGURES / "report-curves.png", "section:has(#curves)", height=1100)
     finally:
@@ -52,7 +52,9 @@ def show(browser: webdriver.Chrome, page: Path, width: int, scheme: str) -> None
 
 def shoot(browser: webdriver.Chrome, file: Path, selector: str, height: int) -> None:
     """A picture of the upper part of an element."""
-    box = browser.find_element(By.CSS_SELECTOR, selector).rect
+    element = browser.find_element(By.CSS_SELECTOR, selector)
+    browser.execute_script("arguments[0].scrollIntoView()", element)  # the sticky line of numbers at its end
+    box = element.rect
     clip = {"x": box["x"], "y": box["y"], "width": box["width"], "height": min(box["height"], height), "scale": 1}
     shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     file.write_bytes(base64.b64decode(shot["data"]))

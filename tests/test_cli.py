@@ -28,7 +28,10 @@ def test_train_says_what_happened(run):
     assert "iteration 2/2" in done.stdout
     assert "before (iteration 1)" in done.stdout
     assert "after (iteration 2)" in done.stdout
-    assert f"the run: {folder}" in done.stdout
+    lines = done.stdout.splitlines()
+    assert "reward   P(NEGATIVE) of builtin:reviews" in lines
+    assert f"report  {folder}/report.html" in lines
+    assert f"next    tokencredit report {folder} --open  the report in the browser" in lines
     assert "Traceback" not in done.stderr
     assert "it/s]" not in done.stderr.replace("Loading weights", ""), "no other program's progress bars"
 

@@ -1,11 +1,10 @@
 """Whatever bytes stand in a file that is read: a right result or one message, no other exception, no end of waiting.
 
-`TOKENCREDIT_FUZZ=long` tries fifty times as many.
+`make fuzz` tries ten times as many, and others each time.
 """
 
 import io
 import json
-import os
 import shutil
 import signal
 import sys
@@ -24,27 +23,24 @@ from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_file import OF_CRITIC as CRITIC
-from tokencredit.report.page import NAME, write_report
-from tokencredit.report.reading import read_run
+from tokencredit.report.page import write_report
+from tokencredit.report.reading import REPORT, read_run
 from tokencredit.runs.checkpoint import write_manifest
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import newest
-from tokencredit.settings.control import ControlConfig, EpisodesConfig
+from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.sweep.plan import read_sweep
 from tokencredit.text.data.datasets import column_names, column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
 
 pytestmark = pytest.mark.slow
 
-settings.register_profile("fuzz-quick", max_examples=160, deadline=None, suppress_health_check=list(HealthCheck))
-settings.register_profile("fuzz-long", settings.get_profile("fuzz-quick"), max_examples=8000)
-FUZZ = settings.get_profile(f"fuzz-{os.environ.get('TOKENCREDIT_FUZZ', 'quick')}")
+FUZZ = settings(max_examples=settings.default.max_examples // 2, suppress_health_check=list(HealthCheck))
 SLOW = settings(FUZZ, max_examples=FUZZ.max_examples // 4)
 """For the command, whose parser takes a tenth of a second to build, and for the page."""
 LONGEST = 20
@@ -333,11 +329,11 @@ def test_the_page_of_a_run(name, run):
     @given(damaged(*FILES[name]))
     def fuzz(data):
         (run / name).write_bytes(data)
-        (run / NAME).write_text("before")
+        (run / REPORT).write_text("before")
         with tried(f"{name} for the page"):
             write_report(run)
-        page = (run / NAME).read_text(encoding="utf-8")
-        assert sorted(p.name for p in run.iterdir()) == sorted([*FILES, NAME])
+        page = (run / REPORT).read_text(encoding="utf-8")
+        assert sorted(p.name for p in run.iterdir()) == sorted([*FILES, REPORT])
         if page != "before":
             assert page.rstrip().endswith("</html>")
             data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
@@ -349,10 +345,10 @@ def test_the_page_of_a_run(name, run):
 @pytest.fixture(scope="module")
 def cut_short(tmp_path_factory):
     """An agent's run with two checkpoints, and its configuration."""
-    run = RunConfig(
-        dir=str(tmp_path_factory.mktemp("checkpoints") / "run"), iterations=2, save_every=1, show_every=0, trackers=[]
+    run = AgentRunConfig(
+        dir=str(tmp_path_factory.mktemp("checkpoints") / "run"), iterations=2, save_every=1, trackers=[]
     )
-    args = ControlConfig(run=run, steps=8, ppo=UpdateConfig(minibatches=1), eval=EpisodesConfig(episodes=0))
+    args = ControlConfig(run=run, steps=8, ppo=AgentUpdateConfig(minibatches=1), eval=EpisodesConfig(episodes=0))
     ControlTrainer(args).train()
     return replace(args, run=replace(run, iterations=3))
 
@@ -409,7 +405,7 @@ def look(name, tokenizer):
     for column in column_names(rows):
         for _ in column_values(rows, column):
             pass
-    batch = Prompts(rows, tokenizer, name="rows", room=50).batch(0, 2)
+    batch = Prompts(rows, tokenizer, name="rows", limit=50).batch(0, 2)
     assert len(batch.texts) == 2
     assert batch.mask.any(1).all()
 

@@ -9,9 +9,15 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from helpers.configs import quiet
+from helpers.configs import quiet, quiet_agent
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import (
+    AgentConfig,
+    AgentUpdateConfig,
+    ControlConfig,
+    EnvConfig,
+    EpisodesConfig,
+)
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
@@ -50,9 +56,9 @@ def control(folder, **env):
             agent=AgentConfig(hidden=[4]),
             steps=8,
             threads=torch.get_num_threads() + 1,
-            ppo=UpdateConfig(epochs=1, minibatches=1),
+            ppo=AgentUpdateConfig(epochs=1, minibatches=1),
             eval=EpisodesConfig(episodes=1, videos=1),
-            run=quiet(folder),
+            run=quiet_agent(folder),
         )
     )
 
@@ -79,9 +85,9 @@ def test_mujocos_messages_go_where_they_went(tmp_path):
         env=EnvConfig(id="InvertedPendulum-v5", number=1),
         agent=AgentConfig(hidden=[4]),
         steps=8,
-        ppo=UpdateConfig(epochs=1, minibatches=1),
+        ppo=AgentUpdateConfig(epochs=1, minibatches=1),
         eval=EpisodesConfig(episodes=0),
-        run=quiet(tmp_path),
+        run=quiet_agent(tmp_path),
     )
     ControlTrainer(args).train()
     assert mujoco.get_mju_user_warning() is before

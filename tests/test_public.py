@@ -67,9 +67,9 @@ def test_every_group_of_settings_is_public():
         found |= {
             name
             for name, value in public(importlib.import_module(f"tokencredit.settings.{module.name}")).items()
-            if is_dataclass(value) and (name.endswith("Config") or name == "RewardTerm")
+            if is_dataclass(value) and name.endswith(("Config", "Term"))
         }
-    bases = {"SamplingConfig"}
+    bases = {"SamplingConfig", "RewardTerm", "ModelTerm"}
     assert len(found) > 15
     assert found - bases <= set(tc.__all__)
 
@@ -111,7 +111,7 @@ def test_a_dict_may_have_dotted_and_nested_keys():
     )
     assert (config.optim.lr, config.optim.eps, config.optim.warmup) == (1e-5, 1e-6, tc.OptimConfig().warmup)
     assert config.eval.prompts == tc.PromptsConfig(text="x")
-    assert config.reward == [tc.RewardTerm(function="length")]
+    assert config.reward == [tc.FunctionTerm(function="length")]
     assert tc.PPOConfig.from_dict({}) == tc.PPOConfig()
     assert tc.ControlConfig.from_dict({}) == tc.ControlConfig()
     assert tc.ControlConfig.from_dict({"env": {"kwargs": {"render": 1}}}).env.kwargs == {"render": 1}
@@ -185,7 +185,7 @@ def test_a_dict_may_hold_paths_numbers_of_numpy_and_dataclasses():
             "run.dir": Path("runs/x"),
             "optim.lr": np.float64(1e-4),
             "rollout.batch_size": np.int64(8),
-            "reward": [tc.RewardTerm(function="length")],
+            "reward": [tc.FunctionTerm(function="length")],
         }
     )
     assert (config.run.dir, config.optim.lr, config.rollout.batch_size) == ("runs/x", 1e-4, 8)

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 import chaos
 from chaos import assert_same
-from helpers.configs import control_config, quiet, text_config
+from helpers.configs import control_config, quiet, quiet_agent, text_config
 from helpers.files import read_events
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, EnvConfig, EpisodesConfig
-from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
@@ -49,7 +49,7 @@ def text(folder, iterations=6, **groups):
 
 
 def control(folder, iterations=6, **groups):
-    small = {"steps": 50, "eval": EpisodesConfig(episodes=0), "run": quiet(folder, iterations, save_every=2)}
+    small = {"steps": 50, "eval": EpisodesConfig(episodes=0), "run": quiet_agent(folder, iterations, save_every=2)}
     return control_config(folder, **small | groups)
 
 
@@ -467,7 +467,7 @@ def test_the_default_prompts_are_the_same_by_name_and_by_null(tmp_path):
 def test_code_that_a_configuration_names_is_said_and_written_down(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def judge(completions):\n    return [1.0] * len(completions)\n")
     function = f"{tmp_path / 'mine.py'}:judge"
-    args = text(tmp_path / "run", 1, reward=[RewardTerm(function=function)])
+    args = text(tmp_path / "run", 1, reward=[FunctionTerm(function=function)])
     PPOTrainer(args=args).train()
     assert read_events(tmp_path / "run") == [f"reward[0].function runs {function}"]
     assert f"reward[0].function runs {function}" in capsys.readouterr().out

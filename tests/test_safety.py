@@ -11,7 +11,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.report.reading import read_run
 from tokencredit.settings.code_policy import foreign_code
 from tokencredit.settings.control import ControlConfig, EnvConfig
-from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import DEEPEST, load_yaml
@@ -112,7 +112,11 @@ def test_what_a_person_writes_is_read():
 def test_what_code_a_configuration_lets_run():
     assert foreign_code(PPOConfig()) == foreign_code(ControlConfig()) == []
     assert foreign_code(ControlConfig(env=EnvConfig(id="my_envs:Maze-v0"))) == ["env.id imports the module my_envs"]
-    reward = [RewardTerm(function="length"), RewardTerm(function="my_reward.py:correct"), RewardTerm(function="a.b:c")]
+    reward = [
+        FunctionTerm(function="length"),
+        FunctionTerm(function="my_reward.py:correct"),
+        FunctionTerm(function="a.b:c"),
+    ]
     model = ModelConfig(name="org/model", trust_remote_code=True)
     assert foreign_code(PPOConfig(reward=reward, model=model)) == [
         "reward[1].function runs my_reward.py:correct",

@@ -7,9 +7,12 @@ pair per line: {"chosen": "...", "rejected": "..."}.
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
-from tokencredit.demo.grammar import reviews
+sys.path.append(str(Path(__file__).parents[2]))
+
+from demo.grammar import reviews
 
 PREFERRED = re.compile(r"(?i)\b(acting|actors?|cast|performances?)\b")
 

@@ -15,14 +15,20 @@ if TYPE_CHECKING:
     from tokencredit.errors import RunStopped as RunStopped
     from tokencredit.report.reading import read_run as read_run
     from tokencredit.runs.summary import Summary as Summary
+    from tokencredit.settings.control import AgentAdvantageConfig as AgentAdvantageConfig
     from tokencredit.settings.control import AgentAuditConfig as AgentAuditConfig
     from tokencredit.settings.control import AgentConfig as AgentConfig
     from tokencredit.settings.control import AgentCriticConfig as AgentCriticConfig
+    from tokencredit.settings.control import AgentRunConfig as AgentRunConfig
+    from tokencredit.settings.control import AgentStopConfig as AgentStopConfig
+    from tokencredit.settings.control import AgentUpdateConfig as AgentUpdateConfig
     from tokencredit.settings.control import ControlConfig as ControlConfig
     from tokencredit.settings.control import EnvConfig as EnvConfig
     from tokencredit.settings.control import EpisodesConfig as EpisodesConfig
+    from tokencredit.settings.data import ClassifierTerm as ClassifierTerm
+    from tokencredit.settings.data import FunctionTerm as FunctionTerm
     from tokencredit.settings.data import PromptsConfig as PromptsConfig
-    from tokencredit.settings.data import RewardTerm as RewardTerm
+    from tokencredit.settings.data import RewardModelTerm as RewardModelTerm
     from tokencredit.settings.data import ScoreConfig as ScoreConfig
     from tokencredit.settings.model import CriticConfig as CriticConfig
     from tokencredit.settings.model import LoraConfig as LoraConfig
@@ -49,8 +55,9 @@ _NAMES = {
     "errors": "ConfigError RunStopped",
     "report.reading": "read_run",
     "runs.summary": "Summary",
-    "settings.control": "AgentAuditConfig AgentConfig AgentCriticConfig ControlConfig EnvConfig EpisodesConfig",
-    "settings.data": "PromptsConfig RewardTerm ScoreConfig",
+    "settings.control": "AgentAdvantageConfig AgentAuditConfig AgentConfig AgentCriticConfig AgentRunConfig "
+    "AgentStopConfig AgentUpdateConfig ControlConfig EnvConfig EpisodesConfig",
+    "settings.data": "ClassifierTerm FunctionTerm PromptsConfig RewardModelTerm ScoreConfig",
     "settings.model": "CriticConfig LoraConfig ModelConfig",
     "settings.text": "PPOConfig",
     "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig "

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.errors import ConfigError, RunStopped
@@ -20,6 +20,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.fields import refuse_idle
 from tokencredit.settings.parsing import (
+    Parser,
     config_parser,
     configure,
     explain,
@@ -35,9 +36,10 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import CONTROL, world_of
 from tokencredit.settings.yaml import read_yaml
+from tokencredit.signals import INTERRUPTED, end_on_interrupt, raising_interrupt
 
-FAILED, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
-"""Exit codes: a run that failed; invalid arguments; Ctrl-C, as in shells."""
+FAILED, BAD_ARGUMENTS = 1, 2
+"""Exit codes: a run that failed; invalid arguments."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # By default jsonargparse prints the configuration without the help texts.
     arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
     parser, commands = build_parser()
+    if arguments[1:] in (["--help", "all"], ["-h", "all"]) and arguments[0] in commands:
+        print(commands[arguments[0]].whole_help())
+        return 0
     try:
         arguments = with_resumed(arguments)
         with plainly():
@@ -56,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = chosen[chosen.command]
         # From the arguments themselves: a configuration file could set these too.
         options.no_code, options.resume = "--no-code" in arguments, resumed_run(arguments)
+        set_up_torch()
         COMMANDS[chosen.command][1](options)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
@@ -70,6 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def set_up_torch() -> None:
+    """Set what PyTorch reads from the environment when it is loaded, unless the user has set it."""
+    # With huge pages, new memory costs a quarter of the time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # OpenMP's threads wait for each other by spinning. Beside another busy process they spin through its turns too, and
+    # an iteration takes 4 times as long; with short waits it takes 1.5 times as long (benchmarks/RESULTS.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def train(options: Namespace) -> None:
     """Run `tokencredit train`."""
     resume = options.resume is not None
@@ -78,8 +94,6 @@ def train(options: Namespace) -> None:
     first = os.environ.get("RANK", "0") == "0"  # only the main process writes
     if first and not resume:
         RunFolder(config.run.dir).refuse_if_used()  # before the slow imports below
-    # Before the first large tensor: with huge pages, new memory costs a quarter of the time.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.processes import Processes
@@ -88,7 +102,9 @@ def train(options: Namespace) -> None:
     disable_progress_bar()  # the screen has its own progress bar
     processes = Processes()
     try:
-        PPOTrainer(args=config).train(resume_from_checkpoint=resume)
+        trainer = PPOTrainer(args=config)
+        with raising_interrupt():
+            trainer.train(resume_from_checkpoint=resume)
     finally:
         processes.close()
 
@@ -107,10 +123,11 @@ def control(options: Namespace) -> None:
     require_gymnasium()
     from tokencredit.control.trainer import ControlTrainer
 
-    ControlTrainer(config).train(resume_from_checkpoint=resume)
+    with raising_interrupt():  # from the start, so that the environments' processes are ended too
+        ControlTrainer(config).train(resume_from_checkpoint=resume)
 
 
-def play_parser() -> ArgumentParser:
+def play_parser() -> Parser:
     """The parser of `tokencredit play`."""
     parser = new_command("Play episodes with a trained agent.")
     parser.add_argument("run", help="Folder of a run.")
@@ -141,7 +158,7 @@ def require_gymnasium() -> None:
         raise ConfigError("agents need Gymnasium, which is not installed: pip install tokencredit[control]") from error
 
 
-def generate_parser() -> ArgumentParser:
+def generate_parser() -> Parser:
     """The parser of `tokencredit generate`."""
     parser = new_command("Sample completions from a trained policy.")
     parser.add_argument("run", help="Folder of a run.")
@@ -176,7 +193,7 @@ def generate(options: Namespace) -> None:
         print(visible(text))
 
 
-def evaluate_parser() -> ArgumentParser:
+def evaluate_parser() -> Parser:
     """The parser of `tokencredit evaluate`."""
     parser = new_command("Evaluate a trained policy.")
     parser.add_argument("run", help="Folder of a run.")
@@ -198,7 +215,7 @@ def evaluate(options: Namespace) -> None:
     evaluate_run(Path(options.run), config, "base" if options.base else "best" if options.best else "policy")
 
 
-def audit_parser() -> ArgumentParser:
+def audit_parser() -> Parser:
     """The parser of `tokencredit audit`."""
     parser = new_command("Measure a run's credit against true values, and add the result to its page.")
     parser.add_argument("run", help="Folder of a run, finished or still training.")
@@ -255,7 +272,7 @@ def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str
     return audit_run(run, config, settings, options.checkpoint)
 
 
-def report_parser() -> ArgumentParser:
+def report_parser() -> Parser:
     """The parser of `tokencredit report`."""
     parser = new_command("Write a run's report, an HTML page that needs no network.", runs_code=False)
     parser.add_argument("run", help="Folder of a run, finished or still training.")
@@ -273,7 +290,7 @@ def report(options: Namespace) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
-def compare_parser() -> ArgumentParser:
+def compare_parser() -> Parser:
     """The parser of `tokencredit compare`."""
     parser = new_command("Compare runs on a page and in figures.", runs_code=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs, finished or still training.")
@@ -292,7 +309,7 @@ def compare(options: Namespace) -> None:
     print(write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out)))
 
 
-def sweep_parser() -> ArgumentParser:
+def sweep_parser() -> Parser:
     """The parser of `tokencredit sweep`."""
     parser = new_command("Train all runs of a sweep file, and compare them.")
     parser.add_argument("file", help="YAML sweep file; docs/sweeps.md describes it.")
@@ -325,7 +342,7 @@ def sweep(options: Namespace) -> None:
         runner.sweep(runs, options.jobs, options.file)
 
 
-def doctor_parser() -> ArgumentParser:
+def doctor_parser() -> Parser:
     """The parser of `tokencredit doctor`."""
     parser = new_command("Diagnose a run: what is wrong, and what to change.", runs_code=False)
     parser.add_argument("run", help="Folder of a run, finished or still training.")
@@ -345,7 +362,7 @@ def doctor(options: Namespace) -> None:
         screen.say("the checks find nothing wrong with this run")
 
 
-COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], Callable[[Namespace], None]]] = {
+COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = {
     "train": (partial(config_parser, PPOConfig), train),
     "control": (partial(config_parser, ControlConfig), control),
     "generate": (generate_parser, generate),
@@ -361,7 +378,7 @@ COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], Callable[[Namespace], No
 
 
 @cache
-def build_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the command, and those of the subcommands by name."""
     parser = new_parser("PPO for language models and agents.")
     chosen = parser.add_subcommands(dest="command", required=False)
@@ -393,4 +410,5 @@ def complain(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    end_on_interrupt()
     sys.exit(main())

@@ -26,6 +26,6 @@ class OutOfMemory(RunStopped):
 
 
 class TooManyBadSteps(RunStopped):
-    """A run with `run.max_bad_steps` consecutive non-finite losses, gradients or rewards."""
+    """A run with `run.max_bad_steps` consecutive non-finite losses, gradients or rewards, or with nothing else."""
 
     stopped_by = "numbers that are not finite"

@@ -1,10 +1,16 @@
-"""Ctrl-C and SIGTERM: the first stops a run where it can be resumed, the second stops it at once."""
+"""Ctrl-C and SIGTERM: the first stops a run where it can be resumed, the second stops it at once.
+
+Outside a run, Ctrl-C ends the command at once, in one line.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +18,40 @@ if TYPE_CHECKING:
     from tokencredit.processes import Processes
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as in shells."""
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end this process with one line and `INTERRUPTED`, unless the caller ignores it, as under `nohup`.
+
+    Not by a KeyboardInterrupt: while libraries load, C extensions turn it into other exceptions, and at interpreter
+    exit Python prints it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
+        # The last of the functions at exit, since it is the first: after them Python takes its handlers back, and
+        # Ctrl-C would kill a process whose work is done.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    # Neither print nor sys.exit, which may be what the signal interrupted.
+    os.write(2, b"\ntokencredit: interrupted\n" if os.isatty(2) else b"tokencredit: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+@contextmanager
+def raising_interrupt() -> Iterator[None]:
+    """A context in which Ctrl-C raises KeyboardInterrupt despite `end_on_interrupt`: work that saves first."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if before is _end:
+            signal.signal(signal.SIGINT, before)
 
 
 class Signals:
@@ -43,7 +83,7 @@ class Signals:
             received = int(processes.max(torch.tensor(received, device=processes.device)))
         return signal.Signals(received).name if received else None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from helpers.configs import quiet
+from helpers.configs import quiet_agent
 from helpers.files import TIMES, drop_keys, read_metrics
 from tokencredit.audit.sampling import generator
 from tokencredit.cli import main
@@ -25,14 +25,15 @@ from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import (
+    AgentAdvantageConfig,
     AgentAuditConfig,
     AgentConfig,
     AgentCriticConfig,
+    AgentRunConfig,
     ControlConfig,
     EnvConfig,
     EpisodesConfig,
 )
-from tokencredit.settings.training import AdvantageConfig, RunConfig
 
 SIDE, SLIP, GOAL, PIT, GAMMA = 3, 0.2, 8, 5, 0.9
 STARTS, MOVES = (0, 1, 3, 6), ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -89,7 +90,10 @@ def agent_of(args):
 def config(env="Grid-v0", gamma=GAMMA, **changes):
     environment = env if isinstance(env, EnvConfig) else EnvConfig(env)
     return ControlConfig(
-        **({"env": environment, "advantage": AdvantageConfig(gamma=gamma), "agent": AgentConfig(hidden=[8])} | changes)
+        **(
+            {"env": environment, "advantage": AgentAdvantageConfig(gamma=gamma), "agent": AgentConfig(hidden=[8])}
+            | changes
+        )
     )
 
 
@@ -97,7 +101,7 @@ def small(folder, **changes):
     groups = {
         "steps": 32,
         "eval": EpisodesConfig(episodes=0),
-        "run": quiet(folder, 2),
+        "run": quiet_agent(folder, 2),
     }
     return config(**(groups | changes))
 
@@ -277,7 +281,7 @@ def test_an_environment_whose_chance_follows_from_no_seed_is_refused_before_trai
     args = config(
         EnvConfig("Drift-v0", kwargs={"source": source}),
         audit=AgentAuditConfig(every=1),
-        run=RunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[]),
+        run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[]),
     )
     with pytest.raises(ConfigError, match=r"audit\.every is 1, and env\.id Drift-v0 cannot be audited: replayed"):
         ControlTrainer(args)
@@ -303,7 +307,7 @@ def test_what_shows_in_training_alone_leaves_an_audit_out(env, tmp_path):
     folder = tmp_path / "run"
     ControlTrainer(small(folder, env=env, audit=AgentAuditConfig(every=2, episodes=40))).train()
     assert "audit/" not in (folder / "metrics.jsonl").read_text()
-    assert f"an audit is left out: env.id {env.id} cannot be audited" in (folder / "events.jsonl").read_text()
+    assert f"an audit is skipped: env.id {env.id} cannot be audited" in (folder / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("env", ["Pendulum-v1", "CartPole-v1", "FrozenLake-v1"])
@@ -365,7 +369,9 @@ def test_what_is_left_after_a_cut_is_the_critics_value():
     assert weight == pytest.approx(0.9**3)
     rewards = episode.rewards
     assert total == pytest.approx(rewards[0] + 0.9 * rewards[1] + 0.81 * rewards[2] + 0.729 * last)
-    args = replace(args, critic=AgentCriticConfig(kind="none"), advantage=AdvantageConfig("reward_to_go", gamma=0.9))
+    args = replace(
+        args, critic=AgentCriticConfig(kind="none"), advantage=AgentAdvantageConfig("reward_to_go", gamma=0.9)
+    )
     auditor, opened = replays_of(args)
     with opened as replays:
         (episode,) = auditor.episodes(replays, 1, generator(0, 1))
@@ -400,7 +406,7 @@ RUNS = {
     "none": {
         "env": "CartPole-v1",
         "critic": AgentCriticConfig(kind="none"),
-        "advantage": AdvantageConfig("reward_to_go", gamma=0.9),
+        "advantage": AgentAdvantageConfig("reward_to_go", gamma=0.9),
     },
     "global": {"env": EnvConfig("Drift-v0", kwargs={"source": "Random"})},
 }

@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import AutoModelForCausalLM
 
 from tokencredit.core.logprobs import CHUNK_LOGITS
-from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.optim import build_optimizer
+from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.settings.model import LoraConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import flat
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import add_adapter, lora_config
+from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.building import enable_checkpointing
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.parts import trunk_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -185,7 +185,7 @@ def test_sampling_flops_are_those_of_a_pass_per_token(shape):
 
 
 def model_cache(model: ActorCritic):
-    from tokencredit.text.engines.cache import sampling_cache
+    from tokencredit.text.engines.dynamic_cache import sampling_cache
 
     return sampling_cache(model.lm.config)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from helpers.configs import control_config, quiet
+from helpers.configs import control_config, quiet_agent
 from helpers.files import TIMES, drop_keys, read_metrics
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
@@ -70,7 +70,7 @@ def test_evaluation_during_training_changes_no_training(tmp_path):
     runs = []
     for every in (0, 1):
         env = EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True)
-        run = quiet(tmp_path / str(every), 3)
+        run = quiet_agent(tmp_path / str(every), 3)
         trainer = ControlTrainer(
             control_config(tmp_path, env=env, eval=EpisodesConfig(every, episodes=3, greedy=False), run=run)
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from helpers.configs import quiet
+from helpers.configs import quiet_agent
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import make_envs
 from tokencredit.control.rollout import Collector
@@ -116,7 +116,7 @@ def test_an_environment_that_raises_in_its_process_is_named_with_its_line(tmp_pa
     args = ControlConfig(
         env=EnvConfig("Counter-v0", number=2, processes=True, kwargs={"bad": "raises"}),
         steps=16,
-        run=quiet(tmp_path / "run"),
+        run=quiet_agent(tmp_path / "run"),
     )
     with pytest.raises(RunStopped) as caught:
         ControlTrainer(args).train()

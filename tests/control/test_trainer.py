@@ -10,16 +10,23 @@ import torch
 from gymnasium import spaces
 from safetensors.torch import load_file
 
-from helpers.configs import control_config, quiet
+from helpers.configs import control_config, quiet_agent
 from helpers.files import read_metrics, without_times
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import make_envs, statistics
 from tokencredit.control.rollout import Collector
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.core.masked import explained_variance
-from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentConfig, AgentCriticConfig, EnvConfig
-from tokencredit.settings.training import AdvantageConfig, OptimConfig, RunConfig, UpdateConfig
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.control import (
+    AgentAdvantageConfig,
+    AgentConfig,
+    AgentCriticConfig,
+    AgentRunConfig,
+    AgentUpdateConfig,
+    EnvConfig,
+)
+from tokencredit.settings.training import OptimConfig, RunConfig
 
 small = partial(control_config, iterations=3)
 
@@ -57,7 +64,7 @@ def test_every_form_trains(env, critic, algorithm, tmp_path):
         agent=AgentConfig(hidden=[8], activation="relu"),
         critic=AgentCriticConfig(kind=critic),
         algorithm=algorithm,
-        advantage=AdvantageConfig(estimator=estimator, gamma=0.99),
+        advantage=AgentAdvantageConfig(estimator=estimator, gamma=0.99),
     )
     trainer = ControlTrainer(args)
     before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
@@ -77,8 +84,8 @@ def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advanta
         algorithm="policy_gradient",
         agent=AgentConfig(hidden=[8]),
         critic=AgentCriticConfig(kind="none"),
-        advantage=AdvantageConfig(estimator="reward_to_go", gamma=0.9, whiten=False),
-        ppo=UpdateConfig(entropy_coef=0.0),
+        advantage=AgentAdvantageConfig(estimator="reward_to_go", gamma=0.9, whiten="none"),
+        ppo=AgentUpdateConfig(entropy_coef=0.0),
         optim=OptimConfig(lr=0.1, warmup=0, schedule="constant", max_grad_norm=None),
     )
     trainer = ControlTrainer(args)
@@ -109,9 +116,9 @@ def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
         tmp_path / "run",
         env=EnvConfig(env, number=1),
         steps=steps,
-        advantage=AdvantageConfig(gamma=0.99, lam=0.95, whiten=False),
+        advantage=AgentAdvantageConfig(gamma=0.99, lam=0.95, whiten="none"),
         critic=AgentCriticConfig(lr=1e-3, coef=1.0, clip=None),
-        ppo=UpdateConfig(epochs=epochs, minibatches=1, entropy_coef=0.01),
+        ppo=AgentUpdateConfig(epochs=epochs, minibatches=1, entropy_coef=0.01),
         optim=OptimConfig(lr=1e-3, eps=1e-5, schedule="constant", warmup=0, max_grad_norm=0.5),
     )
     trainer = ControlTrainer(args)
@@ -189,10 +196,16 @@ def test_more_copies_are_stepped_in_processes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3; it must divide the batch, .* = 64"),
+        (
+            {"ppo": AgentUpdateConfig(minibatches=3, entropy_coef=0.0)},
+            r"ppo\.minibatches is 3; it must divide the batch, .* = 64",
+        ),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
-        ({"run": RunConfig(push_to_hub="org/agent")}, r"run\.push_to_hub is 'org/agent', .* a language model"),
-        ({"advantage": AdvantageConfig(estimator="group_relative")}, r"which is for language models"),
+        (
+            {"advantage": AgentAdvantageConfig(estimator="group_relative")},
+            r"advantage\.estimator is 'group_relative'; it must be one of gae, td, .*, reward_to_go$",
+        ),
+        ({"run": RunConfig()}, r"^run is RunConfig\(.*; it must be an AgentRunConfig$"),
         (
             {"agent": AgentConfig("transformer", [64, 32])},
             r"agent\.hidden is \[64, 32\]; .* a multiple of agent\.heads, 4",
@@ -208,7 +221,7 @@ def test_what_cannot_work_is_refused(changes, message, tmp_path):
 
 @pytest.mark.parametrize("spoiled", ["reward", "gradient"])
 def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
-    args = small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
+    args = small(tmp_path / "run", run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
     trainer = ControlTrainer(args)
     seen = []
 
@@ -238,6 +251,32 @@ def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
     assert load_file(kept / "batch.safetensors")["observations"].numel()
     assert all(bool(p.isfinite().all()) for p in trainer.agent.parameters())
     assert any(not torch.equal(p, q) for p, q in zip(trainer.agent.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("env", "observation", "action"),
+    [("CartPole-v1", "of length 4", "one of 2"), ("Pendulum-v1", "of length 3", "of length 1")],
+)
+def test_the_overview_has_environment_shapes_and_folder(env, observation, action, tmp_path):
+    args = small(tmp_path / "run", env=EnvConfig(id=env, number=2), agent=AgentConfig(policy="transformer", context=3))
+    trainer = ControlTrainer(args)
+    told = dict(trainer.overview())
+    assert (told["environment"], told["observation"], told["action"]) == (f"{env}, 2 copies", observation, action)
+    assert told["agent"] == f"transformer, {sum(p.numel() for p in trainer.agent.parameters()):,} parameters"
+    assert told["run"] == f"{tmp_path / 'run'}, 3 iterations of 32 steps"
+    assert list(told) == ["environment", "observation", "action", "agent", "device", "run"]
+
+
+def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
+    trainer = ControlTrainer(small(tmp_path / "run", run=replace(small(tmp_path / "run").run, max_bad_steps=100)))
+    step = trainer.envs.step
+    trainer.envs.step = lambda actions: (lambda observation, reward, *rest: (observation, reward * math.nan, *rest))(
+        *step(actions)
+    )
+    with pytest.raises(RunStopped, match=r"^nothing was learned in 3 iterations: every step was skipped"):
+        trainer.train()
+    assert (tmp_path / "run" / "policy").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "000003").is_dir()
 
 
 def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
@@ -300,7 +339,7 @@ def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
         agent=AgentConfig(policy="transformer", hidden=[16], context=4, heads=2, activation="gelu"),
         critic=AgentCriticConfig(lr=1e-2),
         optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"),
-        run=quiet(tmp_path / "run", 30),
+        run=quiet_agent(tmp_path / "run", 30),
     )
     ControlTrainer(args).train()
     metrics = read_metrics(tmp_path / "run")

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokencredit.core.kl import exact_kl
 from tokencredit.core.logprobs import token_kl, token_logprobs, token_loss, token_stats
-from tokencredit.core.projection import TokenStats
+from tokencredit.core.vocab_projection import TokenStats
 
 VOCABULARY, WIDTH, REF_WIDTH = 11, 6, 4
 

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from tokencredit.demo import phrases
-from tokencredit.demo.aspects import ASPECTS
-from tokencredit.demo.genres import GENRES
-from tokencredit.demo.grammar import POSITIVE_SHARE, review, reviews
-from tokencredit.demo.notation import fill
+from demo import phrases
+from demo.aspects import ASPECTS
+from demo.genres import GENRES
+from demo.grammar import POSITIVE_SHARE, review, reviews
+from demo.notation import fill
 
 DRAWN = reviews(6_000, seed=11)
 

@@ -18,6 +18,7 @@ from helpers.configs import keys
 from helpers.docs import names_in, table_rows
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.settings.parsing import config_parser, to_config
+from tokencredit.settings.trl import TRL
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
 TRL_FIELDS = names_in(Path(__file__).with_name("trl_ppo_config_fields.txt"))
@@ -52,6 +53,18 @@ def test_what_a_row_names_is_there(row):
     for name in named:
         argument = re.fullmatch(r"PPOTrainer\((\w+)\)", name)
         assert argument[1] in signature(PPOTrainer).parameters if argument else name in known, name
+
+
+def test_the_messages_on_trls_names_are_the_tables():
+    ours = {*keys(PPOConfig), *signature(PPOTrainer).parameters}
+    table = {}
+    for row in OURS:
+        names, here = (re.findall(r"`(\w+)`", row[0]), row[1].replace("`", ""))
+        parts = here.split(", ")
+        for number, name in enumerate(names):
+            if name not in ours and here != "the same":
+                table[name] = parts[number] if len(parts) == len(names) > 1 else here
+    assert table == TRL
 
 
 def test_every_key_in_the_text_is_there():

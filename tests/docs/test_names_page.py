@@ -37,7 +37,7 @@ def test_every_argument_of_theirs_has_one_row(section, file):
 def written(tmp_path_factory):
     """Metrics, fields of a sample and of the summary that a small run of each world writes."""
     folder = tmp_path_factory.mktemp("names")
-    run = {"iterations": 1, "trackers": [], "show_every": 0}
+    run = {"iterations": 1, "trackers": []}
     text = {"model.dtype": "float32", "rollout": {"batch_size": 4, "max_new_tokens": 4}, "ppo": {"minibatches": 1}}
     agent = {"steps": 32, "eval": {"episodes": 1}}
     PPOTrainer(args=PPOConfig.from_dict(text | {"run": run | {"dir": str(folder / "text")}})).train()

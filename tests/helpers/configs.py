@@ -3,7 +3,7 @@
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 
-from tokencredit.settings.control import ControlConfig, EpisodesConfig
+from tokencredit.settings.control import AgentRunConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
@@ -12,6 +12,11 @@ from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
 def quiet(folder, iterations=1, **options):
     """A run without trackers and without a screen."""
     return RunConfig(dir=str(folder), iterations=iterations, trackers=[], show_every=0, **options)
+
+
+def quiet_agent(folder, iterations=1, **options):
+    """A run of an agent without trackers."""
+    return AgentRunConfig(dir=str(folder), iterations=iterations, trackers=[], **options)
 
 
 def text_config(folder, iterations=1, **groups):
@@ -27,7 +32,7 @@ def text_config(folder, iterations=1, **groups):
 
 def control_config(folder, iterations=2, **groups):
     """A small run of CartPole."""
-    small = {"steps": 16, "eval": EpisodesConfig(episodes=2), "run": quiet(folder, iterations)}
+    small = {"steps": 16, "eval": EpisodesConfig(episodes=2), "run": quiet_agent(folder, iterations)}
     return ControlConfig(**small | groups)
 
 

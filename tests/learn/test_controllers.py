@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
@@ -38,7 +38,6 @@ def test_adaptive_options_by_hand():
 
 
 @given(st.floats(0.5, 50.0), st.floats(0.01, 1.0))
-@settings(derandomize=True, database=None, deadline=None)
 def test_adaptive_finds_the_coefficient_that_holds_the_target(target, start):
     # A policy whose KL is 1 / coef: the coefficient that holds the target is 1 / target.
     controller = AdaptiveKL(start, target=target, horizon=1000)
@@ -105,7 +104,6 @@ def test_running_moments_forget():
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.sampled_from([0.0, 1e5]), st.integers(0, 2**32))
-@settings(derandomize=True, database=None, deadline=None)
 def test_a_stream_has_the_moments_of_the_whole(sizes, offset, seed):
     numbers = offset + torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     running = RunningMoments()

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokencredit.learn import experience
-from tokencredit.learn.experience import like_lengths
+from tokencredit.learn.experience import length_batches
 
 
 def cost(batches, lengths, overhead):
@@ -30,7 +30,7 @@ def test_no_other_cut_reads_less(lengths, overhead, slack):
     budget = None if slack is None else int(lengths.max()) + slack
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experience, "PASS_OVERHEAD", overhead)
-        batches = like_lengths(lengths, budget)
+        batches = length_batches(lengths, budget)
     assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths))), "each row once"
     allowed = [
         cut
@@ -45,16 +45,16 @@ def test_no_other_cut_reads_less(lengths, overhead, slack):
 def test_by_hand(monkeypatch):
     # Together 4 · 100 tokens; apart 100 + 3 · 10 and one more pass at 20.
     monkeypatch.setattr(experience, "PASS_OVERHEAD", 20)
-    first, second = like_lengths(torch.tensor([10, 100, 10, 10]))
+    first, second = length_batches(torch.tensor([10, 100, 10, 10]))
     assert first.tolist() == [1]
     assert sorted(second.tolist()) == [0, 2, 3]
 
 
 def test_rows_of_one_length_stay_together():
-    [rows] = like_lengths(torch.full((500,), 64))
+    [rows] = length_batches(torch.full((500,), 64))
     assert rows.tolist() == list(range(500))
 
 
 def test_a_row_that_is_longer_than_the_budget():
     with pytest.raises(ValueError, match=r"budget is 9; it must be at least 10, the tokens of the longest row"):
-        like_lengths(torch.tensor([3, 10]), 9)
+        length_batches(torch.tensor([3, 10]), 9)

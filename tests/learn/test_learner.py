@@ -9,7 +9,7 @@ from torch import nn
 
 from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
 from tokencredit.core.masked import whiten
-from tokencredit.core.projection import TokenStats
+from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss, Objective, Passes, PolicyOutputs

@@ -39,7 +39,7 @@ def test_target_kl_refuses():
     ],
 )
 def test_a_plateau_is_three_checks_without_a_rise(numbers, ends):
-    plateau = Plateau(patience=3, least=0.01)
+    plateau = Plateau(patience=3, min_delta=0.01)
     assert next((check for check, number in enumerate(numbers) if plateau.update(number)), None) == ends
 
 

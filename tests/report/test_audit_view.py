@@ -208,11 +208,13 @@ def test_hostile_audits_do_nothing_in_the_browser(browser, audited_folder, run, 
 
 def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder):
     opened(browser, audited_folder)
-    groups = browser.execute_script(
-        "return [...document.querySelectorAll('#plots > div')].map(({ layout, data }) => "
+    charts = browser.execute_script(
+        "return [...document.querySelectorAll('#plots .js-plotly-plot')].map(({ layout, data }) => "
         "[layout.title.text, data.map(({ mode, connectgaps }) => [mode, connectgaps])])"
     )
-    modes = dict(groups)
-    assert ["lines+markers", True] in modes["Audit of the credit"]
-    assert all(mode == ["lines+markers", True] for mode in modes["Audit of the credit"] + modes["Audit of the critic"])
-    assert modes["Length"][0] == ["lines", False]
+    modes = dict(charts)
+    rare = [mode for title, found in modes.items() if title.startswith("audit/") for mode in found]
+    assert len(rare) > 10
+    assert all(mode == ["lines+markers", True] for mode in rare)
+    assert len(modes["audit/correlation"]) == 3, "with both ends of its interval"
+    assert modes["kl (nats per sequence)"] == [["lines", False]]

@@ -15,6 +15,7 @@ from helpers.browser import complaints, requests
 from helpers.files import read_jsonl
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
+from tokencredit.report.templating import two_digits
 
 
 def opened(browser, folder, width=1600):
@@ -43,6 +44,7 @@ def test_it_opens_without_a_word_and_without_the_network(browser, run_folder):
 
 def test_the_credit_view_says_what_the_samples_say(browser, run_folder):
     opened(browser, run_folder)
+    Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select")).select_by_value("1")
     first = read_run(run_folder).samples[0]
     spans = tokens(browser)[: len(first["tokens"])]
     assert spans[0].get_attribute("textContent").strip() == first["tokens"][0].strip()
@@ -50,8 +52,7 @@ def test_the_credit_view_says_what_the_samples_say(browser, run_folder):
         browser.execute_script("arguments[0].focus()", spans[i])
         said = browser.find_element(By.ID, "numbers").text
         for name, key in (("advantage", "advantages"), ("value", "values"), ("log-probability", "logprobs")):
-            number = float(said.split(f"{name} ")[1].split(",")[0])
-            assert number == pytest.approx(first[key][i], abs=1e-3)
+            assert said.split(f"{name} ")[1].split(",")[0] == two_digits(round(first[key][i], 4))
 
 
 def test_the_keyboard_walks_along_the_tokens(browser, run_folder):
@@ -66,10 +67,11 @@ def test_the_keyboard_walks_along_the_tokens(browser, run_folder):
 
 def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
     opened(browser, run_folder)
+    Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select")).select_by_value("1")
     rewards = sorted((s["reward"] for s in read_run(run_folder).samples if s["iteration"] == 1), reverse=True)
     Select(browser.find_element(By.ID, "order")).select_by_value("best")
     shown = browser.find_element(By.CSS_SELECTOR, "#pane0 .about").text
-    assert float(shown.split()[1]) == pytest.approx(rewards[0], abs=1e-3)
+    assert shown.split()[1] == two_digits(rewards[0])
     before = colours(browser)
     Select(browser.find_element(By.ID, "quantity")).select_by_value("ratio after the update")
     assert "around 1" in browser.find_element(By.ID, "unit").text
@@ -88,7 +90,7 @@ def test_curves_are_smoothed(browser, run_folder):
     slider = browser.find_element(By.ID, "smooth")
     slider.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert browser.find_element(By.ID, "smoothed").text == "3"
-    last = browser.execute_script("return document.querySelector('#plots > div').data[0].y.at(-1)")
+    last = browser.execute_script("return document.getElementById('headline').data[0].y.at(-1)")
     mean = sum(row["reward"] for row in read_run(run_folder).metrics) / 3
     assert last == pytest.approx(mean, rel=1e-3)
 
@@ -124,7 +126,10 @@ def contrast(one, other):
 
 def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
-    rows = [json.loads(line) | {"reward/<b>x</b>&lt;": 1.0} for line in (copy / "metrics.jsonl").open()]
+    rows = [
+        json.loads(line) | {"reward/<b>x</b>&lt;": 1.0, "eval/reward/<b>x</b>&lt;": 2.0}
+        for line in (copy / "metrics.jsonl").open()
+    ]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_report(copy)
     opened(browser, copy)
@@ -175,3 +180,107 @@ def test_a_run_without_a_critic_opens_without_a_word(browser, run_folder, tmp_pa
     quantities = [option.text for option in Select(browser.find_element(By.ID, "quantity")).options]
     assert "value" not in quantities
     assert len(tokens(browser)) > 0
+
+
+def selected(browser, pane):
+    return Select(browser.find_element(By.CSS_SELECTOR, f"#pane{pane} select")).first_selected_option.text
+
+
+def copied(run_folder, path, samples=lambda row: row, metrics=lambda row: row):
+    """A copy of the run with other samples and metrics, and its report."""
+    copy = shutil.copytree(run_folder, path)
+    for name, change in (("samples", samples), ("metrics", metrics)):
+        rows = [json.loads(line) for line in (copy / f"{name}.jsonl").read_text().splitlines()]
+        (copy / f"{name}.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    write_report(copy)
+    return copy
+
+
+def test_it_opens_on_iterations_that_vary_each_on_its_own_scale(browser, run_folder, tmp_path):
+    largest = {1: 0.001, 2: 0.4, 3: 4.0}
+
+    def flat_at_first(row):
+        zeros = [0.0] * (len(row["tokens"]) - 1)
+        return row | {"advantages": [largest[row["iteration"]], *zeros]}
+
+    opened(browser, copied(run_folder, tmp_path / "copy", samples=flat_at_first))
+    assert [selected(browser, pane) for pane in (0, 1)] == ["2", "3"]
+    legends = [browser.find_element(By.CSS_SELECTOR, f"#pane{pane} .legend").text.split() for pane in (0, 1)]
+    assert legends == [["-0.40", "0.40"], ["-4", "4"]]
+    strongest = [tokens(browser, pane)[0].value_of_css_property("background-color") for pane in (0, 1)]
+    assert strongest[0] == strongest[1]
+    Select(browser.find_element(By.ID, "scale")).select_by_value("all")
+    assert browser.find_element(By.CSS_SELECTOR, "#pane0 .legend").text.split() == ["-4", "4"]
+    assert tokens(browser, 0)[0].value_of_css_property("background-color") != strongest[1]
+    assert complaints(browser) == []
+
+
+def test_reward_and_completions_are_on_the_first_screen(browser, run_folder):
+    size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    opened(browser, run_folder)
+    for selector in ("#headline .main-svg", "#compared h3:nth-of-type(2)", "#compared p:last-child"):
+        box = browser.find_element(By.CSS_SELECTOR, selector).rect
+        assert box["height"] > 0
+        assert box["y"] + box["height"] <= 900, selector
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    titles = [title.text for title in browser.find_elements(By.CSS_SELECTOR, "#compared h3")]
+    assert titles == ["before (iteration 1)", "after (iteration 3)"]
+    samples = read_run(run_folder).samples
+    after = next(s for s in samples if s["iteration"] == 3)
+    shown = browser.find_elements(By.CSS_SELECTOR, "#compared p")[1].get_attribute("textContent")
+    assert shown.startswith(two_digits(round(after["reward"], 4)))
+
+
+def test_the_value_line_is_labelled(browser, run_folder):
+    opened(browser, run_folder)
+    line = browser.find_element(By.CSS_SELECTOR, "#pane0 .line")
+    iteration = int(selected(browser, 0))
+    values = next(s for s in read_run(run_folder).samples if s["iteration"] == iteration)["values"]
+    expected = ["value", two_digits(max(0.0, *(round(v, 4) for v in values))), two_digits(min(0.0, *values))]
+    assert line.text.split() == expected
+    assert "the critic's value before each token" in browser.find_element(By.CSS_SELECTOR, ".note").text
+
+
+def test_a_single_evaluation_is_visible(browser, run_folder, tmp_path):
+    def evaluated(row):
+        return row | ({"eval/reward": 0.5} if row["iteration"] == 2 else {})
+
+    opened(browser, copied(run_folder, tmp_path / "copy", metrics=evaluated))
+    traces = browser.execute_script(
+        "return document.getElementById('headline').data.map(({ name, mode }) => [name, mode])"
+    )
+    assert traces == [["reward", "lines"], ["eval/reward", "lines+markers"]]
+    points = browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")
+    assert [point.is_displayed() for point in points] == [True]
+
+
+def test_no_metric_is_drawn_twice(browser, run_folder):
+    opened(browser, run_folder)
+    names = browser.execute_script(
+        "return [...document.querySelectorAll('.js-plotly-plot')].flatMap((box) => box.data.map((trace) => trace.name))"
+    )
+    assert len(names) == len(set(names))
+    assert {"reward", "kl", "explained_variance", "lr"} <= set(names)
+    assert "reward/NEGATIVE" not in names
+
+
+def test_the_diagnosis_is_named_at_the_top(browser, run_folder):
+    opened(browser, run_folder)
+    story = browser.find_element(By.CSS_SELECTOR, ".story").text
+    count = len(browser.find_elements(By.CSS_SELECTOR, ".findings li"))
+    assert ("no problem found" if not count else f"{count} problem") in story
+
+
+def test_a_run_of_one_iteration_has_one_column_and_points(browser, run_folder, tmp_path):
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    for name in ("samples", "metrics"):
+        rows = (copy / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (copy / f"{name}.jsonl").write_text("".join(row for row in rows if json.loads(row)["iteration"] == 1))
+    write_report(copy)
+    opened(browser, copy)
+    assert complaints(browser) == []
+    assert [title.text for title in browser.find_elements(By.CSS_SELECTOR, "#compared h3")] == ["iteration 1"]
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#compared p")) == 3
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")) == 1
+    assert not browser.find_element(By.ID, "pane1").is_displayed()

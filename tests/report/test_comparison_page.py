@@ -11,6 +11,7 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.report.comparison_page import write_comparison
 from tokencredit.report.reading import read_run
+from tokencredit.report.templating import two_digits
 
 pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
@@ -93,10 +94,12 @@ def test_curves_are_those_of_the_runs(browser, page, runs):
     x, y, interval = found["optim.lr 0.0001"]
     assert x == [1, 2, 3]
     assert y == pytest.approx(rewards, rel=1e-3)
-    assert interval[0] == f" [{rewards[0] - 0.1:.4g}, {rewards[0] + 0.1:.4g}]"
+    low, middle, high = (two_digits(float(f"{rewards[0] + more:.5g}")) for more in (-0.1, 0.0, 0.1))
+    assert interval[0] == f"{middle} [{low}, {high}]"
     assert found["optim.lr 0.0005"][0] == [1, 2], "it ends with its shortest run"
-    assert found["optim.lr 0.001"][2] == ["", "", ""], "one run has no interval"
-    assert "the curve ends at iteration 2, where high-2 ends" in browser.find_element(By.TAG_NAME, "main").text
+    for setting in ("optim.lr 0.0005", "optim.lr 0.001"):
+        assert not any("[" in text for text in found[setting][2]), "two runs, or one, have no interval"
+    assert "The curve ends at iteration 2, where high-2 ends" in browser.find_element(By.TAG_NAME, "main").text
 
 
 def test_the_axis_can_be_chosen(browser, page, runs):
@@ -124,8 +127,7 @@ def test_the_tables_say_what_differs_and_what_came_out(browser, page, runs):
     assert [" ".join(row) for row in rows] == [f"optim.lr {lr} {lr}" for lr in ("0.0001", "0.0005", "0.001")]
     rewards = [row["reward"] for row in read_run(runs[-1]).metrics]
     first, last = came_out.find_elements(By.CSS_SELECTOR, "tbody tr:last-child td")[:2]
-    assert float(first.text) == pytest.approx(rewards[0], rel=1e-2)
-    assert float(last.text) == pytest.approx(sum(rewards) / 3, rel=1e-2)
+    assert (first.text, last.text) == (two_digits(rewards[0]), two_digits(sum(rewards) / 3))
 
 
 @pytest.mark.parametrize("width", [400, 1600])
@@ -181,7 +183,7 @@ def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, tmp_
     rows = read_run(other).metrics
     (other / "metrics.jsonl").write_text("".join(json.dumps(row | {"seconds": 1e3}) + "\n" for row in rows))
     opened(browser, write_comparison([one, other], out=tmp_path))
-    assert "no curve over seconds" in browser.find_element(By.TAG_NAME, "main").text
+    assert "No curve over seconds" in browser.find_element(By.TAG_NAME, "main").text
     Select(browser.find_element(By.ID, "axis")).select_by_value("seconds")
     assert len(browser.find_elements(By.CSS_SELECTOR, "#plot .scatterlayer .js-line")) == 2
     assert complaints(browser) == []
@@ -240,3 +242,40 @@ def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_f
     assert complaints(browser) == []
     with pytest.raises(ConfigError, match=r"no number for the metric audit/noise in .*reviews"):
         write_comparison([runs[0], run_folder], metric="audit/noise", out=tmp_path / "out")
+
+
+def test_the_verdict_stands_at_the_top(browser, page, repeat, tmp_path):
+    opened(browser, page)
+    sentences = [p.text for p in browser.find_elements(By.CSS_SELECTOR, "header p")]
+    assert sentences[0].startswith("optim.lr 0.0005 ends at the higher reward: ")
+    assert "with optim.lr 0.001, the next of 3 settings" in sentences[0]
+    assert "too few seeds" in sentences[1]
+    assert sentences[2] == "The runs end at different iterations, 2 to 3."
+    top = browser.find_element(By.CSS_SELECTOR, "header p").rect
+    assert top["y"] < browser.find_element(By.ID, "plot").rect["y"]
+
+
+def test_links_lead_to_the_reports_of_the_runs(browser, repeat, tmp_path):
+    one, other, without = repeat("javascript:a %41#?", more=1.0), repeat("plain", lr=2e-4), repeat("none", lr=3e-4)
+    (without / "report.html").unlink()
+    opened(browser, write_comparison([one, other, without], out=tmp_path / "out"))
+    links = browser.find_elements(By.CSS_SELECTOR, "main li a")
+    assert [link.text for link in links] == [one.name, other.name]
+    assert not any(link.get_attribute("href").startswith("javascript") for link in links)
+    assert not any(link.get_dom_attribute("href").startswith(("/", "file")) for link in links), "relative"
+    links[0].click()
+    assert browser.find_element(By.ID, "outcome").text == "Outcome"
+    assert browser.current_url == (one / "report.html").resolve().as_uri()
+
+
+def test_two_runs_of_one_seed_each_are_values_without_intervals(browser, repeat, tmp_path):
+    pair = [repeat("pair-1", more=0.5), repeat("pair-2", lr=5e-4)]
+    opened(browser, write_comparison(pair, out=tmp_path))
+    header = browser.find_element(By.TAG_NAME, "header").text
+    assert "a difference of 0.50." in header
+    assert "There is one run per setting: other seeds may reverse the order." in header
+    assert "interval" not in header
+    text = browser.find_element(By.TAG_NAME, "main").text
+    assert "Each line is one run, without an interval." in text
+    assert "95 %" not in text
+    assert "[" not in text

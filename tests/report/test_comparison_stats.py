@@ -57,11 +57,18 @@ def test_one_run_has_no_interval():
     assert (result.middle.item(), result.low, result.high) == (3.0, None, None)
 
 
-def test_two_runs_have_students_interval():
-    # Mean 2, s = √2, s / √2 = 1; the table says t = 12.706 for one degree of freedom.
+def test_two_runs_have_a_mean_and_no_interval():
     result = scalars(1.0, 3.0)
-    assert result.middle.item() == 2.0
-    assert both(result) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
+    assert (result.middle.item(), result.low, result.high) == (2.0, None, None)
+
+
+@pytest.mark.parametrize("count", [3, 4, 7, 12])
+def test_intervals_stay_within_the_runs(count):
+    """So a return of at most 500 has no interval up to 1,101, and a probability none beyond 0 and 1."""
+    numbers = np.random.default_rng(count).choice([0.0, 0.02, 0.9, 1.0], size=(count, 50))
+    result = estimate(numbers)
+    assert (result.low >= numbers.min(axis=0)).all()
+    assert (result.high <= numbers.max(axis=0)).all()
 
 
 def test_three_runs_by_hand():
@@ -94,16 +101,14 @@ def test_bootstrap_intervals_are_those_of_all_resamples(count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "covered"), [(2, 0.95), (3, 0.75), (4, 0.88), (5, 0.90), (8, 0.93), (10, 0.94), (20, 0.95)]
-)
+@pytest.mark.parametrize(("count", "covered"), [(3, 0.75), (4, 0.88), (5, 0.90), (8, 0.93), (10, 0.94), (20, 0.95)])
 def test_how_often_an_interval_covers_the_truth(count, covered):
     """Of normal numbers, whose interquartile mean is their mean; docs/compare.md holds these figures."""
     result = estimate(np.random.default_rng(0).normal(size=(count, 2000)))
     assert np.mean((result.low <= 0) & (result.high >= 0)) == pytest.approx(covered, abs=0.02)
 
 
-@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("count", [3, 6])
 def test_intervals_follow_shift_and_scale(count):
     numbers = np.random.default_rng(1).normal(size=(count, 7))
     one, other = estimate(numbers), estimate(3 * numbers + 5)
@@ -117,7 +122,7 @@ def test_the_same_runs_give_the_same_interval():
 
 
 def test_runs_that_agree_have_an_interval_without_width():
-    assert both(scalars(2.0, 2.0)) == both(scalars(2.0, 2.0, 2.0)) == (2.0, 2.0)
+    assert both(scalars(2.0, 2.0, 2.0)) == (2.0, 2.0)
 
 
 # curves
@@ -147,12 +152,12 @@ def test_a_long_series_is_thinned_and_forgets_nothing():
     assert y.max() == pytest.approx(1 / 11)  # eleven iterations a point
 
 
-def test_the_band_of_two_runs_by_hand():
-    found = curve([made(rewards=[0.0, 1.0]), made(rewards=[2.0, 1.0])], "reward", "iteration")
+def test_the_band_of_three_runs_by_hand():
+    found = curve([made(rewards=rewards) for rewards in ([0.0, 1.0], [2.0, 1.0], [7.0, 1.0])], "reward", "iteration")
     assert found.x.tolist() == [1, 2]
-    assert found.y.middle.tolist() == [1.0, 1.0]
-    assert found.y.low == pytest.approx([1 - 12.706, 1.0], abs=1e-3)
-    assert found.y.high == pytest.approx([1 + 12.706, 1.0], abs=1e-3)
+    assert found.y.middle == pytest.approx([3.0, 1.0])
+    assert found.y.low == pytest.approx([0.0, 1.0])
+    assert found.y.high == pytest.approx([7.0, 1.0])
 
 
 def test_a_curve_ends_where_its_shortest_run_does():
@@ -247,22 +252,22 @@ def test_outcomes_by_hand():
     names, rows = outcomes(group_runs(runs), "reward")
     first, second = (dict(zip(names, row, strict=True)) for row in rows)
     assert first == {
-        "reward, first": "0.5 [-5.85, 6.85]",  # ± 12.706 · 0.7071 / 1.4142
-        "reward, last": "2 [-10.7, 14.7]",
-        "eval/reward, best": "0.4",
+        "reward, first": "0.50 (0 and 1)",
+        "reward, last": "2 (1 and 3)",
+        "eval/reward, best": "0.40",
         "kl, last": "1",
         "length, last": "8",
         "seconds": "6",
         "iterations": "6",
         "stopped by": "iterations, stop.kl",
     }
-    assert (second["reward, last"], second["kl, last"], second["stopped by"]) == ("0.5", "", "not finished")
+    assert (second["reward, last"], second["kl, last"], second["stopped by"]) == ("0.50", "", "not finished")
 
 
 def test_an_outcome_says_of_how_many_runs_it_is():
     runs = [made("a", columns={"kl": [1.0, 2.0]}), made("b", seed=2)]
     names, rows = outcomes(group_runs(runs), "reward")
-    assert dict(zip(names, rows[0], strict=True))["kl, last"] == "1.5 (1 of 2 runs)"
+    assert dict(zip(names, rows[0], strict=True))["kl, last"] == "1.50 (1 of 2 runs)"
 
 
 def test_a_rare_metric_has_its_last_number():

@@ -116,13 +116,48 @@ def test_a_run_of_ten_thousand_iterations_stays_small():
     assert sum(len(s["tokens"]) for s in data["credit"]) <= TOKENS
     assert data["credit"][0]["iteration"] == 1
     assert data["credit"][-1]["iteration"] == 10_000
-    assert all(len(line["x"]) <= 1000 for group in data["curves"] for line in group["lines"])
+    charts = [data["headline"], *(chart for section in data["curves"] for chart in section["charts"])]
+    assert len(charts) == 40  # metric_0 and seconds are constant
+    assert all(len(line["x"]) <= 1000 for chart in charts for line in chart["lines"])
 
 
-def test_curves_keep_the_means():
-    metrics = [{"iteration": i, "reward": float(i)} for i in range(1, 2001)]
-    line = data_of(render(made(metrics=metrics)))["curves"][0]["lines"][0]
-    assert (line["x"][0], line["y"][0]) == (2, 1.5)
+@pytest.mark.parametrize(
+    ("advantages", "opened"),
+    [
+        ([[0.01, 0.01], [0.0, 0.4], [0.5, -0.5], [0.3, 0.3]], [2, 3]),  # the first and the last are flat
+        ([[0.004, 0.0], [0.4, 0.0], [0.1, 0.0]], [2, 3]),  # a hundredth of the largest deviation, and a quarter
+        ([[0.0, 0.0], [0.5, -0.5]], [2]),
+        ([[0.2, 0.2], [0.0, 0.0]], [2]),  # none varies: the last
+        ([[1.0, 0.0], [0.5, 0.0], [0.9, 0.0]], [1, 3]),
+    ],
+)
+def test_it_opens_where_advantages_vary(advantages, opened):
+    samples = [sample(i, tokens=2, advantages=row) for i, row in enumerate(advantages, start=1)]
+    metrics = [{"iteration": i, "reward": 1.0} for i in range(1, len(advantages) + 1)]
+    assert data_of(render(made(samples, metrics)))["opened"] == opened
+
+
+def test_the_headline_metric_is_drawn_first_and_once():
+    metrics = [{"iteration": i, "reward": float(i), "eval/reward": 1.0, "kl": i + 1.0, "mine": 3.0} for i in (1, 2)]
+    page = render(made(metrics=metrics))
+    data = data_of(page)
+    assert "Constant: mine 3." in page
+    assert [line["name"] for line in data["headline"]["lines"]] == ["reward", "eval/reward"]
+    assert [chart["title"] for section in data["curves"] for chart in section["charts"]] == ["kl (nats per sequence)"]
+    agent = made(metrics=[{"iteration": 1, "train/average_return": 20.0}], env={"id": "CartPole-v1"})
+    assert data_of(render(agent))["headline"]["title"] == "average_return"
+
+
+def test_a_classifier_is_named_with_its_label():
+    reward = [{"classifier": "m", "label": "NEGATIVE"}, {"function": "f.py:f", "name": "short"}]
+    assert "<dd>m: NEGATIVE, short</dd>" in render(made(reward=reward))
+
+
+def test_numbers_in_the_head_have_two_digits():
+    metrics = [{"iteration": 1, "reward": 0.12345, "kl": 302.4}, {"iteration": 2, "reward": 2.34567, "kl": 302.4}]
+    page = render(made(metrics=metrics))
+    assert "0.12 → 1.23 (mean of the last 2 iterations)" in page
+    assert "302 nats per sequence" in page
 
 
 def test_a_run_without_samples_has_its_curves():

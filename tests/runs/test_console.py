@@ -1,11 +1,12 @@
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tokencredit.runs.console import Screen
+from tokencredit.runs.console import SHOWN_METRICS, Screen
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.world import CONTROL, TEXT
 
@@ -32,8 +33,41 @@ def shown(action, terminal=False):
 
 
 def test_plain_lines_without_a_terminal():
-    out = shown(lambda screen: screen.iteration(METRICS))
-    assert out == "iteration 3/40  reward 0.5  KL 1.25  entropy 1.1  length 20  clipped 0.1\n"
+    *legend, line = shown(lambda screen: screen.iteration(METRICS)).splitlines()
+    assert line == "iteration 3/40  reward 0.5  KL 1.25  entropy 1.1  length 20  clipped 0.1"
+    assert legend[0] == "in an iteration's line:"
+    assert [row.split()[0] for row in legend[1:]] == ["reward", "KL", "entropy", "length", "clipped"]
+
+
+def test_each_number_is_explained_once():
+    def iterations(screen):
+        for row in (METRICS, METRICS, METRICS | {"eval/average_return": 3.0}):
+            screen.iteration(row)
+
+    out = shown(iterations)
+    for label, meaning in SHOWN_METRICS.values():
+        explained = label in ("reward", "KL", "entropy", "length", "clipped", "evaluated")
+        assert out.count(meaning) == explained
+
+
+def test_pairs_are_aligned_and_a_label_is_not_repeated():
+    rows = [("model", "a"), ("reward", "b"), ("reward", "c\x1b[2J")]
+    assert shown(lambda screen: screen.pairs(rows)) == "model   a\nreward  b\n        c\\x1b[2J\n"
+    assert shown(lambda screen: screen.pairs([])) == ""
+
+
+@pytest.mark.parametrize("seconds", [0.5, 40.0, 4000.0], ids=["short", "longer than half a minute", "an hour"])
+def test_the_time_left_is_known_from_the_second_iteration_on(seconds):
+    """Iterations of any length, and a first one that is slower: its time says nothing of the others'."""
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, get_time=lambda: now[0])
+    screen = Screen(40, console=console)
+    screen.progress.start_task(screen.task)
+    (task,) = screen.progress.tasks
+    for number in range(1, 6):
+        now[0] += seconds * (3 if number == 1 else 1)
+        screen.iteration(METRICS | {"iteration": number})
+        assert task.time_remaining == (None if number == 1 else math.ceil((40 - number) * seconds))
 
 
 AUDIT = {"audit/noise": 0.1, "audit/correlation": 0.3, "audit/trust": 0.09, "audit/explained_variance": 0.6345}
@@ -66,6 +100,40 @@ def test_samples_show_reward_reference_and_text(terminal):
     assert "0.750" in out
     assert "-1.50" in out
     assert r"This movie was [bold]dull[/bold] \x1b[2J" in out
+    assert "the completion's score" in out
+    assert "under the reference model" in out
+
+
+def test_a_text_without_spaces_is_wrapped_and_not_cut_off():
+    text = "好" * 200
+    assert shown(lambda screen: screen.samples(10, [sample(text)]), terminal=True).count("好") == 200
+    pair = [sample(text)], [sample(text, 40)]
+    assert shown(lambda screen: screen.finish(SUMMARY, *pair), terminal=True).count("好") == 400
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_samples_without_a_reference_have_no_column_of_it(terminal):
+    rows = [{key: value for key, value in sample(" dull").items() if key != "ref_logprobs"}]
+    assert "reference" not in shown(lambda screen: screen.samples(10, rows), terminal)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_columns_are_explained_once(terminal):
+    def tables(screen):
+        screen.samples(10, [sample(" dull")])
+        screen.samples(20, [sample(" dull")])
+
+    assert shown(tables, terminal).count("the completion's score") == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_conversation_is_shown_by_its_last_message(terminal):
+    rows = [sample("Paris.") | {"prompt": "<|im_start|>user\nWhere?<|im_end|>", "message": "Where\x1b?\n"}]
+    out = shown(lambda screen: screen.samples(10, rows), terminal)
+    assert "im_start" not in out
+    assert r"Where\x1b? → Paris." in out
+    long = [rows[0] | {"message": "a" * 1000}]
+    assert 100 < shown(lambda screen: screen.samples(10, long), terminal).count("a") < 300
 
 
 def test_the_end_says_what_happened():
@@ -73,7 +141,6 @@ def test_the_end_says_what_happened():
     assert "before (iteration 1)" in out
     assert "after (iteration 40)" in out
     assert "reward 0.25 → 0.91   KL 2.5 nats per sequence   40 iterations in 30 s (2,309 tokens per second)" in out
-    assert "runs/x/policy" in out
 
 
 def test_the_end_of_a_run_without_an_iteration():

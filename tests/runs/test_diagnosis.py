@@ -91,7 +91,7 @@ DISEASES = {
     "truncated": {"truncated": lambda i: 0.9},
     "constant_term": {"reward_std/b": lambda i: 0.0},
     "dominant_term": {"reward_std/b": lambda i: 5.0},
-    "always_clipped": {"grad_norm": lambda i: 30.0},
+    "always_clipped": {"grad_norm": lambda i: 3000.0, "clip_fraction": lambda i: 0.001},
     "flat_reward": {"reward": lambda i: 0.5},
 }
 
@@ -228,6 +228,27 @@ def test_a_pretraining_is_in_vain_where_the_critic_explains_nothing_new(batches,
     first, *others = healthy()
     first |= {"pretrain/batches": batches, "pretrain/explained_variance": explained}
     assert names([first, *others]) == ["pretraining"] * vain
+
+
+CLIPPED = {"grad_norm": 3000.0, "clip_fraction": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "named"),
+    [
+        ({}, {}, True),
+        ({"grad_norm": 150.0}, {}, False),
+        ({"clip_fraction": 0.03}, {}, False),
+        ({}, {"optim": {"warmup": 5, "max_grad_norm": None}}, False),
+        ({}, {"ppo": {"epochs": 1, "minibatches": 1}}, False),
+        ({}, {"algorithm": "policy_gradient"}, False),
+    ],
+    ids=["", "scaled, as CartPole's", "the policy moves", "no limit", "one step, no ratio", "no ratio"],
+)
+def test_a_clipped_gradient_is_a_finding_only_where_the_policy_hardly_moves(changes, config, named):
+    rows = [row | CLIPPED | changes for row in healthy()]
+    assert ("always_clipped" in names(rows, CONFIG | config)) == named
+    assert "always_clipped" not in names([*rows[:39], rows[39] | {"grad_norm": 1.0}], CONFIG | config)
 
 
 def test_short_texts_are_a_sign_of_degeneration():

@@ -93,7 +93,7 @@ def test_a_full_disk_leaves_the_old_file(folder):
     with file_size_limit(10), pytest.raises(OSError, match="File too large"):
         folder.write("summary.json", "n" * 1000)
     assert (folder.path / "summary.json").read_text() == "old"
-    assert os.listdir(folder.path) == ["summary.json"]
+    assert [path.name for path in folder.path.iterdir()] == ["summary.json"]
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(folder):
@@ -111,7 +111,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(folder):
     with replacing(folder.path / "policy") as temporary:
         (temporary / "weights").write_text("new")
     assert (folder.path / "policy" / "weights").read_text() == "new"
-    assert os.listdir(folder.path) == ["policy"]
+    assert [path.name for path in folder.path.iterdir()] == ["policy"]
 
 
 def test_the_last_of_the_disk_is_kept_for_the_end(folder):

@@ -241,6 +241,44 @@ def test_batches_of_bad_steps_are_kept_and_counted(tmp_path):
         made.bad_step(3, "the loss is nan", {"x": torch.ones(2)})
 
 
+@pytest.mark.parametrize(
+    ("rows", "failed"),
+    [
+        ([{"bad_steps": 1}, {"bad_steps": 1}], True),
+        ([{"bad_steps": 1}, {"bad_steps": 0, "loss": 0.5}], False),
+        ([{"bad_steps": 0}, {"bad_steps": 0}], False),
+        ([], False),
+    ],
+    ids=["each step skipped", "one taken", "no token in the loss", "no iteration"],
+)
+def test_a_run_without_a_step_has_failed_if_they_were_skipped(rows, failed, tmp_path):
+    made = record(config(tmp_path / "run"))
+    for number, row in enumerate(rows, start=1):
+        made.history.append({"iteration": number} | row)
+    error = made.nothing_learned()
+    assert isinstance(error, TooManyBadSteps) == failed
+    assert not failed or f"{tmp_path / 'run' / 'bad_steps'} holds the batches" in str(error)
+
+
+def test_the_end_names_files_and_commands(tmp_path, capsys):
+    made = record(config(tmp_path / "my run"))
+    made.next_steps({"tokencredit generate RUN": "completions"})
+    folder = str(tmp_path / "my run")
+    assert capsys.readouterr().out.splitlines() == [
+        f"policy  {folder}/policy",
+        f"next    tokencredit generate '{folder}'  completions",
+    ]
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run" / "report.html").write_text("")
+    made.next_steps({"tokencredit generate RUN": "completions"})
+    assert capsys.readouterr().out.splitlines() == [
+        f"report  {folder}/report.html",
+        f"policy  {folder}/policy",
+        f"next    tokencredit report '{folder}' --open  the report in the browser",
+        f"        tokencredit generate '{folder}'       completions",
+    ]
+
+
 def test_a_manifest_is_written_in_the_newest_format(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     write_manifest(tmp_path)

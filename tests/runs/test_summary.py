@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokencredit.runs.history import History
-from tokencredit.runs.summary import duration, figure, summarise
+from tokencredit.runs.summary import count, duration, figure, shortened, summarise
 from tokencredit.settings.world import CONTROL, TEXT
 
 
@@ -69,3 +69,10 @@ def test_numbers_have_three_digits():
 
 def test_times_are_said_in_units_to_plan_with():
     assert [duration(seconds) for seconds in (40, 600, 20_000)] == ["40 s", "10 min", "5.6 h"]
+
+
+def test_counts_and_long_texts_are_short():
+    counted = {4288: "4,288", 1_900_417: "1.9 million", 999_600_000: "1 billion", 7_615_616_512: "7.62 billion"}
+    assert {number: count(number) for number in counted} == counted
+    assert shortened(" a\n b ", 3) == "a b"
+    assert shortened("a" * 9, 5) == "aaaa…"

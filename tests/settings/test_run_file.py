@@ -6,7 +6,7 @@ import pytest
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.data import ClassifierTerm, FunctionTerm, PromptsConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig
@@ -21,7 +21,7 @@ def file(tmp_path):
 def test_groups_lists_of_groups_and_null_come_back(file):
     config = PPOConfig(
         eval=EvalConfig(every=5, prompts=PromptsConfig(text=["a: b"], chat_template_kwargs={"a.b": [1, None]})),
-        reward=[RewardTerm(function="length", kwargs={"target": 3}), RewardTerm(classifier="builtin:reviews")],
+        reward=[FunctionTerm(function="length", kwargs={"target": 3}), ClassifierTerm(classifier="builtin:reviews")],
     )
     file.write_text(dump_yaml(asdict(config)))
     assert read_config(file, PPOConfig) == config

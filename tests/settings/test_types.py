@@ -10,7 +10,7 @@ import yaml
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig
-from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -44,7 +44,7 @@ WRONG = [
     ("prompts.text", ("A", "B"), "a list of texts or a text"),
     ("rollout.stop", "END", "a list of texts"),
     ("run.trackers", "wandb", f"a list of any of {CHOICES}"),
-    ("reward", RewardTerm(function="length"), "a list of RewardTerm"),
+    ("reward", FunctionTerm(function="length"), "a list of RewardTerm"),
     ("reward", "length", "a list of RewardTerm"),
     ("kl.place", "outside", "one of reward, loss"),
     ("kl.place", 1, "one of reward, loss"),
@@ -55,8 +55,8 @@ ELEMENTS = [
     ("rollout.stop", [None], "rollout.stop[0] is null; it needs a value"),
     ("run.trackers", ["nope"], f"run.trackers[0] is 'nope'; it must be one of {CHOICES}"),
     ("reward", [{"function": "length"}], "reward[0] is {'function': 'length'}; it must be a RewardTerm"),
-    ("reward", [RewardTerm(function=len)], "reward[0].function is <built-in function len>; it must be a text"),
-    ("reward", [RewardTerm(function="length", weight=float("nan"))], "reward[0].weight is nan; it must be finite"),
+    ("reward", [FunctionTerm(function=len)], "reward[0].function is <built-in function len>; it must be a text"),
+    ("reward", [FunctionTerm(function="length", weight=float("nan"))], "reward[0].weight is nan; it must be finite"),
     ("stop.reward", float("inf"), "stop.reward is inf; it must be finite"),
     ("stop.reward", 10**400, f"stop.reward is 1{'0' * 98}…; it must be finite"),
     ("optim.lr", 10**400, f"optim.lr is 1{'0' * 98}…; it must be above 0 and finite"),

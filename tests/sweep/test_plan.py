@@ -8,6 +8,7 @@ import yaml
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.parsing import configure
+from tokencredit.settings.world import TEXT
 from tokencredit.settings.yaml import nested
 from tokencredit.sweep import plan as sweep
 from tokencredit.sweep.plan import combinations, expand, first_seeds, merged, read_sweep, refuse_changed
@@ -62,6 +63,12 @@ def test_a_grid_is_every_combination():
     assert runs[0].config["optim"]["lr"] == 1e-3
 
 
+def test_a_sweep_is_of_language_models_unless_it_says_otherwise():
+    (run,) = expand({"dir": "out", "seeds": [1], "variants": {"a": {"kl.coef": 0.1}}}, configure)
+    assert run.world is TEXT
+    assert run.config["kl"]["coef"] == 0.1
+
+
 def test_dotted_and_nested_keys_are_the_same():
     assert nested({"a.b.c": 1, "a": {"b": {"d": 2}, "e.f": 3}}) == {"a": {"b": {"c": 1, "d": 2}, "e": {"f": 3}}}
     with pytest.raises(ConfigError, match=r"a\.b is given twice"):
@@ -112,7 +119,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {"b": {"seed": 3}}}, "variant b: seed is set by the sweep; use its key seeds instead"),
         ({"variants": {"b": {"run": {"dir": "x"}}}}, "variant b: run.dir is set by the sweep; use its key dir"),
         ({"variants": {"b": {"optim.lr": 1, "optim": {"lr": 2}}}}, "variant b: optim.lr is given twice"),
-        ({"variants": {"b": {"advantage.estimator": "group_relative"}}}, "variant b: .* which is for language models"),
+        ({"variants": {"b": {"advantage.estimator": "group_relative"}}}, "variant b: .*; it must be one of gae, td"),
     ],
 )
 def test_mistakes_are_named(keys, message):

@@ -77,6 +77,17 @@ def config(settings=None):
             {"reward_funcs": [Reward(), tc.Term("a", 1, Reward(), timeout=0)]},
             r"^reward_funcs\[1\]: timeout is 0; it must be a number above 0, or None$",
         ),
+        (
+            {"ref_model": "gpt2", "reward_model": "m"},
+            r"^ref_model is TRL's, and has no counterpart here; reward_model is TRL's name for reward, "
+            r"PPOTrainer\(reward_funcs\) \(docs/from-trl\.md\)$",
+        ),
+        ({"reward_fns": []}, r"^PPOTrainer takes no argument reward_fns; did you mean reward_funcs\?$"),
+        (
+            {"zzz": 1, "beta": 0.1},
+            r"^beta is TRL's name for kl\.coef \(docs/from-trl\.md\); PPOTrainer takes no argument zzz; it takes "
+            r"model, reward_funcs, .*, callbacks; settings go into args$",
+        ),
         ({"reward_funcs": []}, r"^reward_funcs is empty; give at least one reward$"),
     ],
 )

@@ -77,9 +77,9 @@ def grouped(per_prompt=2, batch_size=4, **advantage):
 ROUNDING = [[1e-7, -2e-7], [3e-7, 0.0], [-1e-7, 1e-7], [0.0, 2e-7]]
 CREDITS = [
     {"values": True},
-    grouped(whiten=True),
-    grouped(whiten=False),
-    grouped(estimator="leave_one_out", whiten=True),
+    grouped(whiten="batch"),
+    grouped(whiten="none"),
+    grouped(estimator="leave_one_out", whiten="batch"),
     {"advantage": AdvantageConfig(estimator="uniform"), "critic": NO_CRITIC},
 ]
 
@@ -154,7 +154,7 @@ def test_scores_that_differ_by_noise_are_not_blown_up(normalize, shift, tokenize
 
 
 def test_a_baseline_that_decays_by_hand(tokenizer):
-    uniform = AdvantageConfig(estimator="uniform", whiten=False, baseline_decay=0.5)
+    uniform = AdvantageConfig(estimator="uniform", whiten="none", baseline_decay=0.5)
     credit = credit_of(advantage=uniform, critic=NO_CRITIC, **UNSCALED)
     batches = [[0.0, 0.0], [4.0, 4.0], [1.0, 1.0]]
     given = [float(credit.give(scored_of(tokenizer, scores))[0].advantages[0, 0]) for scores in batches]
@@ -182,7 +182,7 @@ def test_overlong_completions_pay_at_their_last_token(tokenizer):
 
 
 BOOTSTRAP = {
-    "advantage": AdvantageConfig(estimator="gae", gamma=0.5, lam=0.5, bootstrap=True, whiten=False),
+    "advantage": AdvantageConfig(estimator="gae", gamma=0.5, lam=0.5, bootstrap=True, whiten="none"),
     "rollout": RolloutConfig(max_new_tokens=2),
     **UNSCALED,
 }
@@ -209,7 +209,7 @@ def test_a_critic_that_is_right_gives_the_advantages_of_the_longer_text(name, cu
     values[:, cut:] = to_come[:, cut:9]
     options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.7, "n": 4}
     longer, _ = estimate(name, rewards, values, options=options)
-    settings = AdvantageConfig(estimator=name, bootstrap=True, whiten=False)
+    settings = AdvantageConfig(estimator=name, bootstrap=True, whiten="none")
     read = {key: options[key] for key in ESTIMATORS[name].settings}
     credit = credit_of(advantage=replace(settings, **read), rollout=RolloutConfig(max_new_tokens=cut), **UNSCALED)
     scored = scored_of(
@@ -275,7 +275,7 @@ def test_a_batch_of_completions_that_were_all_cut_off_has_credit_and_nothing_to_
 
 def test_lambda_follows_what_the_critic_explains_of_sampled_returns(tokenizer):
     """Returns 1, 1, 0, 0 with values 0.5, 1, 0.5, 0: Var[R] = 1/4, Var[R − V] = 1/8, so EV = 1/2."""
-    credit = credit_of(advantage=AdvantageConfig(lam=0.9, lam_follows=True, whiten=False), **UNSCALED)
+    credit = credit_of(advantage=AdvantageConfig(lam=0.9, lam_follows=True, whiten="none"), **UNSCALED)
     assert credit.lam == 1  # nothing is known of the critic
 
     def give(values, scores=(1.0, 0.0)):

@@ -10,7 +10,7 @@ from helpers.configs import quiet
 from helpers.rewards import vowels
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.data import ClassifierTerm, FunctionTerm
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
@@ -118,8 +118,8 @@ DISEASES = {
     "dominant_term": {
         "iterations": 5,
         "reward": [
-            RewardTerm(classifier="builtin:reviews", weight=100.0),
-            RewardTerm(function="repetition", weight=0.01),
+            ClassifierTerm(classifier="builtin:reviews", weight=100.0),
+            FunctionTerm(function="repetition", weight=0.01),
         ],
     },
     "always_clipped": {"iterations": 20, "optim": OptimConfig(warmup=0, max_grad_norm=1e-6)},

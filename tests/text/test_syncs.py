@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokencredit.learn.experience import like_lengths
+from tokencredit.learn.experience import length_batches
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, RolloutConfig, RunConfig, UpdateConfig
@@ -15,7 +15,11 @@ from tokencredit.text.trainer import PPOTrainer
 
 MINIBATCHES, EPOCHS = 2, 2
 PASS, CUT, STEP = "text/models/actor_critic.py", "tokencredit/learn/experience.py", "tokencredit/learn/learner.py"
-UPDATE, RATIOS, GRADIENT = "tokencredit/learn/update.py", "tokencredit/core/losses.py", "tokencredit/core/projection.py"
+UPDATE, RATIOS, GRADIENT = (
+    "tokencredit/learn/update.py",
+    "tokencredit/core/losses.py",
+    "tokencredit/core/vocab_projection.py",
+)
 
 
 def by_file(counted):
@@ -49,9 +53,9 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     trainer, _, experience = batch
 
     def cut(lengths, budget):
-        return list(torch.cat(like_lengths(lengths, budget)).tensor_split(micro_batches))
+        return list(torch.cat(length_batches(lengths, budget)).tensor_split(micro_batches))
 
-    monkeypatch.setattr("tokencredit.learn.learner.like_lengths", cut)
+    monkeypatch.setattr("tokencredit.learn.learner.length_batches", cut)
     learner = trainer.learner
     learner.settings = replace(learner.settings, whiten_minibatches=whiten)
     with counts() as counted:
@@ -100,7 +104,7 @@ def test_credit_waits_once_per_function_of_the_core(batch, counts):
         trainer.credit.give(scored)
     assert by_file(counted) == {
         "tokencredit/core/checks.py": 2,  # token_rewards, of scores and of KL
-        "tokencredit/core/steps.py": 1,
+        "tokencredit/core/episodes.py": 1,
         "tokencredit/core/masked.py": 1,
         "tokencredit/learn/controllers.py": 1,
         "tokencredit/text/credit.py": 1,

@@ -12,9 +12,9 @@ from helpers.commands import python
 from helpers.configs import text_config
 from helpers.files import read_events, read_jsonl, read_metrics, without_times
 from helpers.models import changed_weights, copy_weights
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import ClassifierTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
@@ -382,7 +382,7 @@ def test_an_evaluation_with_a_reward_that_is_not_finite_is_left_out(tmp_path):
     trainer.train()
     assert ["eval/reward" in m for m in read_metrics(tmp_path / "run")] == [True, False]
     (event,) = read_events(tmp_path / "run")
-    assert event.startswith("an evaluation is left out: reward term 'odd' is nan")
+    assert event.startswith("an evaluation is skipped: reward term 'odd' is nan")
 
 
 @pytest.mark.slow
@@ -602,6 +602,22 @@ def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, 
     assert (run / "checkpoints" / "000004").is_dir(), "nothing was learned in iteration 5, so it can begin again"
 
 
+@pytest.mark.slow
+def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
+    run = tmp_path / "run"
+    trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=2, max_bad_steps=100)))
+    before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+    trainer.pipeline.terms = odd_in((1, 2), math.nan, trainer.pipeline.terms[0].function)
+    with pytest.raises(RunStopped, match=r"^nothing was learned in 2 iterations: .*run/bad_steps holds the batches"):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.named_parameters())
+    assert [m["iteration"] for m in read_metrics(run)] == [1, 2]
+    assert json.loads((run / "summary.json").read_text())["stopped_by"] == "numbers that are not finite"
+    assert (run / "checkpoints" / "000002").is_dir()
+    assert (run / "report.html").is_file()
+    AutoModelForCausalLM.from_pretrained(run / "policy")
+
+
 def test_a_reward_that_is_not_finite_changes_nothing(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     trainer.record.folder.create(0)
@@ -674,7 +690,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
 
 def test_a_mistake_leaves_no_folder_behind(tmp_path):
     with pytest.raises(ConfigError):
-        PPOTrainer(args=small(tmp_path / "run", reward=[RewardTerm(classifier="builtin:reviews", label="BAD")]))
+        PPOTrainer(args=small(tmp_path / "run", reward=[ClassifierTerm(classifier="builtin:reviews", label="BAD")]))
     assert not (tmp_path / "run").exists()
 
 

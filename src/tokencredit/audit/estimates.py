@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 
 LAMBDAS = (0.5, 0.9, 0.95)
 TD, MONTE_CARLO = "td (gae, λ = 0)", "monte_carlo (gae, λ = 1)"

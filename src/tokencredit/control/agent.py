@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from tokencredit.control.actions import actions_of
-from tokencredit.core.projection import TokenStats
+from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
 from tokencredit.settings.control import AgentConfig
 

@@ -193,10 +193,10 @@ def make_envs(
             f"env.id: its observations are {envs.single_observation_space}; "
             "Box, Discrete, MultiDiscrete and Dict are supported"
         )
-    return wrapped(envs, args, gamma, training)
+    return wrap_envs(envs, args, gamma, training)
 
 
-def wrapped(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> VectorEnv:
+def wrap_envs(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> VectorEnv:
     """Add the vector wrappers: episode statistics, flat float32 observations, optional normalisation."""
     envs = RecordEpisodeStatistics(envs, buffer_length=1)
     if not isinstance(envs.single_observation_space, spaces.Box) or len(envs.single_observation_space.shape) != 1:

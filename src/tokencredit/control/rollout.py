@@ -17,8 +17,8 @@ from tokencredit.control.environments import EnvironmentRaised, restore_envs, sa
 from tokencredit.core.advantages import estimate
 from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.rng import from_text, to_text
-from tokencredit.settings.training import AdvantageConfig
+from tokencredit.learn.rng import from_hex, to_hex
+from tokencredit.settings.training import AdvantageSettings
 
 
 class NonFiniteReward(RunStopped):
@@ -51,7 +51,7 @@ class Rollout:
     episodes: list[tuple[float, int]]
     """Return and length, before any normalisation, of each episode that ended."""
 
-    def credit(self, args: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    def credit(self, args: AdvantageSettings) -> tuple[Tensor, Tensor]:
         """Advantages and returns, `[copies, time]`; bootstraps truncated episodes, not terminated ones."""
         return estimate(
             args.estimator,
@@ -158,7 +158,7 @@ class Collector:
     def state(self) -> dict[str, Any]:
         """Resumable state, as plain values and arrays."""
         return {
-            "generator": to_text(self.generator.get_state()),
+            "generator": to_hex(self.generator.get_state()),
             "observation": self.observation,
             "ended": self.ended,
             "envs": save_envs(self.envs),
@@ -168,7 +168,7 @@ class Collector:
         """Restore the result of `state`; returns the copies that could not be restored and start a new episode."""
         with environment_errors():
             lost = restore_envs(self.envs, state["envs"])
-        self.generator.set_state(from_text(state["generator"]))
+        self.generator.set_state(from_hex(state["generator"]))
         self.observation, self.ended = state["observation"], state["ended"]
         self.ended[lost] = True
         return lost

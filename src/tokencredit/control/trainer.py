@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from gymnasium.spaces import Discrete
+from gymnasium.spaces.utils import flatdim
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.audit.auditing import Auditor
@@ -21,14 +23,14 @@ from tokencredit.core.masked import moments, whiten
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
-from tokencredit.learn.state import memory_of
+from tokencredit.learn.state import nbytes
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import NonFiniteUpdate
 from tokencredit.processes import Processes, threads
 from tokencredit.report.page import LARGEST, write_report
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.runs.summary import Summary
+from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.world import CONTROL
@@ -84,10 +86,24 @@ class ControlTrainer:
             RunStopped: numbers were not finite several times in a row, or an environment raised; the agent is saved.
             KeyboardInterrupt: Ctrl-C; the agent is saved, except after a second Ctrl-C.
         """
-        weights = memory_of(self.agent.parameters())
+        weights = nbytes(self.agent.parameters())
         with preserved(), threads(self.args.threads), expected_warnings(self.args.env):
             set_torch_state(self.rng)
             return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)
+
+    def overview(self) -> Iterator[tuple[str, str]]:
+        """Environment, agent, device and folder: pairs of a label and a text."""
+        args, observations, actions = self.args, self.envs.single_observation_space, self.envs.single_action_space
+        yield "environment", args.env.id + (f", {args.env.number} copies" if args.env.number > 1 else "")
+        yield "observation", f"of length {flatdim(observations) // args.agent.observations()}"
+        yield (
+            "action",
+            f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {flatdim(actions)}",
+        )
+        yield "agent", f"{args.agent.policy}, {count(sum(p.numel() for p in self.agent.parameters()))} parameters"
+        yield "device", f"{self.record.processes.device}, float32"
+        steps = f"{args.run.iterations:,} iterations of {args.env.number * args.steps:,} steps"
+        yield "run", f"{self.record.folder.path}, {steps}"
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Collect a rollout, compute credit, update, evaluate if due; returns metrics, and no samples."""
@@ -129,7 +145,7 @@ class ControlTrainer:
         metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
         if rollout.values is not None:
             metrics |= critic_metrics(rollout.values, returns, rollout.mask)
-        if self.args.advantage.whitened_over("batch"):
+        if self.args.advantage.whiten == "batch":
             advantages = whiten(advantages, rollout.mask)
         return rollout.experience(advantages, returns), metrics
 
@@ -160,7 +176,7 @@ class ControlTrainer:
         shared |= {"collector": self.collector.state(), "episodes": list(self.episodes), "steps": self.steps}
         return shared, own | {"random": random_state()}
 
-    def load(self, state: State, changed: set[str]) -> Sequence[str]:
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the Trainer protocol)
         """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""
         try:
             self.learner.load(state, state["process"])
@@ -184,8 +200,10 @@ class ControlTrainer:
                 write_report(self.record.folder.path)
             except NotInstalled as error:
                 self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
+        play = {"tokencredit play RUN": "whole episodes with the trained agent"}
+        self.record.next_steps(play | {"tokencredit audit RUN": "measure if the credit is true"})
         self.envs.close()
         return summary
 
-    def _save(self, folder: Path, summary: Summary) -> None:
+    def _save(self, folder: Path, _summary: Summary) -> None:
         save_agent(folder, self.agent, self.envs)

@@ -1,7 +1,7 @@
 """The mathematics of PPO: tensors in, tensors out; no models, files, configuration or global state.
 
 The package re-exports the public functions and classes of its modules, such as `core.gae`. It imports them on first
-use, so that the settings can read `core.estimators` without importing torch.
+use, so that the settings can read `core.estimator_table` without importing torch.
 """
 # ruff: noqa: F403
 
@@ -12,30 +12,30 @@ if TYPE_CHECKING:
     from tokencredit.core.advantages import *
     from tokencredit.core.checks import *
     from tokencredit.core.critic_free import *
-    from tokencredit.core.estimators import *
+    from tokencredit.core.episodes import *
+    from tokencredit.core.estimator_table import *
     from tokencredit.core.kl import *
     from tokencredit.core.logprobs import *
     from tokencredit.core.losses import *
     from tokencredit.core.masked import *
-    from tokencredit.core.projection import *
     from tokencredit.core.rewards import *
-    from tokencredit.core.steps import *
+    from tokencredit.core.vocab_projection import *
 
 _NAMES = {
-    "advantages": "Where decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
+    "advantages": "EpisodeBounds decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
     "checks": "require_acted require_choice require_finite require_flags require_fraction require_not_negative "
-    "require_positive require_shape without_acted",
+    "require_positive require_rows require_shape require_tensors empty_rows",
     "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
-    "estimators": "ESTIMATORS Estimator",
+    "episodes": "Steps prepare_steps reverse_scan",
+    "estimator_table": "ESTIMATORS Estimator",
     "kl": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate",
     "logprobs": "token_kl token_logprobs token_loss token_stats",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
     "reduction_count smoothed_histogram sparse_mask token_weights total_loss value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance inverse_deviation masked_mean masked_sum "
     "moments whiten zero_outside",
-    "projection": "Linear TokenLoss TokenStats",
     "rewards": "overlong_penalty token_rewards",
-    "steps": "Steps prepare_steps reverse_scan",
+    "vocab_projection": "Linear TokenLoss TokenStats",
 }
 """Public names by module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -22,11 +22,11 @@ from torch.nn.functional import pad
 
 from tokencredit.core import critic_free
 from tokencredit.core.checks import require_choice, require_fraction, require_positive
-from tokencredit.core.estimators import ESTIMATORS
-from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
+from tokencredit.core.episodes import Steps, prepare_steps, reverse_scan
+from tokencredit.core.estimator_table import ESTIMATORS
 
 
-class Where(TypedDict, total=False):
+class EpisodeBounds(TypedDict, total=False):
     """Padding mask, episode flags and bootstrap values: the arguments of `gae` of these names, all [batch, time]."""
 
     mask: Tensor | None
@@ -79,7 +79,7 @@ def gae(
     return advantages, returns
 
 
-def td(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
+def td(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[EpisodeBounds]) -> tuple[Tensor, Tensor]:
     """One-step TD error: Aₜ = δₜ = rₜ + γ Vₜ₊₁ − Vₜ. `gae` with λ = 0.
 
     Least variance, and all of the critic's bias. With γ = 1 and a reward at the last step only, it is the "one-step"
@@ -90,7 +90,9 @@ def td(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[Where])
     return gae(rewards, values, gamma=gamma, lam=0.0, **where)
 
 
-def monte_carlo(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
+def monte_carlo(
+    rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[EpisodeBounds]
+) -> tuple[Tensor, Tensor]:
     """Discounted return minus the critic's baseline: Aₜ = Σₖ γᵏ rₜ₊ₖ − Vₜ. `gae` with λ = 1.
 
     No bias, and the variance of everything after the step.
@@ -100,7 +102,9 @@ def monte_carlo(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpac
     return gae(rewards, values, gamma=gamma, lam=1.0, **where)
 
 
-def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Unpack[Where]) -> tuple[Tensor, Tensor]:
+def n_step(
+    rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Unpack[EpisodeBounds]
+) -> tuple[Tensor, Tensor]:
     """n-step return minus the value: Aₜ = rₜ + γ rₜ₊₁ + … + γⁿ⁻¹ rₜ₊ₙ₋₁ + γⁿ Vₜ₊ₙ − Vₜ.
 
     Sutton and Barto 2018, eq. 7.1. If the episode ends sooner, the sum ends there, with the bootstrap if it was
@@ -126,7 +130,7 @@ def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Un
         raise ValueError(f"n is {n}; it must be at least 1")
     steps = prepare_steps(rewards, values, **where)
     # A window maps the value x that follows it to sum + decay · x. At an episode's end the decay is 0.
-    window_sum = steps.rewards_to_the_end(gamma)
+    window_sum = steps.bootstrapped_rewards(gamma)
     window_decay = gamma * steps.inside
     total, decay, covered = torch.zeros_like(window_sum), torch.ones_like(window_decay), 0
     width, remaining = 1, min(n, rewards.shape[1])
@@ -144,7 +148,13 @@ def n_step(rewards: Tensor, values: Tensor, *, gamma: float, n: int, **where: Un
 
 
 def decoupled_gae(
-    rewards: Tensor, values: Tensor, *, gamma: float, lam: float, lam_returns: float = 1.0, **where: Unpack[Where]
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    lam_returns: float = 1.0,
+    **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
     """`gae` with one λ for the advantages and another for the critic's targets.
 
@@ -179,7 +189,7 @@ def length_adaptive_gae(
     gamma: float,
     alpha: float = 0.05,
     lam_returns: float = 1.0,
-    **where: Unpack[Where],
+    **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
     """`decoupled_gae` with a λ per row, set by its length: λ = 1 − 1 / (α · length).
 
@@ -212,11 +222,11 @@ def length_adaptive_gae(
 FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     name: globals().get(name) or getattr(critic_free, name) for name in ESTIMATORS
 }
-"""The functions behind `core.estimators.ESTIMATORS`."""
+"""The functions behind `core.estimator_table.ESTIMATORS`."""
 
 
 def estimate(
-    name: str, rewards: Tensor, values: Tensor | None = None, *, options: dict[str, Any], **where: Unpack[Where]
+    name: str, rewards: Tensor, values: Tensor | None = None, *, options: dict[str, Any], **where: Unpack[EpisodeBounds]
 ) -> tuple[Tensor, Tensor]:
     """Call the estimator `name` with the subset of `options` that it accepts.
 
@@ -254,7 +264,7 @@ OPTIONAL = ("alpha", "lam_returns", "scale", "baseline")
 
 def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:
     """Gₜ = rₜ + γ [(1 − λₜ) Vₜ₊₁ + λₜ Gₜ₊₁], where λₜ is 0 at the end of an episode and `lam` elsewhere."""
-    deltas = steps.rewards_to_the_end(gamma).clone()
+    deltas = steps.bootstrapped_rewards(gamma).clone()
     deltas[:, :-1].addcmul_(gamma * (1 - lam) * steps.inside[:, :-1], steps.values[:, 1:])
     return reverse_scan(deltas, gamma * lam * steps.inside)
 

@@ -7,10 +7,27 @@ import torch
 from torch import Tensor
 
 
+def require_tensors(**arguments: object) -> None:
+    """Raise `TypeError` for the first argument that is neither a tensor nor None."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} is of type {type(value).__name__}; give a tensor, torch.tensor({name})")
+
+
+def require_rows(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` unless `tensor` is [batch, time]."""
+    require_tensors(**{name: tensor})
+    if tensor.dim() != 2:
+        advice = f"; for a single row give {name}.unsqueeze(0)" if tensor.dim() == 1 else ""
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [batch, time]{advice}")
+
+
 def require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     """Raise `ValueError` unless `tensor` has exactly this `shape`."""
+    require_tensors(**{name: tensor})
     if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
+        advice = f"; give {name}.unsqueeze(0)" if (1, *tensor.shape) == tuple(shape) else ""
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}{advice}")
 
 
 def require_flags(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
@@ -59,12 +76,13 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 def require_acted(mask: Tensor) -> None:
     """Raise `ValueError` if a row of `mask` [batch, time] has no acted step."""
-    empty = without_acted(mask)
+    empty = empty_rows(mask)
     if bool(empty.any()):
         row = int(empty.nonzero()[0])
         raise ValueError(f"mask has no acted step in row {row}; every row must have at least one")
 
 
-def without_acted(mask: Tensor) -> Tensor:
+def empty_rows(mask: Tensor) -> Tensor:
     """True for the rows of `mask` [batch, time] that have no acted step."""
+    require_tensors(mask=mask)
     return mask.view(torch.uint8).amax(dim=-1) == 0

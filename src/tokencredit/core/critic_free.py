@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.checks import require_fraction
+from tokencredit.core.episodes import Steps, prepare_steps, reverse_scan
 from tokencredit.core.masked import inverse_deviation
-from tokencredit.core.steps import Steps, prepare_steps, reverse_scan
 
 DEVIATION_GUARD = 1e-4
 """Added to the standard deviation that `group_relative` divides by, in units of the score."""
@@ -192,7 +192,7 @@ def leave_one_out(
 
 def _to_go(steps: Steps, gamma: float) -> Tensor:
     require_fraction("gamma", gamma)
-    return reverse_scan(steps.rewards_to_the_end(gamma), gamma * steps.inside)
+    return reverse_scan(steps.bootstrapped_rewards(gamma), gamma * steps.inside)
 
 
 def _scores(rewards: Tensor, mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor:

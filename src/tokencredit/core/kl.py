@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_choice, require_shape
+from tokencredit.core.checks import require_choice, require_shape, require_tensors
 from tokencredit.core.masked import at_least_float32, zero_outside
 
 
@@ -31,6 +31,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Te
     Raises:
         ValueError: the shapes differ.
     """
+    require_tensors(logprobs=logprobs)
     require_shape("ref_logprobs", ref_logprobs, logprobs.shape)
     return zero_outside(at_least_float32(logprobs) - at_least_float32(ref_logprobs), mask)
 
@@ -87,6 +88,7 @@ def exact_kl(log_policy: Tensor, log_reference: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes differ.
     """
+    require_tensors(log_policy=log_policy)
     require_shape("log_reference", log_reference, log_policy.shape)
     log_policy, log_reference = at_least_float32(log_policy), at_least_float32(log_reference)
     impossible = log_policy == -torch.inf

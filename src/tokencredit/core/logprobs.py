@@ -1,7 +1,7 @@
 """Log-probabilities, entropy and exact KL from hidden states and the output projection, a chunk of tokens at a time.
 
 `token_stats` recomputes a chunk's logits in the backward pass. `token_loss` takes the loss as an argument and forms the
-gradient in the forward pass. `core.projection` implements both.
+gradient in the forward pass. `core.vocab_projection` implements both.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_flags, require_positive, require_shape
-from tokencredit.core.projection import ChunkedLoss, ChunkedStats, Linear, LogitTransform, TokenLoss, TokenStats
+from tokencredit.core.checks import require_flags, require_positive, require_shape, require_tensors
+from tokencredit.core.vocab_projection import ChunkedLoss, ChunkedStats, Linear, LogitTransform, TokenLoss, TokenStats
 
 CHUNK_LOGITS = 2**22
 """Logits per chunk on a CPU, where chunks that fit the caches are fastest: 17 MB in float32."""
@@ -156,8 +156,8 @@ def token_stats(
     Raises:
         ValueError: as `token_logprobs`.
     """
-    shape = hidden.shape[:-1]
     kept, inputs = _kernel_inputs(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    shape = hidden.shape[:-1]
     with _targets_in_range(inputs[3], weight):
         results = ChunkedStats.apply(*inputs, entropy)  # type: ignore[no-untyped-call]
     return TokenStats(*(None if x is None else _scatter(x, kept, shape) for x in results))
@@ -207,8 +207,8 @@ def token_loss(
     Raises:
         ValueError: as `token_logprobs`.
     """
-    shape = hidden.shape[:-1]
     kept, inputs = _kernel_inputs(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    shape = hidden.shape[:-1]
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
     with _targets_in_range(inputs[3], weight):
         total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, additive, needs_grad)  # type: ignore[no-untyped-call]
@@ -232,8 +232,8 @@ def _kernel_inputs(
         require_positive("chunk", chunk)
     if softcap is not None:
         require_positive("softcap", softcap)
-    shape = hidden.shape[:-1]
     _require_projection("", hidden, weight, bias)
+    shape = hidden.shape[:-1]
     if mask is not None:
         require_flags("mask", mask, shape)
     kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
@@ -254,6 +254,7 @@ def _kernel_inputs(
 
 
 def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    require_tensors(**{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
     if weight.dim() != 2:
         raise ValueError(f"{prefix}weight has shape {tuple(weight.shape)}; it must be [vocabulary, D]")
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:

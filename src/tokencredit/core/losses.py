@@ -20,7 +20,9 @@ from tokencredit.core.checks import (
     require_flags,
     require_not_negative,
     require_positive,
+    require_rows,
     require_shape,
+    require_tensors,
 )
 from tokencredit.core.kl import k1, k3
 from tokencredit.core.masked import at_least_float32, zero_outside
@@ -81,6 +83,7 @@ def clipped_surrogate(
     Raises:
         ValueError: shapes differ, or a clip is out of its range.
     """
+    require_tensors(logprobs=logprobs)
     require_shape("advantages", advantages, logprobs.shape)
     low, high = clip_range(clip)
     if dual_clip is not None and not dual_clip > 1:
@@ -124,6 +127,7 @@ def value_loss(
     Raises:
         ValueError: shapes differ, `clip` is negative, or `huber_delta` is not above 0.
     """
+    require_tensors(values=values)
     require_shape("old_values", old_values, values.shape)
     require_shape("returns", returns, values.shape)
     values, returns = zero_outside(values, mask), zero_outside(returns.detach(), mask)
@@ -149,6 +153,7 @@ def smoothed_histogram(targets: Tensor, edges: Tensor) -> Tensor:
     Returns:
         Masses `[..., bins]`, which sum to 1.
     """
+    require_tensors(targets=targets, edges=edges)
     targets = targets.clamp(edges[0], edges[-1]).unsqueeze(-1)
     cdf = torch.special.ndtr((edges - targets) / (SMOOTHING * (edges[1] - edges[0])))
     mass: Tensor = cdf.diff(dim=-1)
@@ -172,6 +177,7 @@ def histogram_loss(logits: Tensor, returns: Tensor, edges: Tensor) -> Tensor:
     Raises:
         ValueError: shapes differ.
     """
+    require_tensors(logits=logits)
     require_shape("returns", returns, logits.shape[:-1])
     require_shape("edges", edges, (logits.shape[-1] + 1,))
     mass = smoothed_histogram(returns.detach(), edges)
@@ -181,6 +187,7 @@ def histogram_loss(logits: Tensor, returns: Tensor, edges: Tensor) -> Tensor:
 
 def histogram_values(logits: Tensor, edges: Tensor) -> Tensor:
     """Mean of each histogram, Σ_b p_b · centre_b `[...]`, with p = softmax(logits), `[..., bins]`."""
+    require_tensors(logits=logits, edges=edges)
     values: Tensor = at_least_float32(logits).softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
     return values
 
@@ -199,6 +206,7 @@ def sparse_mask(mask: Tensor, places: Sequence[float]) -> Tensor:
     Returns:
         Bool `[batch, time]`, true at one token per place in each row, or fewer in a short row.
     """
+    require_rows("mask", mask)
     last = (mask.sum(1, keepdim=True) - 1).double()
     chosen, acted_index = torch.zeros_like(mask), mask.cumsum(1) - 1
     for place in places:
@@ -222,6 +230,7 @@ def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None)
     Returns:
         A scalar int64 tensor.
     """
+    require_tensors(mask=mask)
     require_choice("by", by, REDUCTIONS)
     if by == "token" or (by == "sequence" and mask.dim() == 1):
         return mask.sum()
@@ -250,6 +259,7 @@ def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None 
         ValueError: `by` is none of the three, the mask is not bool, or the count is 0.
     """
     require_choice("by", by, REDUCTIONS)
+    require_tensors(mask=mask)
     require_flags("mask", mask, mask.shape)
     if count is None:
         count = reduction_count(mask, by)
@@ -263,6 +273,7 @@ def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None 
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     """Σ weightₜ · xₜ, a scalar; elements with weight 0 count as 0, even if NaN. Same shapes."""
+    require_tensors(x=x)
     require_shape("weights", weights, x.shape)
     x = at_least_float32(x).masked_fill(weights == 0, 0.0)
     return torch.dot(x.flatten(), weights.flatten().to(x.dtype))
@@ -292,6 +303,7 @@ def total_loss(
     Returns:
         A scalar; the results of all micro-batches and processes add up to the loss of the whole batch.
     """
+    require_tensors(policy=policy, value=value, entropy=entropy)
     total = weighted_sum(policy, weights)
     if value is not None:
         total = total + value_coef * weighted_sum(value, weights)
@@ -333,6 +345,7 @@ class RatioStats:
 @torch.no_grad()
 def ratio_stats(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None, *, clip: Clip = 0.2) -> RatioStats:
     """Statistics of r = π / π_old over the acted tokens, see `RatioStats`; arguments as in `clipped_surrogate`."""
+    require_tensors(logprobs=logprobs, mask=mask)
     low, high = clip_range(clip)
     if mask is None:
         mask = torch.ones_like(logprobs, dtype=torch.bool)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_flags
+from tokencredit.core.checks import require_flags, require_tensors
 
 Reduce = Callable[[Tensor], Tensor]
 """All-reduce: sums a tensor elementwise over processes and returns the sum on each of them."""
@@ -21,6 +21,7 @@ VARIANCE_GUARD = 1e-8
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return `x` in float32, or unchanged if it is float64."""
+    require_tensors(x=x)
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -63,6 +64,7 @@ def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) ->
     Raises:
         ValueError: `mask` has no true element and there is no `count`.
     """
+    require_tensors(x=x, mask=mask)
     if count is None:
         count = mask.sum()
         if count == 0:
@@ -143,6 +145,7 @@ def inverse_deviation(deviation: Tensor, mean: Tensor, guard: float = 0.0) -> Te
 
 def above_rounding(deviation: Tensor, mean: Tensor) -> Tensor:
     """True where σ exceeds the rounding error of a constant, 4 ulp of the mean. Same shapes."""
+    require_tensors(deviation=deviation, mean=mean)
     return deviation > 4 * torch.finfo(mean.dtype).eps * mean.abs()
 
 
@@ -161,6 +164,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
     Returns:
         A scalar.
     """
+    require_tensors(values=values, returns=returns, mask=mask)
     count, _, total = moments(returns, mask, reduce)
     _, _, residual = moments(zero_outside(returns, mask) - zero_outside(values, mask), mask, reduce, count=count)
     return torch.where(total > 0, 1 - residual / total, torch.full_like(total, torch.nan))
@@ -170,6 +174,7 @@ def _moments_and_centred(
     x: Tensor, mask: Tensor, reduce: Reduce | None, known_count: Tensor | float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result of `moments`, and x − μ without the rounding error of μ."""
+    require_tensors(mask=mask)
     x = zero_outside(x, mask)
     if known_count is None:
         count, first_sum = _over_processes(mask.sum(), x.sum(), reduce)

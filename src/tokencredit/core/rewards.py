@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_acted, require_flags, require_not_negative, require_shape
+from tokencredit.core.checks import (
+    require_acted,
+    require_flags,
+    require_not_negative,
+    require_rows,
+    require_shape,
+    require_tensors,
+)
 from tokencredit.core.masked import at_least_float32, zero_outside
 
 
@@ -43,8 +50,8 @@ def token_rewards(
         ValueError: shapes differ; a flag is not bool; a row has no acted token; a coefficient is negative or not
             finite; there is a penalty and no `eos`.
     """
-    if mask.dim() != 2:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be [batch, time]")
+    require_rows("mask", mask)
+    require_tensors(scores=scores)
     require_shape("scores", scores, mask.shape if scores.dim() == 2 else mask.shape[:1])
     require_flags("mask", mask, mask.shape)
     require_acted(mask)
@@ -89,6 +96,7 @@ def overlong_penalty(lengths: Tensor, *, limit: int, tokens: int, penalty: float
     Raises:
         ValueError: `tokens` is out of its range; `penalty` is negative or not finite.
     """
+    require_tensors(lengths=lengths)
     if not 1 <= tokens <= limit:
         raise ValueError(f"tokens is {tokens}; it must be at least 1 and at most limit, {limit}")
     require_not_negative("penalty", penalty)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tokencredit.learn.experience import Experience, ReturnBuffer, like_lengths
+from tokencredit.learn.experience import Experience, ReturnBuffer, length_batches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients
 from tokencredit.learn.update import NonFiniteUpdate, OnStep, UpdateSettings, drop_gradients, minibatches
@@ -48,7 +48,7 @@ class CriticSteps:
         earlier = [(buffered, unclipped(objective)) for buffered in self.buffer.experiences]
         return [*earlier, (experience, objective)] * self.settings.critic_epochs
 
-    def take(
+    def run(
         self, experience: Experience, passes: Iterable[tuple[Experience, Objective]], on_step: OnStep
     ) -> tuple[dict[str, float], int]:
         """Take the steps; returns the metrics `critic_steps` and `critic_value_loss`, and the number of skipped steps.
@@ -92,7 +92,7 @@ class CriticSteps:
             counts = self.processes.sum(objective.count(minibatch.mask)).tolist()
         drop_gradients(self.parameters)
         losses = []
-        for rows in like_lengths(minibatch.lengths, self.settings.micro_batch_tokens):
+        for rows in length_batches(minibatch.lengths, self.settings.micro_batch_tokens):
             part = minibatch.select(rows)
             value_loss = MicroBatchLoss(objective, part, counts).value_loss(self._critic(part.inputs))
             value_loss.backward()

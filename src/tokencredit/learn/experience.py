@@ -106,7 +106,7 @@ def critic_metrics(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce
     return dict(zip(("value_mean", "explained_variance"), torch.stack([mean, explained]).tolist(), strict=True))
 
 
-def like_lengths(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
+def length_batches(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
     """Group rows of similar length into batches, to reduce padding.
 
     Sorts the rows by length and splits them where Σ (rows · longest + overhead) is least, by dynamic programming. The

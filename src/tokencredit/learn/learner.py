@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from tokencredit.core.masked import whiten
 from tokencredit.learn.critic_steps import CriticSteps, unclipped
-from tokencredit.learn.experience import Experience, like_lengths
+from tokencredit.learn.experience import Experience, length_batches
 from tokencredit.learn.histogram import follow_returns, histogram_heads
-from tokencredit.learn.modes import training, training_modules
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
-from tokencredit.learn.rng import from_text, to_text
+from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.stopping import past_target_kl
+from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import (
     Minibatch,
     NonFiniteUpdate,
@@ -121,7 +121,7 @@ class Learner:
                 grad_norms.append(grad_norm)
                 on_step(minibatch, None)
             passes = self.critic.passes(experience, self.objective)
-            critic, bad_critic_steps = self.critic.take(experience, passes, on_step)
+            critic, bad_critic_steps = self.critic.run(experience, passes, on_step)
         drop_gradients(self.parameters)  # sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
@@ -154,14 +154,14 @@ class Learner:
         with training(self.training_modules):
             joint, objective = self.settings.epochs if self.objective.value_coef > 0 else 0, unclipped(self.objective)
             passes = [(experience, objective)] * joint + self.critic.passes(experience, objective)
-            metrics, bad_steps = self.critic.take(experience, passes, on_step)
+            metrics, bad_steps = self.critic.run(experience, passes, on_step)
         drop_gradients(self.parameters)
         return metrics | {"bad_steps": bad_steps}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Training state: weights and optimizer moments, shared by all processes, and this process's RNG and buffer."""
         shared = {"weights": trained_weights(self.model), "optimizer": optimizer_state(self.optimizer)}
-        own = {"shuffling": to_text(self.generator.get_state())}
+        own = {"shuffling": to_hex(self.generator.get_state())}
         return shared, own | ({"buffer": self.critic.buffer.state()} if self.settings.critic_buffer else {})
 
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ class Learner:
         """
         load_trained_weights(self.model, shared["weights"])
         load_optimizer_state(self.optimizer, shared["optimizer"])
-        self.generator.set_state(from_text(own["shuffling"]))
+        self.generator.set_state(from_hex(own["shuffling"]))
         if self.settings.critic_buffer:
             self.critic.buffer.load(own["buffer"], self.processes.device)
 
@@ -212,7 +212,7 @@ class Learner:
         if counts is None:
             counts = self.processes.sum(self.objective.count(minibatch.mask)).tolist()
         records = []
-        batches = like_lengths(minibatch.lengths, self.settings.micro_batch_tokens)
+        batches = length_batches(minibatch.lengths, self.settings.micro_batch_tokens)
         for number, rows in enumerate(batches, start=1):
             part = minibatch if len(batches) == 1 else minibatch.select(rows)
             loss = MicroBatchLoss(self.objective, part, counts)

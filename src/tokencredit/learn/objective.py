@@ -24,7 +24,7 @@ from tokencredit.core.losses import (
     value_loss,
     weighted_sum,
 )
-from tokencredit.core.projection import TokenStats
+from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import Histogram
 

@@ -163,6 +163,7 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
         raise ValueError(f"total is {total}; it must be above warmup, which is {warmup}")
 
     def factor(step: int) -> float:
+        """The factor of a step, from 0."""
         if step < warmup:
             return (step + 1) / (warmup + 1)
         if name == "constant":

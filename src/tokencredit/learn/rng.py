@@ -14,22 +14,22 @@ from torch import Tensor
 
 def torch_state() -> dict[str, Any]:
     """State of PyTorch's global generators, as hex; CUDA's only once CUDA is initialised."""
-    state = {"torch": to_text(torch.get_rng_state())}
+    state = {"torch": to_hex(torch.get_rng_state())}
     if torch.cuda.is_initialized():
-        state["cuda"] = to_text(torch.cuda.get_rng_state())
+        state["cuda"] = to_hex(torch.cuda.get_rng_state())
     return state
 
 
 def set_torch_state(state: Mapping[str, Any]) -> None:
     """Restore the result of `torch_state`."""
-    torch.set_rng_state(from_text(state["torch"]))
+    torch.set_rng_state(from_hex(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(from_text(state["cuda"]))
+        torch.cuda.set_rng_state(from_hex(state["cuda"]))
 
 
 def random_state() -> dict[str, Any]:
     """State of the global generators of Python, NumPy and PyTorch, as plain values."""
-    numpy: Any = np.random.get_state(legacy=False)
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator, which user code may draw from)
     key = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
     return {"python": random.getstate(), "numpy": numpy | {"state": key}} | torch_state()
 
@@ -40,17 +40,17 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((python_version, tuple(numbers), gauss))
     numpy = dict(state["numpy"])
     numpy["state"] = numpy["state"] | {"key": np.array(numpy["state"]["key"], dtype=np.uint32)}
-    np.random.set_state(numpy)
+    np.random.set_state(numpy)  # noqa: NPY002
     set_torch_state(state)
 
 
-def to_text(state: Tensor) -> str:
+def to_hex(state: Tensor) -> str:
     """Encode the state of a PyTorch generator as hex."""
     return bytes(state.tolist()).hex()
 
 
-def from_text(text: str) -> Tensor:
-    """Decode the result of `to_text`."""
+def from_hex(text: str) -> Tensor:
+    """Decode the result of `to_hex`."""
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 

@@ -16,7 +16,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def memory_of(parameters: Iterable[Tensor]) -> int:
+def nbytes(parameters: Iterable[Tensor]) -> int:
     """Size of parameters in bytes."""
     return sum(p.numel() * p.element_size() for p in parameters)
 

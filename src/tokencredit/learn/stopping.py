@@ -25,16 +25,16 @@ def past_target_kl(kl: float, target: float | None, slack: float = 1.0) -> bool:
 
 
 class Plateau:
-    """Detects a plateau: `patience` checks in a row without a rise of more than `least` above the best so far."""
+    """Detects a plateau: `patience` checks in a row without a rise of more than `min_delta` above the best so far."""
 
-    def __init__(self, *, patience: int, least: float) -> None:
+    def __init__(self, *, patience: int, min_delta: float) -> None:
         """Start without history."""
-        self.patience, self.least = patience, least
+        self.patience, self.min_delta = patience, min_delta
         self.best, self.since = -math.inf, 0
 
     def update(self, number: float) -> bool:
         """Record one check; returns true on a plateau. NaN counts as no rise."""
-        if number > self.best + self.least:
+        if number > self.best + self.min_delta:
             self.best, self.since = number, 0
         else:
             self.since += 1

@@ -55,7 +55,7 @@ OnStep = Callable[[Experience, NonFiniteUpdate | None], None]
 """Called after each minibatch with None, or with the error that made the step be skipped."""
 
 
-def raise_non_finite(minibatch: Experience, error: NonFiniteUpdate | None) -> None:
+def raise_non_finite(_minibatch: Experience, error: NonFiniteUpdate | None) -> None:
     """Raise the error of a skipped step, which ends the update."""
     if error is not None:
         raise error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import matplotlib
 import numpy as np
@@ -14,6 +16,7 @@ from matplotlib.figure import Figure
 
 from tokencredit.errors import ConfigError
 from tokencredit.report.comparison_stats import (
+    FEWEST,
     MISSING,
     SEED,
     Curve,
@@ -29,8 +32,9 @@ from tokencredit.report.comparison_stats import (
     values,
     varying,
 )
-from tokencredit.report.reading import read_run
+from tokencredit.report.reading import REPORT, read_run
 from tokencredit.report.templating import fill
+from tokencredit.report.verdict import verdict
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.history import WINDOW
 from tokencredit.runs.untrusted import visible
@@ -87,12 +91,12 @@ def write_comparison(
         raise ConfigError(f"cannot make the folder {str(out)!r}: {error.strerror}; give another --out") from error
     for axis, lines in curves.items():
         draw(out / f"{axis}.png", groups, lines, titles[axis], metric)
-    RunFolder(str(out)).write(NAME, render(groups, curves, titles, metric, smooth))
+    RunFolder(str(out)).write(NAME, render(groups, curves, titles, metric, smooth, out))
     return out / NAME
 
 
-def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metric: str, smooth: int) -> str:
-    """The page as HTML."""
+def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metric: str, smooth: int, out: Path) -> str:
+    """The page as HTML, for the folder `out`, from which it links to the runs' reports."""
     keys = differing([group.settings for group in groups])
     cells = [[", ".join(cut(text, SHOWN) for text in values(group.settings, key)) for key in keys] for group in groups]
     runs = sum(len(group.runs) for group in groups)
@@ -109,40 +113,57 @@ def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metr
                 for number, group in enumerate(groups)
             ],
         },
+        verdict=verdict(groups, metric),
         smooth=smooth,
         window=WINDOW,
+        most=max(len(group.runs) for group in groups),
+        fewest=FEWEST,
+        bases=[basis(len(group.runs)) for group in groups],
+        runs=[linked(group, out) for group in groups],
         notes=[
-            note
+            notes(group, {titles[axis]: lines[number] for axis, lines in curves.items()})
             for number, group in enumerate(groups)
-            for note in notes(group, {titles[axis]: lines[number] for axis, lines in curves.items()})
         ],
         outcomes=outcomes(groups, metric),
         settings=(keys, cells),
     )
 
 
-def notes(group: Group, lines: dict[str, Curve]) -> list[str]:
-    """Notes on a group's curve: its runs, and its limitations; `lines` are curves by axis title."""
-    called, count = names([run.path for run in group.runs]), len(group.runs)
-    seeds = [f"{name} (seed {found.get(SEED, MISSING)})" for name, found in zip(called, group.settings, strict=True)]
+def basis(count: int) -> str:
+    """What a group's curve is, with this number of runs."""
     if count == 1:
-        basis = "one run, without an interval"
-    elif count == 2:
-        basis = "the mean of 2 runs and Student's interval, which is wide for so few"
-    else:
-        basis = f"the interquartile mean of {count} runs and a bootstrap interval"
-        basis += ", which is too narrow for so few (docs/compare.md)" if count < ENOUGH else ""
-    texts = [f"{basis}: {', '.join(seeds)}."]
+        return "one run"
+    if count < FEWEST:
+        return f"the mean of {count} runs, too few for an interval"
+    text = f"the interquartile mean of {count} runs and a bootstrap interval"
+    return text + (", which is too narrow for so few (docs/compare.md)" if count < ENOUGH else "")
+
+
+def linked(group: Group, out: Path) -> list[tuple[str, str, str | None]]:
+    """Name, seed and link of each run; a link leads from `out` to the run's report, None without one."""
+    return [
+        (name, found.get(SEED, MISSING), link(run.path / REPORT, out))
+        for name, run, found in zip(names([run.path for run in group.runs]), group.runs, group.settings, strict=True)
+    ]
+
+
+def link(page: Path, out: Path) -> str | None:
+    """Relative address of a page, without characters that have a meaning in one; None if there is no such page."""
+    return quote(os.fsencode(os.path.relpath(page, out))) if page.is_file() else None
+
+
+def notes(group: Group, lines: dict[str, Curve]) -> list[str]:
+    """Limitations of a group's curve; `lines` are curves by axis title."""
+    texts, called = [], names([run.path for run in group.runs])
     ends = [x[-1] for x, _ in lines["iterations"].runs]
     if min(ends) < max(ends):
-        texts.append(f"the curve ends at iteration {min(ends):.0f}, where {called[ends.index(min(ends))]} ends.")
+        texts.append(f"The curve ends at iteration {min(ends):.0f}, where {called[ends.index(min(ends))]} ends.")
     texts += [
-        f"no curve over {title}: its runs have no common range." for title, line in lines.items() if not len(line.x)
+        f"No curve over {title}: its runs have no common range." for title, line in lines.items() if not len(line.x)
     ]
     if keys := varying(group):
-        texts.append(f"its runs also differ in {', '.join(keys)}.")
-    texts += [f"{one} and {two} are one sample twice, seed and all." for one, two in repeated(group)]
-    return [f"{group.label}: {text}" for text in texts]
+        texts.append(f"Its runs also differ in {', '.join(keys)}.")
+    return texts + [f"{one} and {two} are one sample twice, seed and all." for one, two in repeated(group)]
 
 
 def cut(text: str, most: int) -> str:
@@ -178,10 +199,7 @@ def rounded(found: np.ndarray, digits: int) -> list[float]:
 
 
 def reach(lines: Sequence[Curve]) -> list[float]:
-    """Range of the y axis: the lowest to the highest point of any run, with a margin.
-
-    Bands are ignored: that of two runs is so wide that it would flatten all curves.
-    """
+    """Range of the y axis: the lowest to the highest point of any run, with a margin; bands lie within it."""
     y = np.concatenate([y for line in lines for _, y in line.runs])
     low, high = float(y.min()), float(y.max())
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.05

@@ -17,9 +17,9 @@ from scipy import stats
 
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import Run
+from tokencredit.report.templating import two_digits
 from tokencredit.runs.history import final_mean, finite
 from tokencredit.runs.jsonl import is_number
-from tokencredit.runs.summary import figure
 from tokencredit.settings.world import CONTROL, TEXT, World, world_of
 from tokencredit.settings.yaml import flat
 
@@ -28,6 +28,8 @@ POINTS = 500
 RESAMPLES = 2000
 """Resamples of a bootstrap interval, as in rliable for curves."""
 LEVEL = 0.95
+FEWEST = 3
+"""Smallest number of runs with an interval."""
 SEED, FOLDER = "seed", "run.dir"
 """The two keys in which repetitions differ."""
 LABEL = 60
@@ -47,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate over several runs, at one point or many; without an interval for one run."""
+    """Estimate over several runs, at one point or many; without an interval for fewer than `FEWEST`."""
 
     middle: np.ndarray
     low: np.ndarray | None = None
@@ -180,24 +182,20 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
 
 
 def estimate(samples: np.ndarray) -> Estimate:
-    """The estimate over runs, with a 95 % interval.
+    """The estimate over runs, with a 95 % interval from three runs on.
 
-    One run: its value, without interval. Two: the mean ± t₀.₉₇₅,₁ · s / √2, Student's interval. More: the interquartile
-    mean, without the ⌊n / 4⌋ lowest and highest runs, and a percentile bootstrap interval over the runs: Agarwal et al.
-    (2021), "Deep Reinforcement Learning at the Edge of the Statistical Precipice", section 4. Their strata are tasks;
-    here there is one, so runs are resampled from all.
+    The interquartile mean, without the ⌊n / 4⌋ lowest and highest runs, and a percentile bootstrap interval over the
+    runs: Agarwal et al. (2021), "Deep Reinforcement Learning at the Edge of the Statistical Precipice", section 4.
+    Their strata are tasks; here there is one, so runs are resampled from all. Resampled means stay within the range of
+    the runs, and so within a metric's bounds, which Student's interval leaves; with two runs that range would
+    be all that a bootstrap shows.
     Deterministic: the same numbers give the same interval.
 
     Args:
         samples: [runs, points], all finite.
     """
-    count, points = samples.shape
-    if count == 1 or not points:
+    if len(samples) < FEWEST or not samples.shape[1]:
         return Estimate(samples.mean(axis=0))
-    if count == 2:
-        middle = samples.mean(axis=0)
-        reach = stats.t.ppf((1 + LEVEL) / 2, df=1) * samples.std(axis=0, ddof=1) / math.sqrt(2)
-        return Estimate(middle, middle - reach, middle + reach)
     options: dict[str, Any] = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "percentile"}
     result = stats.bootstrap((samples,), interquartile_mean, axis=0, vectorized=True, batch=200, rng=0, **options)
     return Estimate(interquartile_mean(samples), *result.confidence_interval)
@@ -280,13 +278,15 @@ def stop(run: Run) -> str:
 
 
 def cell(found: Sequence[float | None]) -> str:
-    """A table cell over runs: the estimate, its interval, and the number of runs if some have no number."""
+    """A table cell over runs: the estimate, its interval or two runs' values, and how many runs have a number."""
     numbers = [x for x in found if x is not None]
     if not numbers:
         return ""
     result = estimate(np.array(numbers, dtype=float)[:, None])
-    text = figure(result.middle.item())
+    text = two_digits(result.middle.item())
     if result.low is not None and result.high is not None:
-        ends = figure(result.low.item()), figure(result.high.item())
+        ends = two_digits(result.low.item()), two_digits(result.high.item())
         text += "" if ends == (text, text) else f" [{', '.join(ends)}]"
+    elif len(set(values := [two_digits(x) for x in numbers])) > 1:
+        text += f" ({' and '.join(values)})"
     return text + (f" ({len(numbers)} of {len(found)} runs)" if len(numbers) < len(found) else "")

@@ -6,46 +6,33 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 from tokencredit.core.losses import clip_range
 from tokencredit.report import audit_view
-from tokencredit.report.reading import Run, read_run
-from tokencredit.report.templating import fill
+from tokencredit.report.curves import chart_of, constant, section_of, sections
+from tokencredit.report.reading import REPORT, Run, read_run
+from tokencredit.report.templating import fill, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.history import WINDOW, final_mean, mean
-from tokencredit.runs.summary import duration, figure
+from tokencredit.runs.summary import duration
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.world import CONTROL, world_of
 
-NAME = "report.html"
 LARGEST = 8 * 2**20
 """Maximum size of a page, in bytes."""
-POINTS = 1000
-"""Maximum points per curve; longer ones show means of neighbours."""
 TOKENS = 20_000
 """Maximum tokens in the credit view, so that the page stays at a few megabytes."""
 AUDITED = 4_000
 """Maximum tokens of audited completions, in addition."""
+VARIES = 0.1
+"""Share of the largest standard deviation of advantages from which an iteration's advantages vary."""
 DECIMALS = 4
 PHRASE = 3
 """Words per phrase, for counting repetitions."""
-GROUPS = {
-    "Reward": ("reward", "train/average_return", "eval/"),
-    "Distance from the reference": ("kl", "log_ratio", "ref_logprob"),
-    "Exploration": ("entropy", "distinct", "repetition"),
-    "Ratio and clipping": ("clip_fraction", "approx_kl", "ratio", "first_ratio"),
-    "Losses": ("loss", "policy_loss", "value_loss", "critic_value_loss"),
-    "Critic and advantages": ("explained_variance", "value_mean", "advantage"),
-    "Audit of the credit": ("audit/",),
-    "Audit of the critic": tuple(f"audit/{name}" for name in ("explained", "slope", "bias", "spread", "ranking")),
-    "Length": ("length", "truncated", "masked", "train/average_length", "train/"),
-    "Optimiser": ("grad_norm", "lr", "value_lr", "trunk_lr", "steps", "critic_steps"),
-    "Time": ("seconds", "tokens_per_second", "steps_per_second"),
-}
-"""Groups of curves, by prefixes of their names; the others come last."""
 
 
 def write_report(folder: Path) -> Path:
@@ -54,13 +41,17 @@ def write_report(folder: Path) -> Path:
     Raises:
         ConfigError: it is not a run's folder, or a file in it is invalid.
     """
-    RunFolder(str(folder)).write(NAME, render(read_run(folder)))
-    return folder / NAME
+    RunFolder(str(folder)).write(REPORT, render(read_run(folder)))
+    return folder / REPORT
 
 
 def render(run: Run) -> str:
     """The page as HTML."""
-    audit = audit_view.view(run)
+    audit, samples, truths = audit_view.view(run), credit(run), audited(run)
+    charts = sections(run.metrics)
+    headline = chart_of(world_of(run.config).headline)
+    main = charts.get(section_of(headline), {}).pop(headline, None)
+    drawn = {title: [chart for chart in found.values() if constant(chart) is None] for title, found in charts.items()}
     return fill(
         "page.html",
         name=visible(run.path.resolve().name),
@@ -68,14 +59,23 @@ def render(run: Run) -> str:
         findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
         trust=audit_view.trust(run),
         audit=audit,
+        critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
         data={
-            "curves": curves(run.metrics),
-            "credit": credit(run),
-            "audited": audited(run),
+            "headline": main,
+            "curves": [{"title": title, "charts": found} for title, found in drawn.items() if found],
+            "credit": samples,
+            "opened": opened(samples),
+            "audited": truths,
             "alternatives": list(ALTERNATIVES),
             "audit": audit and audit["chart"],
         },
         phrases=phrases(run.samples),
+        constants=[
+            f"{chart['lines'][0]['name']} {two_digits(value)}"
+            for found in charts.values()
+            for chart in found.values()
+            if (value := constant(chart)) is not None
+        ],
     )
 
 
@@ -91,12 +91,14 @@ def story(run: Run) -> list[tuple[str, str]]:
     else:
         entries = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(config)))]
     entries.append(
-        (name, f"{figure(first)} → {figure(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)")
+        (name, f"{two_digits(first)} → {two_digits(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)")
     )
     if (kl := final_mean(metrics, "kl")) is not None:
-        entries.append(("KL to the reference", f"{figure(kl)} nats per sequence"))
+        entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
     elif (log_ratio := final_mean(metrics, "log_ratio")) is not None:
-        entries.append(("log-ratio to the reference", f"{figure(log_ratio)} nats per sequence, of filtered samples"))
+        entries.append(
+            ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered samples")
+        )
     entries.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
     stopped = summary.get("stopped_by")
     if stopped is None:
@@ -107,31 +109,11 @@ def story(run: Run) -> list[tuple[str, str]]:
 
 
 def terms(config: Mapping[str, Any]) -> list[str]:
-    """Names of the reward terms, or of their models and functions."""
+    """Names of the reward terms, or of their models and functions; a classifier's with its label."""
     kinds = ("name", "function", "classifier", "reward_model")
     listed = config.get("reward") or []
-    return [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
-
-
-def curves(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of curves: `title`, and `lines` of `name`, `x` and `y`, at most `POINTS` long; None for missing values."""
-    names = dict.fromkeys(name for row in metrics for name in row if name != "iteration")
-    groups: dict[str, list[dict[str, Any]]] = {title: [] for title in (*GROUPS, "Other")}
-    width = math.ceil(len(metrics) / POINTS)
-    blocks = [metrics[start : start + width] for start in range(0, len(metrics), width)]
-    x = [block[-1]["iteration"] for block in blocks]
-    for name in names:
-        y = [mean([row.get(name) for row in block]) for block in blocks]
-        if any(value is not None for value in y):
-            line = {"name": visible(name), "x": x, "y": [None if v is None else float(f"{v:.5g}") for v in y]}
-            groups[group_of(name)].append(line)
-    return [{"title": title, "lines": lines} for title, lines in groups.items() if lines]
-
-
-def group_of(name: str) -> str:
-    """The group with the longest matching prefix of this name."""
-    fits = [(len(start), title) for title, starts in GROUPS.items() for start in starts if name.startswith(start)]
-    return max(fits)[1] if fits else "Other"
+    found = [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
+    return [f"{name}: {term['label']}" if term.get("label") else name for name, term in zip(found, listed, strict=True)]
 
 
 def credit(run: Run) -> list[dict[str, Any]]:
@@ -147,12 +129,28 @@ def credit(run: Run) -> list[dict[str, Any]]:
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
     gamma, clip = discount(run), ppo.get("clip")
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
-    means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if advantage.get("whiten")}
+    whitened = advantage.get("whiten") not in (None, False, "none")  # False in runs of older versions
+    means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     return [
         shown(s, gamma, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
         for number in numbers
         for s in by_iteration[number]
     ]
+
+
+def opened(samples: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The first and the last iteration whose advantages vary, or one of them; without any, the last iteration.
+
+    They vary if their standard deviation over the shown tokens is at least `VARIES` times that of the iteration with
+    the largest. An untrained critic on rewards that hardly differ does not pass.
+    """
+    by_iteration: dict[int, list[float]] = {}
+    for sample in samples:
+        by_iteration.setdefault(sample["iteration"], []).extend(sample["numbers"]["advantage"])
+    spread = {number: pstdev(found) if found else 0.0 for number, found in by_iteration.items()}
+    largest = max(spread.values(), default=0.0)
+    varying = [number for number, deviation in spread.items() if deviation > 0 and deviation >= VARIES * largest]
+    return list(dict.fromkeys([varying[0], varying[-1]] if varying else list(spread)[-1:]))
 
 
 def audited(run: Run) -> list[dict[str, Any]]:

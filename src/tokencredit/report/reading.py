@@ -16,6 +16,8 @@ from tokencredit.runs.jsonl import all_of, is_number, is_text, read_metrics, rea
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.yaml import read_yaml
 
+REPORT = "report.html"
+"""The report in a run's folder."""
 ITERATIONS = 400
 """Number of iterations whose completions are read, besides the first and the last: more would not fit into a page."""
 

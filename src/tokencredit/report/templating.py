@@ -26,3 +26,13 @@ def fill(template: str, **values: Any) -> str:
     pages.filters["visible"] = visible
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return pages.get_template(template).render(plotly=plotly, **values)
+
+
+def two_digits(value: float | None) -> str:
+    """Format a number: `0.91`, `12.70`, `0.020`, `302`, `2,309`, `1.2e+06`; page scripts do the same."""
+    if value is None:
+        return "none"
+    size = abs(value)
+    if size >= 1e6 or 0 < size < 0.0995:  # from there on 0.10
+        return f"{value:#.2g}"
+    return f"{value + 0.0:,.0f}" if size >= 100 or value == int(value) else f"{value:.2f}"

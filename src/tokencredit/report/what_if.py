@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tokencredit.core.advantages import Where, estimate
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.advantages import EpisodeBounds, estimate
+from tokencredit.core.estimator_table import ESTIMATORS
 
 LAMBDAS = (0.5, 0.9, 0.95)
 ALTERNATIVES = {
@@ -29,7 +29,7 @@ def what_if(sample: Mapping[str, Any], gamma: float) -> dict[str, list[float]]:
     """
     rewards = torch.tensor([sample["rewards"]], dtype=torch.float64)
     values = torch.tensor([sample["values"]], dtype=torch.float64) if "values" in sample else None
-    where: Where = {}
+    where: EpisodeBounds = {}
     if "bootstrap" in sample:
         last = torch.arange(rewards.shape[1]) == rewards.shape[1] - 1
         where = {"truncated": last[None], "bootstrap": torch.full_like(rewards, sample["bootstrap"])}

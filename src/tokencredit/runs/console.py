@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import Summary, duration, figure
+from tokencredit.runs.summary import Summary, duration, figure, shortened
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
+MESSAGE = 200
+"""Most characters shown of a user's message."""
 SHOWN_METRICS = {
-    "train/average_return": "return",
-    "eval/average_return": "evaluated",
-    "reward": "reward",
-    "kl": "KL",
-    "log_ratio": "log-ratio",
-    "entropy": "entropy",
-    "length": "length",
-    "clip_fraction": "clipped",
+    "train/average_return": ("return", "average of the last 100 training episodes"),
+    "eval/average_return": ("evaluated", "average return of an evaluation's episodes"),
+    "reward": ("reward", "mean score of the completions"),
+    "kl": ("KL", "distance to the reference model, in nats per completion"),
+    "log_ratio": ("log-ratio", "to the reference model, in nats per completion; of filtered samples, so no KL"),
+    "entropy": ("entropy", "of the policy, in nats per token; 0 is always the same token"),
+    "length": ("length", "tokens per completion"),
+    "clip_fraction": ("clipped", "share of the update's probability ratios outside the clip range"),
 }
+"""Metrics of an iteration's line, by key: label and meaning."""
+
+
+class Bar(Progress):
+    """A progress bar with the iteration's numbers in a line below it, since both fit no terminal of 80 columns."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The lines on the screen."""
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            if numbers := task.fields["numbers"]:
+                yield Text(numbers)
 
 
 class Screen:
@@ -35,17 +50,19 @@ class Screen:
         """Prepare the screen of a run; `enabled=False` silences it."""
         self.console = console or Console(quiet=not enabled, highlight=False)
         self.iterations = iterations
-        self.progress = Progress(
+        self.progress = Bar(
             TextColumn("training"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
             console=self.console,
             disable=not self.console.is_terminal,
+            speed_estimate_period=math.inf,  # two iterations may take longer than Rich's 30 seconds
         )
+        self.explained: set[str] = set()
+        """Metrics and columns whose meaning has been shown."""
         self.task = self.progress.add_task("training", total=iterations, numbers="")
 
     def __enter__(self) -> Screen:
@@ -61,9 +78,22 @@ class Screen:
         """Print one line of untrusted text."""
         self.console.print(Text(visible(text)), soft_wrap=True)
 
+    def pairs(self, rows: Iterable[tuple[str, str]], indent: str = "") -> None:
+        """Print aligned lines of a label, blank where it repeats, and untrusted text."""
+        before, listed = "", list(rows)
+        width = max((len(label) for label, _ in listed), default=0)
+        for label, text in listed:
+            self.say(f"{indent}{'' if label == before else label:<{width}}  {text}")
+            before = label
+
     def iteration(self, metrics: Mapping[str, float]) -> None:
-        """Show an iteration's main metrics."""
-        numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in SHOWN_METRICS.items() if key in metrics)
+        """Show an iteration's main metrics, each with its meaning the first time."""
+        shown = {key: label for key, (label, _) in SHOWN_METRICS.items() if key in metrics}
+        if new := [SHOWN_METRICS[key] for key in shown if key not in self.explained]:
+            self.say("in an iteration's line:")
+            self.pairs(new, indent="  ")
+            self.explained |= shown.keys()
+        numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in shown.items())
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
         if not self.console.is_terminal:
             self.say(f"iteration {metrics['iteration']}/{self.iterations}  {numbers}")
@@ -71,19 +101,28 @@ class Screen:
             self.say(_audited(metrics))
 
     def samples(self, iteration: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Show completions: reward, mean log-probability under the reference, text."""
+        """Show completions: reward, mean log-probability under the reference, text; their meaning the first time."""
+        reference = any(map(_reference, samples))
+        if "samples" not in self.explained:
+            columns = {"reward": "the completion's score"}
+            if reference:
+                columns["reference"] = "mean log-prob per token under the reference model, near 0 if likely"
+            self.say("in a table of samples:")
+            self.pairs(columns.items(), indent="  ")
+            self.explained.add("samples")
         if not self.console.is_terminal:
             for sample in samples:
-                self.say(
-                    f"  reward {sample['reward']:.3f}  {_reference(sample)}  {sample['prompt']}{sample['completion']}"
-                )
+                under = f"  reference {_reference(sample)}" if reference else ""
+                self.say(f"  reward {sample['reward']:.3f}{under}  {_continued(sample)}")
             return
         table = Table(title=f"samples of iteration {iteration}", title_justify="left")
         table.add_column("reward", justify="right")
-        table.add_column("reference", justify="right")
-        table.add_column("text")
+        if reference:
+            table.add_column("reference", justify="right")
+        table.add_column("text", overflow="fold")
         for sample in samples:
-            table.add_row(f"{sample['reward']:.3f}", _reference(sample), _continued(sample))
+            mean = [_reference(sample)] if reference else []
+            table.add_row(f"{sample['reward']:.3f}", *mean, _continued(sample))
         self.console.print(table)
 
     def finish(self, summary: Summary, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
@@ -91,7 +130,7 @@ class Screen:
         if before and after:
             table = Table(title="completions, each after its reward", title_justify="left", show_lines=True)
             for word, samples in (("before", before), ("after", after)):
-                table.add_column(f"{word} (iteration {samples[0]['iteration']})", ratio=1)
+                table.add_column(f"{word} (iteration {samples[0]['iteration']})", ratio=1, overflow="fold")
             for pair in list(zip(before, after, strict=True))[:SIDE_BY_SIDE]:
                 table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
             self.console.print(table)
@@ -104,7 +143,6 @@ class Screen:
             )
         if summary.stopped_by != "iterations":
             self.say(f"stopped by: {summary.stopped_by}")
-        self.say(f"the run: {summary.folder}   the policy: {summary.folder}/policy")
 
     def audit(self, audit: Mapping[str, Any]) -> None:
         """Show an audit: each estimator's correlation with the true advantages, and the critic."""
@@ -172,4 +210,7 @@ def _reference(sample: Mapping[str, Any]) -> str:
 
 
 def _continued(sample: Mapping[str, Any]) -> Text:
-    return Text(visible(sample["prompt"]), style="dim") + Text(visible(sample["completion"]), style="not dim")
+    """A completion after its prompt, or after the user's message and an arrow in a conversation."""
+    message = sample.get("message")
+    start = sample["prompt"] if message is None else f"{shortened(message, MESSAGE)} → "
+    return Text(visible(start), style="dim") + Text(visible(sample["completion"]), style="not dim")

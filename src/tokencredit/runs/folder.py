@@ -74,7 +74,7 @@ class RunFolder:
         try:
             temporary.write_text(text, encoding="utf-8")
             flush(temporary)
-            os.replace(temporary, target)
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -86,7 +86,7 @@ class RunFolder:
         """
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         self.make_room(name, len(lines))
-        with open(self.path / name, "ab", buffering=0) as file:
+        with (self.path / name).open("ab", buffering=0) as file:
             before = file.tell()
             try:
                 while lines:
@@ -135,8 +135,8 @@ def replacing(target: Path) -> Iterator[Path]:
             flush(path)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
-            os.replace(target, old)
-        os.replace(temporary, target)
+            target.replace(old)
+        temporary.replace(target)
         flush(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     except SafetensorError as error:
@@ -152,7 +152,7 @@ def recover(folder: Path) -> None:
         if target.exists():
             shutil.rmtree(old)
         else:
-            os.replace(old, target)
+            old.replace(target)
     for part in folder.glob(".*.part"):
         shutil.rmtree(part) if part.is_dir() else part.unlink()
 

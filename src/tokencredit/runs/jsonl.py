@@ -51,13 +51,15 @@ SAMPLE: dict[str, Callable[[Any], bool]] = {
 TRUTH = ("true_values", "true_value_errors", "true_advantages", "true_advantage_errors")
 """Fields of audited completions: true values per token and their standard errors; None where not measured."""
 MAY_HAVE: dict[str, Callable[[Any], bool]] = {
+    "message": is_text,
     "values": all_of(is_number),
     "ref_logprobs": all_of(is_number),
     "new_logprobs": all_of(is_number),
     "bootstrap": is_number,
     **dict.fromkeys(TRUTH, all_of(lambda value: value is None or is_number(value))),
 }
-"""Optional fields: with a critic, with a reference model, after an update, after a truncation, and of audits."""
+"""Optional fields: of a conversation (its last user message), with a critic, with a reference model, after an update,
+after a truncation, and of audits."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:

@@ -36,6 +36,9 @@ class Trainer(Protocol):
     def notes(self) -> Sequence[str]:
         """Events to log when a run starts."""
 
+    def overview(self) -> Iterable[tuple[str, str]]:
+        """What the run trains, and where: pairs of a label and a text."""
+
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run one iteration; returns its metrics and samples."""
 
@@ -67,7 +70,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
 
     Raises:
         ConfigError: the run cannot start or resume.
-        RunStopped: it ended early; the policy learned so far is saved.
+        RunStopped: it ended early, or nothing was learned; the policy is saved.
         KeyboardInterrupt: after one Ctrl-C, likewise; after two, nothing more is written.
     """
     if not isinstance(resume, bool):  # Transformers' trainers take a folder here
@@ -95,11 +98,14 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
     except (RunStopped, OSError) as error:
         lines = [f"stopped in {_place(number)}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
         raise RunStopped("; ".join([*lines, record.how_to_resume()])) from error
+    failure = record.nothing_learned() if stopped_by is None else None
     try:
-        summary = trainer.finish(stopped_by or "iterations")
+        summary = trainer.finish(stopped_by or (failure.stopped_by if failure else "iterations"))
     except KeyboardInterrupt:
         _say_stopped(record)
         raise
+    if failure:
+        raise failure
     if request:
         record.screen.say(record.how_to_resume())
     if request == "SIGINT":
@@ -115,6 +121,7 @@ def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[
         number = record.resume(args, reserve, partial(load, trainer))
     else:
         record.begin(args, reserve, weights)
+    record.screen.pairs(trainer.overview())
     for note in trainer.notes if number == 0 else ():
         record.event(note)
     stopped_by = None

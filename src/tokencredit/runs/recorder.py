@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
 from tokencredit.runs.summary import Summary, summarise
 from tokencredit.runs.trackers import Trackers, require_installed
 from tokencredit.settings.code_policy import foreign_code
-from tokencredit.settings.training import RunConfig
+from tokencredit.settings.training import RunSettings
 from tokencredit.settings.world import World
 from tokencredit.settings.yaml import dump_yaml
 
@@ -40,7 +41,14 @@ BAD_STEPS_KEPT = 20
 class RunRecord:
     """Recorder of a run. Every process has one; only the main process's writes and prints."""
 
-    def __init__(self, args: RunConfig, processes: Processes, world: World, choices: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        args: RunSettings,
+        processes: Processes,
+        world: World,
+        choices: Mapping[str, str] | None = None,
+        show_every: int = 0,
+    ) -> None:
         """Choose the folder; nothing is written before `begin`.
 
         Args:
@@ -48,11 +56,13 @@ class RunRecord:
             processes: the processes of the job.
             world: the kind of run.
             choices: values chosen for settings that are `auto`, by key; None if there are no such settings.
+            show_every: iterations between tables of samples on the screen; 0 for none.
 
         Raises:
             ConfigError: a tracker is not installed.
         """
         self.args, self.processes, self.world, self.choices = args, processes, world, choices
+        self.show_every = show_every
         self.folder = RunFolder(args.dir)
         require_installed(args.trackers or ())
         self.main = processes.main
@@ -197,7 +207,7 @@ class RunRecord:
             if finding.name not in self.warned:
                 self.warned.add(finding.name)
                 self.screen.say(f"iteration {number}: {finding.line()}")
-        if samples and self.args.show_every and number % self.args.show_every == 0:
+        if samples and self.show_every and number % self.show_every == 0:
             self.screen.samples(number, samples)
 
     def _judge(self, metrics: Mapping[str, float | None]) -> None:
@@ -213,7 +223,19 @@ class RunRecord:
 
     def how_to_resume(self) -> str:
         """The command that resumes this run."""
-        return f"resume with: tokencredit {self.world.command} --resume {self.folder.path}"
+        return f"resume with: tokencredit {self.world.command} --resume {shlex.quote(str(self.folder.path))}"
+
+    def next_steps(self, commands: Mapping[str, str]) -> None:
+        """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""
+        folder, page = self.folder.path, self.folder.path / "report.html"
+        written = page.is_file()
+        if written:
+            commands = {"tokencredit report RUN --open": "the report in the browser"} | dict(commands)
+        named = {command.replace("RUN", shlex.quote(str(folder))): meaning for command, meaning in commands.items()}
+        width = max(map(len, named))
+        rows = [("report", str(page))] if written else []
+        rows += [("policy", str(folder / "policy"))]
+        self.screen.pairs([*rows, *(("next", f"{command:<{width}}  {text}") for command, text in named.items())])
 
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
         """Write a checkpoint after an iteration, and remove surplus ones.
@@ -266,6 +288,16 @@ class RunRecord:
         self.event(f"{place}: {reason}; the step was skipped, its batch is in {folder}")
         if self.bad_in_a_row >= self.args.max_bad_steps:
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
+
+    def nothing_learned(self) -> TooManyBadSteps | None:
+        """The error of a run whose every optimizer step was skipped, so that its weights are unchanged; or None."""
+        skipped = any(count > 0 for count in self.history.column("bad_steps"))
+        if not skipped or any(map(math.isfinite, self.history.column("loss"))):
+            return None
+        return TooManyBadSteps(
+            f"nothing was learned in {len(self.history)} iterations: every step was skipped, since a reward, loss or "
+            f"gradient was not finite; {self.folder.path / 'bad_steps'} holds the batches, with the reasons"
+        )
 
     def end(self, stopped_by: str, save: Callable[[Path, Summary], None]) -> Summary:
         """Save the policy with `save(folder, summary)`, write and show the summary, and return it."""

@@ -131,13 +131,13 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     and a run's choice for a setting that is `auto`. Entries of a list may be added or removed.
     """
     then, now = flat(read_yaml(file)), flat(config)
-    left_out = {"run.dir", *idle(world_of(config).config, now)}
+    ignored = {"run.dir", *idle(world_of(config).config, now)}
     if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml instead of `auto`
         now |= {key: then[key] for key in AUTO_SETTINGS if now.get(key) == "auto" and key in then}
     for settings in (then, now):  # null equals its default
         settings |= {key: TEXTS for key in ("prompts.text", "eval.prompts.text") if settings.get(key, 0) is None}
     both = {key: (then.get(key), now.get(key)) for key in now | then if (key in then and key in now) or "[" in key}
-    return {key: values for key, values in both.items() if values[0] != values[1] and key not in left_out}
+    return {key: values for key, values in both.items() if values[0] != values[1] and key not in ignored}
 
 
 def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

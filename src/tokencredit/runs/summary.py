@@ -85,6 +85,19 @@ def figure(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def count(number: int) -> str:
+    """Format a whole number in words, such as `4,288`, `1.9 million` or `7.62 billion`."""
+    if number < 1_000_000:
+        return f"{number:,}"
+    return f"{number / 1e6:.3g} million" if number < 999.5e6 else f"{number / 1e9:.3g} billion"
+
+
+def shortened(text: str, length: int) -> str:
+    """A text in one line of at most `length` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def duration(seconds: float) -> str:
     """Format a time with its unit, such as `40 s`, `10 min` or `5.6 h`."""
     if seconds < 90:

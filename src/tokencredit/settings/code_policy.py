@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.text import PPOConfig
 
 
@@ -15,7 +16,7 @@ def foreign_code(config: PPOConfig | ControlConfig) -> list[str]:
     lines = [
         f"reward[{number}].function runs {term.function}"
         for number, term in enumerate(config.reward)
-        if term.function is not None and ":" in term.function  # a built-in one has a bare name
+        if isinstance(term, FunctionTerm) and ":" in term.function  # a built-in one has a bare name
     ]
     if config.model.trust_remote_code:
         names = [name for name in (config.model.name, config.critic.name) if name is not None]

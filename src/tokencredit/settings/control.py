@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from tokencredit.core.estimators import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
 from tokencredit.settings.training import (
     MOST_SEED,
-    AdvantageConfig,
+    AdvantageSettings,
+    AgentEstimatorName,
     AuditSettings,
     OptimConfig,
-    RunConfig,
-    StopConfig,
-    UpdateConfig,
+    PPOSettings,
+    RunSettings,
+    StopSettings,
+    read_by,
 )
 
 
@@ -40,7 +41,7 @@ class EnvConfig:
     """Divide rewards by the running standard deviation of the discounted return, which is reset at each episode
     start."""
     clip: float = setting(10.0, needs="normalize_observations or normalize_rewards", above=0)
-    """Clip range of normalized observations and rewards: [-clip, clip]."""
+    """Clip range of observations and rewards where they are normalized, in standard deviations: [-clip, clip]."""
 
 
 @dataclass
@@ -89,9 +90,49 @@ class AgentCriticConfig(CriticTraining):
     lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
-    """Weight of the value loss beside the policy loss. With 0 the critic learns only in its own passes (`epochs`)."""
+    """Weight of the value loss in the sum with the policy loss. With 0 the critic learns only in its own passes
+    (`epochs`)."""
     loss: Literal["mse", "huber"] = setting("mse", needs=LEARNS)
     """Value loss: half the squared error, or Huber, which is linear in large errors."""
+
+
+@dataclass
+class AgentAdvantageConfig(AdvantageSettings):
+    """Advantage estimation."""
+
+    estimator: AgentEstimatorName = "gae"
+    """Advantage estimator; docs/algorithms.md compares them. Those that compare scores of texts are not for agents."""
+    gamma: float = setting(0.99, needs=read_by("gamma"), at_least=0, at_most=1)
+    """Discount factor per environment step."""
+    whiten: Literal["none", "batch", "minibatch"] = "minibatch"
+    """Whiten advantages (zero mean, unit variance) over the whole batch, or within each minibatch."""
+
+
+@dataclass
+class AgentUpdateConfig(PPOSettings):
+    """The PPO update."""
+
+    entropy_coef: float = setting(0.01, at_least=0)
+    """Weight of the entropy bonus."""
+
+
+@dataclass
+class AgentStopConfig(StopSettings):
+    """Early-stopping rules."""
+
+    patience: int = setting(1, needs="reward", at_least=1)
+    """Consecutive iterations with a mean reward above `reward` before the run stops."""
+
+
+@dataclass
+class AgentRunConfig(RunSettings):
+    """Length of the run and its files."""
+
+    iterations: int = setting(976, at_least=1)
+    """Number of iterations: one rollout and one update each."""
+    save_every: int = setting(100, at_least=0)
+    """Iterations between checkpoints, from which `--resume` continues. The last iteration and each new best evaluation
+    get one too. 0 for none, unless the run is interrupted."""
 
 
 @dataclass
@@ -105,7 +146,8 @@ class EpisodesConfig:
     greedy: bool = setting(True, needs="episodes or videos")
     """Take the most likely action; false samples actions as in training."""
     videos: int = setting(0, at_least=0)
-    """Extra episodes per evaluation, recorded in `videos/`; needs `tokencredit[video]`."""
+    """Extra episodes per evaluation, recorded in the run's `videos/` and not counted in its mean; needs
+    `tokencredit[video]`."""
 
 
 @dataclass
@@ -120,27 +162,11 @@ class AgentAuditConfig(AuditSettings):
 class ControlConfig:
     """Every setting of a run in a Gymnasium environment."""
 
-    NEEDS: ClassVar = dict.fromkeys(
-        (
-            "advantage.bootstrap",
-            "advantage.lam_follows",
-            "ppo.mask_truncated",
-            "ppo.reduction",
-            "run.push_to_hub",
-            "run.samples",
-            "run.samples_every",
-            "run.show_every",
-            "stop.kl",
-        ),
-        "a language model",
-    )
-    """Shared settings that have no effect for agents."""
-
     seed: int = setting(1, at_least=0, at_most=MOST_SEED)
     """Seed of all randomness."""
     algorithm: Literal["ppo", "policy_gradient"] = "ppo"
-    """Algorithm. policy_gradient takes one step on the whole batch; of ppo.* it reads entropy_coef and
-    micro_batch_tokens only."""
+    """Algorithm: PPO, or a plain policy gradient, which takes one step on the whole batch. Of ppo.* the latter reads
+    entropy_coef and micro_batch_tokens only."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """The environment and its parallel copies."""
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -149,11 +175,9 @@ class ControlConfig:
     """The critic: its network and how it learns."""
     steps: int = setting(128, at_least=2)
     """Environment steps per copy and iteration."""
-    advantage: AdvantageConfig = field(
-        default_factory=lambda: AdvantageConfig(gamma=0.99, lam=0.95, whiten_over="minibatch")
-    )
+    advantage: AgentAdvantageConfig = field(default_factory=AgentAdvantageConfig)
     """Advantage estimation."""
-    ppo: UpdateConfig = field(default_factory=lambda: UpdateConfig(entropy_coef=0.01))
+    ppo: AgentUpdateConfig = field(default_factory=AgentUpdateConfig)
     """The PPO update."""
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=2.5e-4, eps=1e-5, warmup=0, final_scale=0.0, max_grad_norm=0.5)
@@ -161,13 +185,13 @@ class ControlConfig:
     """Optimizer and learning-rate schedule; the critic's learning rate is `critic.lr`."""
     threads: int | None = setting(1, at_least=1)
     """PyTorch's CPU threads; null for PyTorch's default. Small networks are fastest on 1."""
-    stop: StopConfig = field(default_factory=StopConfig)
+    stop: AgentStopConfig = field(default_factory=AgentStopConfig)
     """Early-stopping rules."""
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
     """Evaluation episodes in a separate copy of the environment."""
     audit: AgentAuditConfig = field(default_factory=AgentAuditConfig)
     """Audits of the credit during training."""
-    run: RunConfig = field(default_factory=lambda: RunConfig(iterations=976, show_every=0, save_every=100))
+    run: AgentRunConfig = field(default_factory=AgentRunConfig)
     """Length of the run and its files."""
 
     def __post_init__(self) -> None:
@@ -180,12 +204,7 @@ class ControlConfig:
                 f"ppo.minibatches is {self.ppo.minibatches}; it must divide the batch, "
                 f"env.number {self.env.number} × steps {self.steps} = {batch}"
             )
-        needs = ESTIMATORS[self.advantage.estimator]
-        if needs.group or needs.baseline:
-            raise ConfigError(
-                f"advantage.estimator is {self.advantage.estimator}, which is for language models: one score per row"
-            )
-        self.advantage.check_critic(self.critic.kind, texts=False)
+        self.advantage.check_critic(self.critic.kind)
         self.critic.check_warmup(self.run.iterations)
         refuse_idle(self)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import setting
+from tokencredit.settings.fields import no_group, setting, unknown_key
 
 TEXTS = ["This movie was really"]
 """Default prompts."""
@@ -28,7 +29,8 @@ class PromptsConfig:
     config_name: str | None = setting(None, needs="dataset")
     """Configuration (subset) of a hub dataset; null for its default."""
     shuffle: bool | None = None
-    """Shuffle prompts anew in each pass, from the seed; null shuffles a dataset and cycles through texts in order."""
+    """Order of the prompts: true for another one each time through them, false for that of the data; null shuffles a
+    dataset and keeps the order of texts."""
     max_length: int | None = setting(None, at_least=1)
     """Longest prompt, in tokens; null for the model's context less max_new_tokens, which is always a limit."""
     overlong: Literal["error", "drop", "truncate"] = "error"
@@ -43,30 +45,10 @@ class PromptsConfig:
         return TEXTS if self.text is None else self.text
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RewardTerm:
-    """One term of the reward: exactly one of function, classifier and reward_model, and its settings."""
+    """Settings shared by all reward terms; a term is a `FunctionTerm`, a `ClassifierTerm` or a `RewardModelTerm`."""
 
-    function: str | None = None
-    """Python function: `pkg.module:name`, `path/file.py:name`, or a built-in one (docs/rewards.md): length, count,
-    regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function."""
-    classifier: str | None = None
-    """Sequence classifier: hub id, folder, or `builtin:reviews`."""
-    label: str | None = setting(None, needs="classifier")
-    """Label of the classifier that is rewarded; required, except that null means NEGATIVE for `builtin:reviews`."""
-    output: Literal["probability", "logit", "log_odds"] = setting("probability", needs="classifier")
-    """Classifier output that becomes the reward: the label's probability, logit or log-odds."""
-    reward_model: str | None = None
-    """Reward model with one output, as TRL's RewardTrainer saves it: hub id or folder."""
-    text: Literal["both", "completion"] = setting("both", needs="classifier or reward_model")
-    """Input of the classifier or reward model: prompt and completion, or the completion alone."""
-    batch_size: int = setting(64, needs="classifier or reward_model", at_least=1)
-    """Texts per forward pass of the classifier or reward model."""
-    dtype: Literal["float32", "bfloat16"] = setting("float32", needs="classifier or reward_model")
-    """Dtype of the classifier's or reward model's weights and forward passes. bfloat16 halves its memory and rounds
-    scores to about 3 digits."""
     weight: float = 1.0
     """Weight of this term in the sum."""
     name: str | None = None
@@ -77,23 +59,98 @@ class RewardTerm:
     """Timeout per call, in seconds; null for none. A call scores all completions of the batch. With a timeout, a
     function that is not a coroutine runs in a thread."""
 
+    @staticmethod
+    def read(settings: Any, key: str = "reward[]") -> RewardTerm:
+        """The term of a mapping of settings, whose kind is the one of `KINDS` that it has; types are not checked.
+
+        Args:
+            settings: the mapping.
+            key: its key, for messages.
+
+        Raises:
+            ConfigError: it is no mapping, has none of the kinds or more than one, or an unknown key.
+        """
+        if not isinstance(settings, Mapping):
+            raise ConfigError(no_group(key, settings, "function"))
+        names = {kind: [item.name for item in fields(term)] for kind, term in KINDS.items()}
+        owners = {name: [kind for kind in KINDS if name in names[kind]] for name in settings}
+        for name in settings:
+            if not owners[name]:
+                known = [f"{key}.{own}" for kind in KINDS for own in names[kind]]
+                raise ConfigError(unknown_key(f"{key}.{name}", known))
+        kinds = [kind for kind in KINDS if kind in settings]
+        if len(kinds) != 1:
+            has = " and ".join(kinds) or "none"
+            raise ConfigError(f"{key} needs exactly one of {', '.join(KINDS)}; it has {has}")
+        for name in settings:
+            if kinds[0] not in owners[name]:
+                raise ConfigError(
+                    f"{key}.{name} belongs to a {' or '.join(owners[name])}, and this term is a {kinds[0]}; "
+                    "leave it out"
+                )
+        return KINDS[kinds[0]](**settings)
+
+    def source(self) -> tuple[str, str]:
+        """The term's kind, and the value of the setting of that name."""
+        kind = next(name for name, term in KINDS.items() if isinstance(self, term))
+        return kind, getattr(self, kind)
+
+
+@dataclass(kw_only=True)
+class FunctionTerm(RewardTerm):
+    """A reward term that a Python function computes."""
+
+    function: str
+    """Python function: `pkg.module:name`, `path/file.py:name`, or a built-in one (docs/rewards.md): length, count,
+    regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+@dataclass(kw_only=True)
+class ModelTerm(RewardTerm):
+    """Settings shared by terms that a model computes."""
+
+    text: Literal["both", "completion"] = "both"
+    """Input of the model: prompt and completion, or the completion alone."""
+    batch_size: int = setting(64, at_least=1)
+    """Texts per forward pass of the model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the model's weights and forward passes. bfloat16 halves its memory and rounds scores to about 3
+    digits."""
+
+
+@dataclass(kw_only=True)
+class ClassifierTerm(ModelTerm):
+    """A reward term from a sequence classifier."""
+
+    classifier: str
+    """Sequence classifier: hub id, folder, or `builtin:reviews`."""
+    label: str | None = None
+    """Label that is rewarded; required, except that null means NEGATIVE for `builtin:reviews`."""
+    output: Literal["probability", "logit", "log_odds"] = "probability"
+    """Output that becomes the reward: the label's probability, logit or log-odds."""
+
     def __post_init__(self) -> None:
         """Fill in the label of the built-in classifier."""
         if self.classifier == "builtin:reviews" and self.label is None:
             self.label = "NEGATIVE"
 
-    def source(self) -> tuple[str, str]:
-        """Kind and value of the term's source: `function`, `classifier` or `reward_model`.
 
-        Raises:
-            ConfigError: none is set, or more than one.
-        """
-        sources = {"function": self.function, "classifier": self.classifier, "reward_model": self.reward_model}
-        chosen = [(kind, value) for kind, value in sources.items() if value is not None]
-        if len(chosen) != 1:
-            has = " and ".join(kind for kind, _ in chosen) or "none"
-            raise ConfigError(f"needs exactly one of {', '.join(sources)}; it has {has}")
-        return chosen[0]
+@dataclass(kw_only=True)
+class RewardModelTerm(ModelTerm):
+    """A reward term from a reward model with one output, as TRL's RewardTrainer saves it."""
+
+    reward_model: str
+    """Reward model: hub id or folder."""
+
+
+KINDS: dict[str, type[RewardTerm]] = {
+    "function": FunctionTerm,
+    "classifier": ClassifierTerm,
+    "reward_model": RewardModelTerm,
+}
+"""Kinds of reward terms, by the setting that names their source."""
 
 
 @dataclass
@@ -101,15 +158,16 @@ class ScoreConfig:
     """Normalization, clipping and penalties of scores."""
 
     normalize: Literal["none", "batch", "running"] = "none"
-    """Normalization of scores: none, or division by the standard deviation of this batch or of all scores so far."""
+    """Normalization of scores: none, or by the mean (`shift_mean`) and standard deviation of this batch (batch) or of
+    all scores so far (running)."""
     shift_mean: bool = setting(True, needs="normalize: not none")
-    """Subtract the mean when normalizing, so that about half of the scores become negative."""
+    """Subtract the mean when normalizing, so that about half of the scores become negative; false only divides."""
     clip: float | None = setting(None, above=0)
     """Clip range of scores: [-clip, clip]; null for no clipping."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a completion that was truncated; subtracted from its score."""
+    """Penalty of a completion that was truncated, subtracted from its score after `normalize` and `clip`."""
     overlong_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a completion of length rollout.max_new_tokens. It rises linearly from 0 over the last
-    overlong_tokens."""
+    """Penalty of a completion of length rollout.max_new_tokens, which rises linearly from 0 over the last
+    `overlong_tokens`. Needs that key."""
     overlong_tokens: int | None = setting(None, at_least=1)
     """Tokens before rollout.max_new_tokens over which overlong_penalty rises from 0; null for no such penalty."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.trl import NONE, TRL, trl_names
 from tokencredit.settings.yaml import flat
 
 Config = TypeVar("Config")
@@ -80,8 +80,8 @@ def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (
             made[name] = value
         elif get_origin(hint) is not list:
             made[name] = _group(getattr(default, name) or group(), value, known, key)
-        elif isinstance(value, list):
-            made[name] = [_group(group(), inner, known, f"{key}[{place}]") for place, inner in enumerate(value)]
+        elif isinstance(value, list):  # of one of several kinds of groups
+            made[name] = [group.read(inner, f"{key}[{place}]") for place, inner in enumerate(value)]
         else:
             made[name] = value
     return made
@@ -99,7 +99,9 @@ def no_group(key: str, value: Any, name: str) -> str:
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """A message on an unknown key, with the closest known one."""
+    """A message on an unknown key: the key for a name of TRL's, or the closest known one."""
+    if any(here in known or here == NONE for here in TRL.get(key, "").split(", ")):
+        return f"unknown key {key}; {trl_names([key])}"
     near = difflib.get_close_matches(key, known, n=1)
     return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
 
@@ -111,7 +113,8 @@ def check(config: Any, prefix: str = "") -> None:
     for name in vars(config):
         if name not in hints:
             near = difflib.get_close_matches(name, hints, n=1)
-            raise ConfigError(f"unknown key {prefix}{name}" + (f"; did you mean {prefix}{near[0]}?" if near else ""))
+            advice = trl_names([prefix + name]) or (f"did you mean {prefix}{near[0]}?" if near else "")
+            raise ConfigError(f"unknown key {prefix}{name}" + (f"; {advice}" if advice else ""))
     for item in fields(config):
         key, value = prefix + item.name, getattr(config, item.name)
         _check_type(key, value, hints[item.name], item.metadata.get("limits", {}))
@@ -282,7 +285,7 @@ def idle(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) 
     rules, known = _rules(kind), {**settings, **dict.fromkeys(rows, True)}
     reasons: dict[str, Idle] = {}
     for key in settings:
-        rule, group = rules.get(re.sub(r"\[\d+\]", "[]", key)), key[: key.rfind(".") + 1]
+        rule, group = rules.get(key), key[: key.rfind(".") + 1]
         for need in rule.needs if rule else ():
             conditions = [Condition.read(text, known, group) for text in need.split(" or ")]
             if rule and not any(condition.holds(known) for condition in conditions):
@@ -303,11 +306,8 @@ def without_idle(kind: type, settings: Mapping[str, Any], begun: Mapping[str, An
     now = flat(asdict(draft))
     for key, (_, rule) in idle(kind, now, rows=()).items():
         if now[key] == begun.get(key):
-            *groups, name = re.findall(r"\w+", key)
-            group = draft
-            for part in groups:
-                group = group[int(part)] if part.isdecimal() else getattr(group, part)
-            setattr(group, name, rule.default)
+            *groups, name = key.split(".")
+            setattr(reduce(getattr, groups, draft), name, rule.default)
     return dict(vars(draft))
 
 
@@ -345,10 +345,8 @@ def _why(conditions: list[Condition]) -> str:
 
 @cache
 def _rules(kind: type) -> dict[str, Rule]:
-    """Rules of all settings by key; entries of a list have the number `[]`."""
-    rules = dict(_walk(kind, None, ""))
-    extra: Mapping[str, str] = getattr(kind, "NEEDS", {})
-    return rules | {key: rules[key]._replace(needs=(need,)) for key, need in extra.items()}
+    """Rules of all settings by key."""
+    return dict(_walk(kind, None, ""))
 
 
 def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Rule]]:
@@ -358,10 +356,8 @@ def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Rule]]:
         here = own if default is None else getattr(default, item.name)
         yield key, Rule(item.metadata.get("needs", ()), own, here)
         for option in _options(hint):
-            is_list = get_origin(option) is list
-            group = get_args(option)[0] if is_list else option
-            if is_dataclass(group):
-                yield from _walk(group, None if is_list else here, f"{key}[]." if is_list else f"{key}.")
+            if is_dataclass(option):
+                yield from _walk(option, here, f"{key}.")
 
 
 def _default(item: Field[Any]) -> Any:

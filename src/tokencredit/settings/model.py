@@ -49,7 +49,7 @@ class ModelConfig:
     """Keep the model's own dropout during updates; the ratio then no longer starts at 1. Other noise, such as router
     jitter, is always off."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    """Recompute activations in the backward pass: less memory, at the cost of one more forward pass per update step."""
     compile: bool = False
     """Compile training and scoring passes with `torch.compile`; needs a GPU or a C++ compiler, and about a minute at
     the start. Sampling is compiled only with `rollout.cache: static`."""
@@ -69,15 +69,16 @@ class CriticTraining:
     """Schedule of the critic's learning rates: as the policy's (`optim.schedule`, `optim.warmup`), or constant, so that
     the critic keeps up while the policy slows down."""
     coef: float = setting(0.5, needs=EXISTS, at_least=0)
-    """Weight of the value loss beside the policy loss. With 0 the critic learns only in its own passes (`epochs`)."""
+    """Weight of the value loss in the sum with the policy loss. With 0 the critic learns only in its own passes
+    (`epochs`)."""
     loss: Literal["mse", "huber", "histogram"] = setting("mse", needs=LEARNS)
     """Value loss. mse: half the squared error. huber: linear in large errors. histogram: cross-entropy against a
     Gaussian-smoothed histogram of returns (HL-Gauss). Its mean is the value; its bins span all returns so far."""
     huber_delta: float = setting(1.0, needs="loss: huber", above=0)
     """Error above which `huber` is linear, in units of value."""
     clip: float | None = setting(0.2, needs=(EXISTS, "loss: mse, huber"), above=0)
-    """Clip range of value changes per update: changes beyond it are not rewarded by the value loss. null for no
-    clipping."""
+    """Value clipping: within an update, a value that has moved further than this from where it began gets no gradient
+    to move on. In units of value; null for none."""
     warmup: int = setting(0, needs=LEARNS, at_least=0)
     """Iterations at the start in which only the critic learns."""
     epochs: int = setting(0, needs=EXISTS, at_least=0)
@@ -85,9 +86,9 @@ class CriticTraining:
     size. They minimize the value loss alone, with `clip` and without `coef`."""
     buffer: int = setting(0, needs="epochs", at_least=0)
     """Earlier iterations whose batches are replayed in these extra passes, oldest first and without `clip`. Their
-    returns come from older policies: the faster the policy moves, the less they fit. Device memory: 18 bytes per
-    completion token and 9 per prompt token, padding included, or an agent's observations. Each costs as many steps as
-    the new batch."""
+    returns come from older policies: the faster the policy moves, the less they fit. Each adds as many steps as the new
+    batch has, and device memory: per token 18 bytes in completions and 9 in prompts, padding included; for agents, the
+    observations."""
 
     def frozen(self, iteration: int, policy: Iterable[T], critic: Iterable[T]) -> list[T]:
         """Parameters that the joint steps of an iteration leave alone.
@@ -113,12 +114,12 @@ class CriticConfig(CriticTraining):
     of the policy."""
     layers: int | None = setting(None, needs=EXISTS, at_least=1)
     """Trunk layers below the value head, counted from the embedding; null for all. A shared critic reads the policy's
-    hidden states at that layer, normalized (a probe, with `detach`). A separate critic keeps only these layers: half of
-    them cost about half."""
+    hidden states at that layer, normalized; with `detach`, it is a probe. A separate critic keeps only these layers,
+    and with half of them costs about half."""
     members: int = setting(1, needs="kind: separate", at_least=1)
     """Number of separate critics whose values are averaged. Completion i of a batch trains only critic i modulo
-    `members`, which divides a prompt's completions among them, as in AsyPPO (arXiv 2510.01656, with two small critics
-    and also masks by disagreement, which are not implemented). More than one needs `clip: null`."""
+    `members`, which divides a prompt's completions among them, as in AsyPPO (arXiv 2510.01656), whose masks by
+    disagreement are not implemented. More than one needs `clip: null`."""
     freeze: Literal["none", "attention"] = setting("none", needs=("kind: separate", "not detach"))
     """Frozen part of a separate critic's trunk. `attention` trains embeddings, MLPs, norms outside attention and the
     head only (SAO, arXiv 2607.07508)."""
@@ -136,16 +137,16 @@ class CriticConfig(CriticTraining):
     hidden_gain: float = setting(math.sqrt(2), needs=("init: orthogonal", "head: mlp"), above=0)
     """Gain of the hidden layer of an orthogonal MLP head."""
     pretrain: int = setting(0, needs=LEARNS, at_least=0)
-    """Maximum batches on which the critic alone is trained before the first iteration, each freshly sampled, with the
-    steps of an iteration, towards the sampled returns. It ends early once the explained variance of new batches has
-    risen and no longer does. These batches do not count in run.iterations."""
+    """Largest number of batches on which the critic alone is trained before the first iteration. Each is freshly
+    sampled, and takes as many steps as an iteration. Pretraining ends early once the explained variance of new batches
+    stops rising. These batches do not count in run.iterations."""
     pretrain_scale: float = setting(1.0, needs="pretrain", above=0)
     """Factor on the critic's learning rates (`lr`, `trunk_lr`) during pretraining. Values above 1 learn fast while the
     policy is fixed, at rates that would later make the critic forget."""
     continuations: int = setting(0, needs=LEARNS, at_least=0)
-    """Continuations sampled from each of `continued_states` states per completion; their mean return replaces the
-    sampled one as the critic's target (after VinePPO). Cost, with scoring and reference passes: about half of
-    continuations × continued_states further rollouts."""
+    """Continuations sampled from each of `continued_states` states per completion. At these states their mean return
+    replaces the sampled return as the critic's target, as in VinePPO. With 4 continuations of 1 state, sampling and
+    scoring cost about three times as much: each continuation is half a completion on average. 0 for none."""
     continued_states: int = setting(1, needs="continuations", at_least=1)
     """States per completion that are continued, evenly spread."""
     detach: bool = setting(False, needs=LEARNS)
@@ -154,8 +155,8 @@ class CriticConfig(CriticTraining):
     bins: int = setting(51, needs="loss: histogram", at_least=16, at_most=1024)
     """Bins of the histogram. A single extreme return widens them for good; see score.clip."""
     places: list[float] | None = setting(None, needs=LEARNS)
-    """Positions in a completion at which the value loss counts, from 0 (first token) to 1 (last); null for every token.
-    SP3O uses [0.3, 0.6, 0.9], against values that stay flat over a completion."""
+    """Relative positions of the tokens with a value loss, from 0 (first) to 1 (last); null for every token. SP3O uses
+    [0.3, 0.6, 0.9], to keep values from staying flat over a completion."""
 
     def check_places(self) -> None:
         """Raise `ConfigError` for positions that do not ascend from 0 to 1, or conflict with continuations."""

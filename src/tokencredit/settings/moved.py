@@ -17,6 +17,7 @@ MOVED = {
     "ppo.value_clip": "critic.clip",
     "ppo.critic_warmup": "critic.warmup",
     "agent.critic": "critic.kind",
+    "advantage.whiten_over": "advantage.whiten",
 }
 """Old keys and their new names."""
 

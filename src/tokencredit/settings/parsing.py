@@ -15,8 +15,9 @@ import yaml
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.data import KINDS, PromptsConfig, RewardTerm
 from tokencredit.settings.fields import hint_of, no_group, refuse_idle, unknown_key, without_idle, wrong_value
+from tokencredit.settings.help import FIRST_KEYS, short_help
 from tokencredit.settings.moved import MOVED, renamed
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.text import PPOConfig
@@ -25,6 +26,7 @@ from tokencredit.settings.yaml import dump_yaml, flat, load_yaml, nested, read_y
 
 try:
     from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader, set_parsing_settings
+    from jsonargparse.typing import register_type
 except ImportError as missing:
     raise NotInstalled("a configuration from a dict, a file or flags", "jsonargparse[signatures,ruamel]") from missing
 
@@ -33,8 +35,9 @@ set_parsing_settings(
     # jsonargparse would import, and in part call, whatever a `class_path` in a configuration names. It goes that way
     # itself to the classes of lists and of what may be null.
     import_path_denylist=["*"],
-    import_path_allowlist=["tokencredit.RewardTerm", "tokencredit.PromptsConfig", "tokencredit.settings.data"],
+    import_path_allowlist=["tokencredit.PromptsConfig", "tokencredit.settings.data"],
     instantiate_subclass_spec_in_any=False,
+    add_print_completion_argument=True,
 )
 
 
@@ -49,6 +52,13 @@ def value_of(text: str) -> Any:
 
 
 set_loader("yaml", value_of, exceptions=(yaml.YAMLError, ValueError))
+register_type(
+    RewardTerm,
+    serializer=lambda term: dict(sorted(asdict(term).items(), key=lambda pair: pair[0] not in KINDS)),  # the kind first
+    deserializer=RewardTerm.read,
+    deserializer_exceptions=ConfigError,
+    type_check=lambda value, _: isinstance(value, RewardTerm),
+)
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
 
@@ -97,7 +107,24 @@ def plainly() -> Iterator[None]:
 
 
 class Parser(ArgumentParser):
-    """jsonargparse's parser, with a check that it lacks: `model: 3` in a file, where a group of keys belongs."""
+    """jsonargparse's parser, with a check that it lacks: `model: 3` in a file, where a group of keys belongs.
+
+    Attributes:
+        kind: class of the configuration that it parses, if it does.
+    """
+
+    kind: type | None = None
+
+    def format_help(self, *args: Any) -> str:
+        """The help: a short one if it parses a configuration."""
+        if self.kind is None:
+            return self.whole_help(*args)
+        command = next(f"tokencredit {world.command}" for world in WORLDS.values() if world.config is self.kind)
+        return short_help(command, str(self.description), FIRST_KEYS[self.kind], self._actions)
+
+    def whole_help(self, *args: Any) -> str:
+        """The help on all options and keys."""
+        return str(super().format_help(*args))
 
     def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
         """Parse a file; raise `ConfigError` for a group that holds no keys, or an option of the command."""
@@ -125,12 +152,12 @@ def named(message: str) -> str:
     )
 
 
-def new_parser(description: str) -> ArgumentParser:
+def new_parser(description: str) -> Parser:
     """A parser that raises on unknown arguments, and takes no abbreviations, since keys are many and alike."""
     return Parser(prog="tokencredit", exit_on_error=False, allow_abbrev=False, description=description)
 
 
-def new_command(description: str, runs_code: bool = True) -> ArgumentParser:
+def new_command(description: str, runs_code: bool = True) -> Parser:
     """The parser of a subcommand, with the options that all have; commands that only read results run no user code."""
     command = new_parser(description)
     command.add_argument("--debug", action="store_true", help="Show tracebacks of errors.")
@@ -141,26 +168,24 @@ def new_command(description: str, runs_code: bool = True) -> ArgumentParser:
     return command
 
 
-def config_parser(kind: type[Any]) -> ArgumentParser:
+def config_parser(kind: type[Any]) -> Parser:
     """The parser of a configuration, which is also that of its subcommand."""
     if kind not in PARSERS:
         PARSERS[kind] = _new_config_parser(kind)
     return PARSERS[kind]
 
 
-PARSERS: dict[type, ArgumentParser] = {}
+PARSERS: dict[type, Parser] = {}
 """Cached parsers of configurations: a sweep reads many files."""
 
 
-def _new_config_parser(kind: type[Any]) -> ArgumentParser:
+def _new_config_parser(kind: type[Any]) -> Parser:
     trained = "a language model with PPO" if kind is PPOConfig else "an agent in a Gymnasium environment"
     parser = new_command(f"Train {trained}.")
     parser.add_argument("--config", action="config", help="YAML file of the keys below; flags after it override it.")
     parser.add_argument("--resume", help=RESUME)
     parser.add_class_arguments(kind)
-    if kind is PPOConfig:
-        # A tuple, because jsonargparse merges a list of the same length into the default item by item.
-        parser.set_defaults({"reward": tuple(asdict(term) for term in PPOConfig().reward)})
+    parser.kind = kind
     return parser
 
 
@@ -288,11 +313,14 @@ def refused_value(name: str, message: str, kind: type | None) -> str | None:
         return f"--{name}: {match[1]!r} does not exist"
     if match := re.search(r"Not of type (\w+): (.*) does not conform", message):
         return f"--{name} is {match[2]}; it must be {OPTIONS.get(match[1], match[1])}"
-    hint, key = hint_of(kind, name) if kind else None, name
+    if match := re.search(r"Not of type RewardTerm: (.*)", message):
+        return match[1]
+    key = name
     if inner := re.search(r"with given class_path '[^']*': (Parser key|Option) [\"']([^\"']*)[\"']", message):
-        key, hint = f"{name}[].{inner[2]}", hint_of(hint, inner[2])
-        if hint is None:
-            return unknown_key(key, [f"{name}[].{item.name}" for item in fields(RewardTerm)])
+        key = f"{name}.{inner[2]}"
+    hint = hint_of(kind, key) if kind else None
+    if inner and hint is None:
+        return unknown_key(key, [f"{name}.{item.name}" for item in fields(PromptsConfig)])
     match = re.search(r".*(?:Got|Given) value: (.*)|Unable to load config [\"'](.*?)[\"']", message)
     if match is None or hint is None or "Not a valid subclass" in message:
         return None

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.fields import check, refuse_idle, setting, shown
+from tokencredit.settings.data import KINDS, ClassifierTerm, PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.training import (
     ADAPTED,
@@ -29,8 +29,10 @@ from tokencredit.settings.training import (
     StopConfig,
     UpdateConfig,
 )
+from tokencredit.settings.trl import refuse_trl_names
 
 
+@refuse_trl_names
 @dataclass
 class PPOConfig:
     """Every setting of a language-model run."""
@@ -43,8 +45,10 @@ class PPOConfig:
     """The critic: its model and how it learns."""
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     """The prompts that the policy completes."""
-    reward: list[RewardTerm] = field(default_factory=lambda: [RewardTerm(classifier="builtin:reviews")])
-    """Reward terms; their weighted sum is the score of a completion."""
+    reward: list[RewardTerm] = field(default_factory=lambda: [ClassifierTerm(classifier="builtin:reviews")])
+    """Reward terms; their weighted sum is the score of a completion. A term is a `function` with `kwargs`, a
+    `classifier` with `label` and `output`, or a `reward_model`. The models also have `text`, `batch_size` and `dtype`;
+    all terms have `weight`, `name`, `retries` and `timeout`. docs/rewards.md describes these keys."""
     score: ScoreConfig = field(default_factory=ScoreConfig)
     """Normalization, clipping and penalties of scores."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -75,15 +79,9 @@ class PPOConfig:
         if not self.reward:
             raise ConfigError("reward is empty; give at least one term")
         for number, term in enumerate(self.reward):
-            try:
-                term.source()
-            except ConfigError as error:
-                raise ConfigError(f"reward[{number}] {error}") from error
-            if term.kwargs and term.function is None:
-                raise ConfigError(
-                    f"reward[{number}].kwargs is {shown(term.kwargs)}, which has no effect without "
-                    f"reward[{number}].function; leave it out"
-                )
+            if type(term) not in KINDS.values():
+                kinds = ", ".join(kind.__name__ for kind in KINDS.values())
+                raise ConfigError(f"reward[{number}] is a {type(term).__name__}; it must be one of {kinds}")
         self.advantage.check_critic(self.critic.kind)
         self.critic.check_warmup(self.run.iterations)
         self.critic.check_places()

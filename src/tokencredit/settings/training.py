@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
-from tokencredit.core.estimators import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import setting
 from tokencredit.settings.model import CriticTraining
 
-if TYPE_CHECKING:
-    EstimatorName = str
-else:
-    EstimatorName = Literal[tuple(ESTIMATORS)]
+AgentEstimatorName = Literal[
+    "gae",
+    "td",
+    "monte_carlo",
+    "n_step",
+    "decoupled_gae",
+    "length_adaptive_gae",
+    "total_return",
+    "reward_to_go",
+]
+EstimatorName = Literal[AgentEstimatorName, "uniform", "group_relative", "leave_one_out"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
 MOST_SEED = 2**62
@@ -48,9 +55,10 @@ class SamplingConfig:
     min_new_tokens: int = setting(0, at_least=0)
     """Shortest completion, in tokens, before it may end."""
     temperature: float = setting(1.0, above=0)
-    """Temperature: logits are divided by it, in sampling and in training."""
+    """Sampling temperature: logits are divided by it. Training uses that of the rollout for its log-probs too."""
     top_k: int | None = setting(None, at_least=1)
-    """Top-k sampling: only the k most likely tokens; null for all."""
+    """Top-k sampling: only the k most likely tokens; null for all. Like top_p, min_p and min_new_tokens it filters the
+    sampled tokens only: log-probs remain those of the full distribution."""
     top_p: float | None = setting(None, above=0, at_most=1)
     """Nucleus sampling: only the most likely tokens that together have this probability; null for all."""
     min_p: float | None = setting(None, above=0, at_most=1)
@@ -96,8 +104,8 @@ class RolloutConfig(SamplingConfig):
 
 
 @dataclass
-class AdvantageConfig:
-    """Advantage estimation."""
+class AdvantageSettings:
+    """Advantage settings shared by language models and agents."""
 
     estimator: EstimatorName = "gae"
     """Advantage estimator; docs/algorithms.md compares them."""
@@ -105,43 +113,25 @@ class AdvantageConfig:
     """Discount factor per step (token, or environment step)."""
     lam: float = setting(0.95, needs=read_by("lam"), at_least=0, at_most=1)
     """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
-    lam_follows: bool = setting(False, needs=(read_by("lam"), "lam: not 1.0, 1"))
-    """Adapt λ to the critic: λ = 1 − (1 − lam) · EV, with EV the running explained variance of new batches (at least
-    0). λ is 1 while the critic explains nothing and `lam` where it explains everything."""
     lam_returns: float = setting(1.0, needs=read_by("lam_returns"), at_least=0, at_most=1)
     """λ of the critic's targets, in decoupled_gae and length_adaptive_gae."""
     alpha: float = setting(0.05, needs=read_by("alpha"), above=0)
     """α of length_adaptive_gae: λ = 1 − 1 / (alpha · length)."""
     n: int = setting(5, needs=read_by("n"), at_least=1)
     """Steps of the n_step return."""
-    scale: bool = setting(True, needs=read_by("scale"))
-    """Divide group_relative advantages by the group's standard deviation."""
-    baseline_decay: float = setting(1.0, needs=WITH_BASELINE, at_least=0, at_most=1)
-    """Weight of earlier scores in the running-mean baseline of `uniform` when a batch arrives; 1 weighs all scores
-    equally."""
-    bootstrap: bool = setting(False, needs="critic.kind: not none")
-    """Bootstrap from the critic where a completion was truncated; false treats the truncation as its end. Needs one
-    reward per token: a score of the whole text would be paid twice."""
-    whiten: bool = True
-    """Whiten advantages (zero mean, unit variance)."""
-    whiten_over: Literal["batch", "minibatch"] = setting("batch", needs=("whiten", "ppo.minibatches: not 1"))
-    """Scope of whitening: the whole batch, or each minibatch."""
+    whiten: Literal["none", "batch", "minibatch"] = "batch"
+    """Whiten advantages (zero mean, unit variance) over the whole batch, or within each minibatch."""
 
     def options(self) -> dict[str, Any]:
         """Arguments of the estimators, for `core.advantages.estimate`."""
-        return {key: getattr(self, key) for key in ESTIMATOR_SETTINGS}
+        return {key: value for key, value in vars(self).items() if key in ESTIMATOR_SETTINGS}
 
-    def check_critic(self, critic: str, texts: bool = True) -> None:
-        """Raise `ConfigError` for a critic that the estimator lacks or does not use.
-
-        Args:
-            critic: the kind of critic.
-            texts: true if rows have one score each, as texts do.
-        """
+    def check_critic(self, critic: str) -> None:
+        """Raise `ConfigError` for a kind of critic that the estimator lacks or does not use."""
         needs = ESTIMATORS[self.estimator]
         if critic == "none" and needs.critic == "required":
-            fits = {"baseline", "unused"} if texts else {"baseline"}
-            others = ", ".join(name for name, other in ESTIMATORS.items() if other.critic in fits)
+            known = get_args(get_type_hints(type(self))["estimator"])
+            others = ", ".join(name for name in known if ESTIMATORS[name].critic != "required")
             raise ConfigError(
                 f"critic.kind is none, and advantage.estimator is {self.estimator}, which needs a critic; set "
                 f"critic.kind, or take one of {others}"
@@ -152,9 +142,22 @@ class AdvantageConfig:
                 "critic.kind: none"
             )
 
-    def whitened_over(self, scope: str) -> bool:
-        """True if advantages are whitened over `scope`: batch or minibatch."""
-        return self.whiten and self.whiten_over == scope
+
+@dataclass
+class AdvantageConfig(AdvantageSettings):
+    """Advantage estimation."""
+
+    lam_follows: bool = setting(False, needs=(read_by("lam"), "lam: not 1.0, 1"))
+    """Adapt λ to the critic: λ = 1 − (1 − lam) · EV, with EV the running explained variance of new batches (at least
+    0). λ is 1 while the critic explains nothing and `lam` where it explains everything."""
+    scale: bool = setting(True, needs=read_by("scale"))
+    """Divide group_relative advantages by the group's standard deviation."""
+    baseline_decay: float = setting(1.0, needs=WITH_BASELINE, at_least=0, at_most=1)
+    """Decay of the running-mean baseline of `uniform`: earlier scores are weighted down by it at each new batch. 1
+    weighs all scores equally."""
+    bootstrap: bool = setting(False, needs="critic.kind: not none")
+    """Bootstrap from the critic where a completion was truncated; false treats the truncation as its end. True needs
+    rewards per token: with one score per text, that score and the critic's value would both be paid."""
 
 
 MANY_STEPS = "algorithm: not policy_gradient"
@@ -162,8 +165,8 @@ MANY_STEPS = "algorithm: not policy_gradient"
 
 
 @dataclass
-class UpdateConfig:
-    """The PPO update."""
+class PPOSettings:
+    """Settings of the PPO update shared by language models and agents."""
 
     epochs: int = setting(4, needs=MANY_STEPS, at_least=1)
     """Passes over each batch."""
@@ -177,18 +180,12 @@ class UpdateConfig:
     clip_high: float | None = setting(None, needs=MANY_STEPS, above=0)
     """Upper clip range, 1 + clip_high, if it should differ; null for clip."""
     dual_clip: float | None = setting(None, needs=MANY_STEPS, above=1)
-    """Dual clip: largest loss of a token with a negative advantage, in multiples of that advantage; null for no
-    limit."""
-    reduction: Literal["token", "sequence", "constant"] = "token"
-    """Loss reduction: mean over all tokens (token), mean of per-completion means (sequence), or sum over tokens divided
-    by batch size × longest completion (constant)."""
-    mask_truncated: bool = False
-    """Mask truncated completions out of the loss, the value loss included. Their scores still count in groups, running
-    means and score.normalize."""
+    """Dual clip: limit of the loss where the advantage is negative, in multiples of the advantage, such as 3; null for
+    none."""
     entropy_coef: float = setting(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_kl: float | None = setting(None, needs=MANY_STEPS, above=0)
-    """KL to the sampling policy, in nats per token, at which an update stops early; null for never."""
+    """KL to the sampling policy, in nats per token, above which the rest of an update is skipped; null for never."""
 
     def objective(self, critic: CriticTraining) -> dict[str, Any]:
         """Arguments of `learn.objective.Objective` shared by language models and agents."""
@@ -199,10 +196,9 @@ class UpdateConfig:
             "huber_delta": critic.huber_delta if critic.loss == "huber" else None,
             "value_coef": critic.coef,
             "entropy_coef": self.entropy_coef,
-            "reduction": self.reduction,
         }
 
-    def passes(self, critic: CriticTraining, advantage: AdvantageConfig, optim: OptimConfig) -> dict[str, Any]:
+    def passes(self, critic: CriticTraining, advantage: AdvantageSettings, optim: OptimConfig) -> dict[str, Any]:
         """Arguments of `learn.learner.UpdateSettings` shared by language models and agents."""
         return {
             "epochs": self.epochs,
@@ -210,11 +206,27 @@ class UpdateConfig:
             "critic_epochs": critic.epochs,
             "critic_buffer": critic.buffer,
             "micro_batch_tokens": self.micro_batch_tokens,
-            "whiten_minibatches": advantage.whitened_over("minibatch"),
+            "whiten_minibatches": advantage.whiten == "minibatch",
             "target_kl": self.target_kl,
             "max_grad_norm": optim.max_grad_norm,
             "grad_norm_type": optim.norm_order(),
         }
+
+
+@dataclass
+class UpdateConfig(PPOSettings):
+    """The PPO update."""
+
+    reduction: Literal["token", "sequence", "constant"] = "token"
+    """Loss reduction: mean over all tokens (token), mean of per-completion means (sequence), or sum over tokens divided
+    by batch size × longest completion (constant)."""
+    mask_truncated: bool = False
+    """Mask truncated completions out of the loss, the value loss included. Their scores still count in groups, running
+    means and score.normalize."""
+
+    def objective(self, critic: CriticTraining) -> dict[str, Any]:
+        """Arguments of `learn.objective.Objective`."""
+        return super().objective(critic) | {"reduction": self.reduction}
 
 
 ADAPTED = (1e-5, 10.0)
@@ -232,9 +244,10 @@ class KLConfig:
     estimator: Literal["k1", "k2", "k3", "full"] = setting("k1", needs="coef")
     """KL estimator: k1, k2 or k3 from the sampled token, or the full sum over the vocabulary."""
     target: float | None = setting(None, above=0)
-    """Target KL, in nats per sequence, to which coef is adapted; null for a fixed coef."""
+    """Target KL to the reference, in nats per sequence: coef, which is then the initial value, rises while the KL is
+    above it and falls while it is below. null for a fixed coef."""
     horizon: float = setting(10_000, needs="target", above=0)
-    """Horizon of the adaptation, in completions; a longer one adapts more slowly."""
+    """Horizon of the adaptation to `target`, in completions; a longer one adapts more slowly."""
 
 
 @dataclass
@@ -246,7 +259,7 @@ class OptimConfig:
     lr: float = setting(1e-4, above=0)
     """Peak learning rate of the policy."""
     weight_decay: float = setting(0.0, at_least=0)
-    """Weight decay of AdamW."""
+    """Decoupled weight decay of all trained weights, the critic's too."""
     eps: float = setting(1e-8, above=0)
     """AdamW's ε, which bounds its steps where gradients are tiny."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -271,15 +284,21 @@ class OptimConfig:
 
 
 @dataclass
-class StopConfig:
-    """Early-stopping rules."""
+class StopSettings:
+    """Early-stopping rules shared by language models and agents."""
 
     reward: float | None = None
     """Mean reward above which the run stops; null for never."""
+    patience: int = setting(1, needs="reward or kl", at_least=1)
+    """Consecutive iterations above a threshold (`reward`, or for texts `kl`) before the run stops."""
+
+
+@dataclass
+class StopConfig(StopSettings):
+    """Early-stopping rules."""
+
     kl: float | None = setting(None, needs="kl.coef", above=0)
     """KL to the reference above which the run stops, in nats per sequence; null for never."""
-    patience: int = setting(1, needs="reward or kl", at_least=1)
-    """Consecutive iterations above the threshold before the run stops."""
 
 
 @dataclass
@@ -305,31 +324,28 @@ class AuditSettings:
     continuations: int = setting(8, needs="every", at_least=2)
     """Continuations per state; more of them make the true values more precise."""
     states: int | None = setting(4, needs="every", at_least=1)
-    """States audited per completion or episode, evenly spread; null for all."""
+    """States audited per completion or episode, evenly spread; null for all. A state of a completion is the text before
+    one of its tokens."""
     seconds: float | None = setting(None, needs="every", above=0)
-    """Time limit of an audit, in seconds; within it, states get fewer continuations. null for no limit."""
+    """Time limit of an audit, in seconds; states get fewer continuations to meet it. null for no limit."""
 
 
 @dataclass
 class AuditConfig(AuditSettings):
-    """Audit of credit: fresh completions, from whose states many continuations are sampled and scored."""
+    """Audit of credit: values and advantages of fresh completions against the mean return of many continuations."""
 
     completions: int = setting(16, needs="every", at_least=2)
     """Completions per audit, over all processes."""
 
 
 @dataclass
-class RunConfig:
-    """Length of the run and its files."""
+class RunSettings:
+    """Length and files of a run, shared by language models and agents."""
 
     dir: str | None = None
     """Folder of the run, which must be new or empty unless the run is resumed; null for `runs/DATE-TIME`."""
     iterations: int = setting(40, at_least=1)
     """Number of iterations: one rollout and one update each."""
-    samples: int = setting(8, at_least=0)
-    """Completions per iteration logged to samples.jsonl, token by token."""
-    samples_every: int = setting(1, needs="samples", at_least=1)
-    """Iterations between logged samples; raise it to keep samples.jsonl small."""
     save_every: int = setting(10, at_least=0)
     """Iterations between checkpoints, from which `--resume` continues. The last iteration and each new best evaluation
     get one too. 0 for none, unless the run is interrupted."""
@@ -338,10 +354,20 @@ class RunConfig:
     max_bad_steps: int = setting(3, at_least=1)
     """Consecutive non-finite losses, gradients or rewards after which the run stops. Their optimizer steps are
     skipped."""
-    show_every: int = setting(10, needs="samples", at_least=0)
-    """Iterations between tables of samples on the screen; 0 for none."""
     trackers: list[Tracker] | None = None
     """Experiment trackers (of Accelerate) that log the metrics, beside metrics.jsonl; null for TensorBoard if it is
     installed."""
+
+
+@dataclass
+class RunConfig(RunSettings):
+    """Length of the run and its files."""
+
+    samples: int = setting(8, at_least=0)
+    """Completions logged to samples.jsonl token by token, the first of the batch; 0 for none."""
+    samples_every: int = setting(1, needs="samples", at_least=1)
+    """Iterations between logged samples; raise it to keep samples.jsonl small."""
+    show_every: int = setting(10, needs="samples", at_least=0)
+    """Iterations between tables of samples on the screen; 0 for none."""
     push_to_hub: str | None = None
     """Hugging Face hub repository to which the final policy is uploaded; null for none."""

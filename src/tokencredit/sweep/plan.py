@@ -112,7 +112,7 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[Run]:
     for key in sweep:
         if key not in KEYS:
             raise ConfigError(f"unknown key {key}; a sweep has {', '.join(KEYS)}")
-    kind, folder = sweep.get("world"), sweep.get("dir")
+    kind, folder = sweep.get("world", "text"), sweep.get("dir")
     if not isinstance(kind, str) or kind not in WORLDS:
         raise ConfigError(f"world is {kind!r}; it must be {' or '.join(WORLDS)}")
     world = WORLDS[kind]

@@ -15,6 +15,7 @@ from tokencredit.learn.experience import critic_metrics
 from tokencredit.processes import Processes
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.rewards.terms import term_metrics
+from tokencredit.text.rewards.texts import last_message
 
 DECIMALS = 6
 """Decimals of numbers in samples.jsonl."""
@@ -94,8 +95,10 @@ class Batch:
             return [round(x, DECIMALS) for x in tensor[row][acted].tolist()]
 
         ids = rollout.response_ids[row][acted].tolist()
+        prompt = scored.prompts.prompts[row]
         sample = {
             "prompt": scored.prompts.texts[row],
+            **({} if isinstance(prompt, str) else {"message": last_message(prompt)}),
             "completion": scored.completions[row],
             "reward": round(float(scored.totals()[row]), DECIMALS),
             "terms": {name: _rounded(values[row]) for name, values in scored.terms.items()},

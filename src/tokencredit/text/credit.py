@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokencredit.core.advantages import Where, estimate
+from tokencredit.core.advantages import EpisodeBounds, estimate
 from tokencredit.core.masked import VARIANCE_GUARD, Reduce, explained_variance, moments, whiten
 from tokencredit.core.rewards import overlong_penalty, token_rewards
 from tokencredit.errors import RunStopped
@@ -74,7 +74,7 @@ class Credit:
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
-        if args.advantage.whitened_over("batch") and (tokens := float(self.reduce(in_loss.sum()))) > 0:
+        if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
         return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
 
@@ -182,10 +182,10 @@ class Credit:
             args.estimator, score_rewards + kl_rewards, rollout.values, options=options, **self._where(scored)
         )
 
-    def _where(self, scored: Scored) -> Where:
+    def _where(self, scored: Scored) -> EpisodeBounds:
         """The mask and, if there is one, the bootstrap of truncated completions."""
         mask = scored.rollout.mask
-        where: Where = {"mask": mask}
+        where: EpisodeBounds = {"mask": mask}
         if scored.bootstrap is not None:
             after = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, True) - 1
             where["truncated"] = after & scored.rollout.truncated.unsqueeze(1)

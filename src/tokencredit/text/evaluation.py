@@ -83,7 +83,7 @@ def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
     models = load_run_models(run, config, which, processes, reference=True)
     terms = build_terms(config.reward, processes.device)
     prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
-    for line in filter(None, [*models.notes, prompts.left_out()]):
+    for line in filter(None, [*models.notes, prompts.dropped()]):
         print(visible(line))
     try:
         metrics = evaluate(build_pipeline(config, models, terms, processes), prompts, config.eval, seed=config.seed)

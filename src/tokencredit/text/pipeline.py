@@ -81,7 +81,7 @@ class Scored:
 
 
 @contextmanager
-def no_stage(name: str) -> Iterator[dict[str, Any]]:
+def no_stage(_name: str) -> Iterator[dict[str, Any]]:
     """A stage without timing or callbacks."""
     yield {}
 

@@ -17,7 +17,7 @@ from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.assembly import load_run_models
-from tokencredit.text.models.loading import room_for_prompts
+from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
 from tokencredit.text.setup import build_pipeline
 
@@ -87,9 +87,9 @@ class Policy:
             rows = [{"prompt": [{"role": "user", "content": prompt}]}]
         elif prompt is not None:
             config = PromptsConfig(text=prompt, add_bos=config.add_bos)
-        room = room_for_prompts(self.model.lm, max_new_tokens)
+        limit = max_prompt_length(self.model.lm, max_new_tokens)
         seed = self.config.seed
-        loaded = load_prompts(config, self.tokenizer, seed=seed, room=room, dataset=rows, dataset_name="--prompt")
+        loaded = load_prompts(config, self.tokenizer, seed=seed, limit=limit, dataset=rows, dataset_name="--prompt")
         return loaded.batch(0, n)
 
     def complete(
@@ -166,7 +166,7 @@ class Policy:
         start = len(before) or 1
         if len(ids) <= start:
             raise ConfigError(f"{text!r} has no token to score" + ("" if before else "; give a prompt before it"))
-        context = room_for_prompts(self.model.lm, 0)
+        context = max_prompt_length(self.model.lm, 0)
         if context is not None and len(ids) > context:
             raise ConfigError(f"prompt and text have {len(ids)} tokens; the model's context has {context}")
         device = self.pipeline.precision.device

@@ -62,7 +62,7 @@ class Pretraining:
         began = time.perf_counter()
         if self.record.main:
             self.record.folder.write(FILE, "")  # an interrupted pretraining starts over
-        plateau, tokens, risen = Plateau(patience=PATIENCE, least=RISE), 0.0, True
+        plateau, tokens, risen = Plateau(patience=PATIENCE, min_delta=RISE), 0.0, True
         explained: list[float] = []
         number = 0
         while risen and number < self.args.critic.pretrain:
@@ -89,7 +89,7 @@ class Pretraining:
         row: dict[str, float] = {"batch": number}
         began = time.perf_counter()
         settings, advantage, processes = self.args.rollout, self.args.advantage, self.pipeline.processes
-        prompts, uniforms = self.stream.take()
+        prompts, uniforms = self.stream.next_batch()
         try:
             scored = self.pipeline.collect(
                 prompts,

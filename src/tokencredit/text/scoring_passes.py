@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tokencredit.core.kl import kl_estimate
-from tokencredit.learn.experience import like_lengths
+from tokencredit.learn.experience import length_batches
 from tokencredit.learn.objective import PolicyOutputs
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.engines.engine import Rollout
@@ -35,7 +35,9 @@ class ReferenceOutputs(NamedTuple):
     """True if `kl` is the sum over the vocabulary, not an estimate from the sampled token."""
 
 
-def by_length(rollout: Rollout, budget: int | None, read: Callable[[Inputs], dict[str, Tensor]]) -> dict[str, Tensor]:
+def read_by_length(
+    rollout: Rollout, budget: int | None, read: Callable[[Inputs], dict[str, Tensor]]
+) -> dict[str, Tensor]:
     """Apply `read` to micro-batches of similar length; returns its outputs `[batch, …]` for all rows.
 
     Args:
@@ -45,7 +47,7 @@ def by_length(rollout: Rollout, budget: int | None, read: Callable[[Inputs], dic
     """
     inputs = rollout.inputs()
     results: dict[str, Tensor] = {}
-    for rows in like_lengths(rollout.lengths(), budget):
+    for rows in length_batches(rollout.lengths(), budget):
         for name, part in read({name: tensor[rows] for name, tensor in inputs.items()}).items():
             if name not in results:
                 results[name] = part.new_empty(len(rollout.mask), *part.shape[1:])
@@ -60,7 +62,7 @@ def evaluate_rollout(policy: ActorCritic, rollout: Rollout, temperature: float, 
         outputs = policy(inputs, temperature=temperature)
         return {"logprobs": outputs.logprobs} | ({} if outputs.values is None else {"values": outputs.values})
 
-    outputs = by_length(rollout, budget, read)
+    outputs = read_by_length(rollout, budget, read)
     return PolicyOutputs(torch.zeros(()), outputs["logprobs"], outputs.get("values"))
 
 
@@ -70,7 +72,7 @@ def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         return {"logprobs": policy.logprobs(inputs, temperature)[0]}
 
-    return by_length(rollout, budget, read)["logprobs"]
+    return read_by_length(rollout, budget, read)["logprobs"]
 
 
 def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
@@ -79,7 +81,7 @@ def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) ->
     def read(inputs: Inputs) -> dict[str, Tensor]:
         return {"values": policy.critic_outputs(inputs).values}
 
-    return by_length(rollout, budget, read)["values"]
+    return read_by_length(rollout, budget, read)["values"]
 
 
 def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
@@ -141,7 +143,7 @@ def reference_outputs(
             results["kl"] = kl
         return results
 
-    outputs = by_length(rollout, budget, read)
+    outputs = read_by_length(rollout, budget, read)
     logprobs = outputs["logprobs"]
     if in_loss:
         return ReferenceOutputs(logprobs, hidden=outputs.get("ref_hidden"))

@@ -21,7 +21,7 @@ from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.assembly import Models
-from tokencredit.text.models.loading import room_for_prompts
+from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
@@ -105,8 +105,8 @@ def prepare_prompts(
     longest = args.rollout.max_new_tokens
     if args.eval.every and not held_out:
         longest = max(longest, args.eval.max_new_tokens)
-    room = room_for_prompts(lm, longest, args.ppo.micro_batch_tokens)
-    prompts = load_prompts(args.prompts, tokenizer, seed=args.seed, room=room, dataset=train_dataset)
+    limit = max_prompt_length(lm, longest, args.ppo.micro_batch_tokens)
+    prompts = load_prompts(args.prompts, tokenizer, seed=args.seed, limit=limit, dataset=train_dataset)
     return prompts, evaluation_prompts(args, lm, tokenizer, eval_dataset) if held_out else prompts
 
 
@@ -119,16 +119,16 @@ def evaluation_prompts(
         args.eval.prompts or args.prompts,
         tokenizer,
         seed=args.seed,
-        room=room_for_prompts(lm, args.eval.max_new_tokens, args.ppo.micro_batch_tokens),
+        limit=max_prompt_length(lm, args.eval.max_new_tokens, args.ppo.micro_batch_tokens),
         dataset=dataset,
         group="eval.prompts" if held_out else "prompts",
         dataset_name="eval_dataset",
     )
 
 
-def left_out(*prompts: Prompts) -> list[str]:
+def dropped(*prompts: Prompts) -> list[str]:
     """One line per set of prompts from which overlong ones were dropped."""
-    return [line for line in (unique.left_out() for unique in dict.fromkeys(prompts)) if line]
+    return [line for line in (unique.dropped() for unique in dict.fromkeys(prompts)) if line]
 
 
 def load_terms(args: PPOConfig, reward_funcs: Any, device: torch.device) -> list[Term]:

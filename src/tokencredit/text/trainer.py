@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.state import memory_of, trainable
+from tokencredit.learn.state import nbytes, trainable
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes
 from tokencredit.report.card import model_card
@@ -27,6 +28,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.trl import refuse_arguments
 from tokencredit.settings.world import TEXT
 from tokencredit.text import setup
 from tokencredit.text.audit.auditing import Auditor
@@ -37,10 +39,11 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import assembly
+from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
-from tokencredit.text.models.parts import width
 from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.overview import overview
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
@@ -67,6 +70,7 @@ class PPOTrainer:
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: Any = None,
         callbacks: Iterable[Any] | None = None,
+        **unknown: Any,
     ):
         """Load everything that a run needs; `train` creates its folder.
 
@@ -79,10 +83,12 @@ class PPOTrainer:
             processing_class: the policy's tokenizer.
             peft_config: a PEFT configuration for a new adapter; only the adapter is then trained.
             callbacks: see `text.callbacks.Callback`.
+            unknown: refused; the message has the keys for TRL's names.
 
         Raises:
             ConfigError: a setting, model, reward, callback or folder cannot be used; the message names its key.
         """
+        refuse_arguments(unknown, [*signature(PPOTrainer).parameters][:-1])
         callbacks = check_callbacks(callbacks)
         args = require_config(args, PPOConfig)
         setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset)
@@ -97,7 +103,7 @@ class PPOTrainer:
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
             lm, self.tokenizer = assembly.load_start(args, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
-            self.record = RunRecord(args.run, self.processes, TEXT, precision.choices)
+            self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             datasets = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -130,13 +136,18 @@ class PPOTrainer:
                 computed, a file could not be written, or memory ran out. The policy trained so far is saved.
             KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
         """
-        for line in setup.left_out(self.prompts, self.eval_prompts):
+        for line in setup.dropped(self.prompts, self.eval_prompts):
             self.record.screen.say(line)
-        reserve = memory_of(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
+        reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
         with rng.preserved():
             rng.set_torch_state(self.rng)
-            trained = memory_of(trainable(self.policy))
+            trained = nbytes(trainable(self.policy))
             return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
+
+    def overview(self) -> Iterator[tuple[str, str]]:
+        """Model, prompts, reward, device and folder: pairs of a label and a text."""
+        configured = "reward_funcs" not in self.origin["given"]
+        return overview(self.args, self.pipeline, self.prompts, configured, self.record.folder.path)
 
     def pretrain(self) -> Iterator[None]:
         """Pretrain the critic, one batch per step, unless the run is resumed."""
@@ -193,7 +204,7 @@ class PPOTrainer:
             RewardError: a reward could not be computed.
         """
         settings = self.args.rollout
-        prompts, uniforms = self.stream.take()
+        prompts, uniforms = self.stream.next_batch()
         return self.pipeline.collect(
             prompts,
             settings,
@@ -240,7 +251,7 @@ class PPOTrainer:
                 metrics = evaluate(self.pipeline, self.eval_prompts, self.args.eval, seed=self.args.seed)
                 results["metrics"] = metrics
         except UnusableBatch as error:
-            self.record.event(f"an evaluation is left out: {error}")
+            self.record.event(f"an evaluation is skipped: {error}")
             return {}
         if metrics["eval/reward"] > self.record.best and self.processes.main and self.record.folder.path.is_dir():
             with replacing(self.record.folder.path / "best") as folder:
@@ -305,6 +316,8 @@ class PPOTrainer:
                 write_report(self.record.folder.path)
             except NotInstalled as error:
                 self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
+        audit = {"tokencredit audit RUN": "measure if the credit is true"} if not self.origin["given"] else {}
+        self.record.next_steps({"tokencredit generate RUN": "completions of the trained policy"} | audit)
         if self.args.run.push_to_hub and self.processes.main:
             upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
         return summary

@@ -159,7 +159,7 @@ class Hub(BaseHTTPRequestHandler):
         else:
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.commit})
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815  (http.server's name)
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))

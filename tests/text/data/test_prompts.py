@@ -152,14 +152,14 @@ def test_the_limit_is_exact(tokenizer, add_bos):
     config = PromptsConfig(add_bos=add_bos)
     length = Prompts(text, tokenizer, config).batch(0, 1).ids.shape[1]
     assert Prompts(text, tokenizer, replace(config, max_length=length)).batch(0, 1).mask.all()
-    assert Prompts(text, tokenizer, config, room=length).batch(0, 1).mask.all()
+    assert Prompts(text, tokenizer, config, limit=length).batch(0, 1).mask.all()
     with pytest.raises(ConfigError, match=rf"prompts\.text\[0\] has {length} tokens; at most {length - 1} fit, .*;"):
         Prompts(text, tokenizer, replace(config, max_length=length - 1))
 
 
 def test_no_room_at_all_is_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"max_new_tokens leaves no room for a prompt"):
-        Prompts("A", tokenizer, PromptsConfig(overlong="truncate"), room=0)
+        Prompts("A", tokenizer, PromptsConfig(overlong="truncate"), limit=0)
 
 
 def test_an_empty_prompt_is_refused(tokenizer):
@@ -225,52 +225,52 @@ def test_the_configuration_is_followed(tokenizer, tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(f'{{"question": "Word {i}", "number": {i}}}\n' for i in range(20)))
     config = PromptsConfig(dataset=str(file), column="question")
-    shuffled = order(load_prompts(config, tokenizer, seed=1, room=None), 0, 20)
+    shuffled = order(load_prompts(config, tokenizer, seed=1, limit=None), 0, 20)
     assert shuffled != list(range(20)) == sorted(shuffled)
-    assert order(load_prompts(config, tokenizer, seed=2, room=None), 0, 20) != shuffled
+    assert order(load_prompts(config, tokenizer, seed=2, limit=None), 0, 20) != shuffled
     config.shuffle = False
-    assert order(load_prompts(config, tokenizer, seed=1, room=None), 0, 20) == list(range(20))
+    assert order(load_prompts(config, tokenizer, seed=1, limit=None), 0, 20) == list(range(20))
 
     texts = PromptsConfig(text=[f"Word {i}" for i in range(20)])
-    assert load_prompts(texts, tokenizer, seed=1, room=None).batch(0, 20).texts == texts.text
+    assert load_prompts(texts, tokenizer, seed=1, limit=None).batch(0, 20).texts == texts.text
     texts.shuffle = True
-    assert load_prompts(texts, tokenizer, seed=1, room=None).batch(0, 20).texts != texts.text
+    assert load_prompts(texts, tokenizer, seed=1, limit=None).batch(0, 20).texts != texts.text
 
 
 def test_the_shorter_of_two_limits_holds(tokenizer):
     config = PromptsConfig(text=["This movie was really not what I had expected"], overlong="truncate", max_length=5)
-    for room, expected in ((None, 5), (9, 5), (3, 3)):
-        assert load_prompts(config, tokenizer, seed=1, room=room).batch(0, 1).ids.shape == torch.Size([1, expected])
+    for limit, expected in ((None, 5), (9, 5), (3, 3)):
+        assert load_prompts(config, tokenizer, seed=1, limit=limit).batch(0, 1).ids.shape == torch.Size([1, expected])
 
 
 def test_what_is_dropped_is_said(tokenizer):
     config = PromptsConfig(text=["A", "This movie was really not what I had expected"], overlong="drop", max_length=4)
-    said = load_prompts(config, tokenizer, seed=1, room=None).left_out()
+    said = load_prompts(config, tokenizer, seed=1, limit=None).dropped()
     assert said == "1 of the 2 prompts of prompts.text have more than 4 tokens and are dropped"
-    assert load_prompts(PromptsConfig(), tokenizer, seed=1, room=None).left_out() is None
+    assert load_prompts(PromptsConfig(), tokenizer, seed=1, limit=None).dropped() is None
 
 
 def test_messages_name_the_group_that_asks(tokenizer):
     config = PromptsConfig(text=["A", "This movie was really not what I had expected"], max_length=4)
     with pytest.raises(ConfigError, match=r"^eval\.prompts\.text\[1\] has .* set eval\.prompts\.overlong to drop"):
-        load_prompts(config, tokenizer, seed=1, room=None, group="eval.prompts")
+        load_prompts(config, tokenizer, seed=1, limit=None, group="eval.prompts")
 
 
 def test_data_sets_from_python(tokenizer):
     config = PromptsConfig()
     for rows in (numbered(5), Dataset.from_list(numbered(5))):
-        prompts = load_prompts(config, tokenizer, seed=1, room=None, dataset=rows)
+        prompts = load_prompts(config, tokenizer, seed=1, limit=None, dataset=rows)
         assert sorted(order(prompts, 0, 5)) == list(range(5))
     data = Dataset.from_list(numbered(5))
     for wrong, kind in ((DatasetDict(train=data), "DatasetDict"), (data.to_iterable_dataset(), "IterableDataset")):
         with pytest.raises(ConfigError, match=rf"train_dataset is of type {kind}; it must be a datasets\.Dataset"):
-            load_prompts(config, tokenizer, seed=1, room=None, dataset=wrong)
+            load_prompts(config, tokenizer, seed=1, limit=None, dataset=wrong)
 
 
 def test_formats_change_nothing_and_transforms_apply(tokenizer):
     data = Dataset.from_list(numbered(3))
     for kind in ("torch", "pandas"):
-        prompts = load_prompts(PromptsConfig(), tokenizer, seed=1, room=None, dataset=data.with_format(kind))
+        prompts = load_prompts(PromptsConfig(), tokenizer, seed=1, limit=None, dataset=data.with_format(kind))
         assert sorted(order(prompts, 0, 3)) == [0, 1, 2]
     marked = data.with_transform(
         lambda rows: rows | {"prompt": [f"{p}: {n}" for p, n in zip(rows["prompt"], rows["number"], strict=True)]}

@@ -8,9 +8,9 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import draw, sample
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.loading import load_language_model
-from tokencredit.text.models.parts import width
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from torch import nn
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models import actor_critic
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.architecture import trunk_of, width
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.loading import load_language_model
-from tokencredit.text.models.parts import trunk_of, width
 
 
 @pytest.fixture

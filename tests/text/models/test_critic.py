@@ -47,7 +47,7 @@ def constant(prompts, completions):
 def test_a_constant_reward_moves_no_policy_without_a_critic(estimator, tmp_path):
     args = small(
         tmp_path,
-        advantage=AdvantageConfig(estimator=estimator, whiten=False),
+        advantage=AdvantageConfig(estimator=estimator, whiten="none"),
         critic=NONE,
         kl=KLConfig(coef=0.0),
     )
@@ -307,7 +307,7 @@ def test_steps_of_the_critic_alone_compute_no_vocabulary(tmp_path):
     _, experience = trainer.credit.give(trainer.collect())
     vocabulary = trainer.policy.lm.config.vocab_size
     with Shapes() as shapes:
-        trainer.learner.critic.take(experience, [(experience, trainer.learner.objective)], lambda *_: None)
+        trainer.learner.critic.run(experience, [(experience, trainer.learner.objective)], lambda *_: None)
     assert shapes.sizes
     assert vocabulary not in shapes.sizes
 

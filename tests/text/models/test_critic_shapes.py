@@ -18,10 +18,10 @@ from tokencredit.settings.training import OptimConfig, SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.architecture import attention_of, layers_of, trunk_of
 from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.critic import Critic, Ensemble, build_value_head
 from tokencredit.text.models.loading import load_language_model, resolve
-from tokencredit.text.models.parts import attention_of, layers_of, trunk_of
 from tokencredit.text.scoring_passes import rollout_values
 from tokencredit.text.setup import check_batch_size
 from tokencredit.text.trainer import PPOTrainer

@@ -10,7 +10,7 @@ from transformers.activations import NewGELUActivation
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.models.building import build_policy, save_policy
-from tokencredit.text.models.loading import end_ids, fuse_gelu, load_language_model, resolve, room_for_prompts
+from tokencredit.text.models.loading import end_ids, fuse_gelu, load_language_model, max_prompt_length, resolve
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_every_token_that_ends_a_text_is_known(loaded):
 
 
 def test_room_for_prompts(loaded):
-    assert room_for_prompts(loaded[0], 24) == 40
+    assert max_prompt_length(loaded[0], 24) == 40
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 
 from helpers.configs import quiet
 from tokencredit.errors import ConfigError
-from tokencredit.learn.experience import like_lengths
+from tokencredit.learn.experience import length_batches
 from tokencredit.processes import Processes
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -121,7 +121,7 @@ def test_passes_that_cut_a_batch_apart_agree(dtype, largest, tmp_path):
     assert rollout.mask.sum(1).unique().numel() > 10
     apart = torch.zeros_like(rollout.logprobs)
     with trainer.pipeline.precision.no_grad():
-        for rows in like_lengths(rollout.lengths(), 200):
+        for rows in length_batches(rollout.lengths(), 200):
             part = Rollout(**{name: x if x is None else x[rows] for name, x in vars(rollout).items()})
             apart[rows] = (rollout_logprobs(trainer.policy, part, 1.0, None) - rollout.logprobs[rows]).abs()
     assert apart.max() < largest

@@ -15,7 +15,7 @@ from transformers import (
 
 from helpers.models import SHAPE, loud
 from tokencredit.errors import ConfigError
-from tokencredit.learn.modes import training, training_modules
+from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig

@@ -12,7 +12,7 @@ import torch
 
 from helpers.commands import command
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig
 from tokencredit.text.rewards import calls as reward_calls
@@ -279,7 +279,7 @@ def test_only_a_function_with_a_timeout_gets_a_thread_of_its_own():
 
 def test_the_settings_reach_the_term():
     given, plain = build_terms(
-        [RewardTerm(function="length", retries=5, timeout=1.5), RewardTerm(function="repetition")], "cpu"
+        [FunctionTerm(function="length", retries=5, timeout=1.5), FunctionTerm(function="repetition")], "cpu"
     )
     assert (given.retries, given.timeout) == (5, 1.5)
     assert (plain.retries, plain.timeout) == (2, None)

@@ -27,7 +27,7 @@ from transformers import (
 
 from helpers.models import loud
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.settings.parsing import config_parser, to_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.loading import resolve
@@ -175,7 +175,7 @@ def test_the_roberta_family_has_fewer_positions_than_it_says(tmp_path, tokenizer
 
 def test_a_reward_model_reads_its_last_token_whatever_stands_beside_it(reward_model):
     """Its end-of-sequence token is its pad token, so RewardTrainer never read it, and it is not read here."""
-    terms = build_terms([RewardTerm(reward_model=reward_model, batch_size=2)], "cpu")
+    terms = build_terms([RewardModelTerm(reward_model=reward_model, batch_size=2)], "cpu")
     assert terms[0].name == "scorer"
     completions = [" a", " wonderful film, and I loved it", " bad", ""]
     got = rate(terms, ["I say"] * 4, completions, [1] * 4).totals
@@ -331,7 +331,6 @@ def test_plain_texts_of_messages():
     [
         ({"classifier": BUILTIN, "label": "BAD"}, r"has no label 'BAD'; its labels are NEGATIVE, POSITIVE"),
         ({"reward_model": BUILTIN}, r"'builtin:reviews' has 2 outputs, .* set it as classifier"),
-        ({}, r"needs exactly one of function, classifier, reward_model"),
         ({"function": "lenght"}, r"'lenght' is none of the ready-made ones, length, count, .*'path/file\.py:name'"),
         ({"function": "count"}, r"count needs text; give it in kwargs"),
         ({"function": "length", "kwargs": {"units": "words"}}, r"kwargs has 'units', which length does not take"),
@@ -347,13 +346,13 @@ def test_plain_texts_of_messages():
 )
 def test_terms_that_cannot_be_had(term, message):
     with pytest.raises(ConfigError, match=r"^reward\[1\]:? .*" + message):
-        build_terms([RewardTerm(function="length"), RewardTerm(**term)], "cpu")
+        build_terms([FunctionTerm(function="length"), RewardTerm.read(term)], "cpu")
 
 
 def test_a_label_must_be_chosen(tmp_path):
     shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
     with pytest.raises(ConfigError, match=r"needs label; its labels are NEGATIVE, POSITIVE"):
-        build_terms([RewardTerm(classifier=str(tmp_path / "model"))], "cpu")
+        build_terms([ClassifierTerm(classifier=str(tmp_path / "model"))], "cpu")
 
 
 def test_a_folder_that_is_no_classifier_is_refused(tmp_path, model_folders, reward_model):
@@ -363,7 +362,7 @@ def test_a_folder_that_is_no_classifier_is_refused(tmp_path, model_folders, rewa
         (reward_model, "has one output and no labels to choose from; set it as reward_model"),
     ):
         with pytest.raises(ConfigError, match=rf"reward\[0\]: .*{message}"):
-            build_terms([RewardTerm(classifier=str(folder), label="A")], "cpu")
+            build_terms([ClassifierTerm(classifier=str(folder), label="A")], "cpu")
 
 
 def test_damaged_weights_are_refused(tmp_path):
@@ -387,12 +386,12 @@ def test_a_vocabulary_that_does_not_match_its_tokenizer(tmp_path, reward_model):
     with pytest.raises(
         ConfigError, match=rf"tokenizer of .* has {rows + 1} tokens, but its model's embedding only {rows}"
     ):
-        build_terms([RewardTerm(reward_model=str(tmp_path / "model"))], "cpu")
+        build_terms([RewardModelTerm(reward_model=str(tmp_path / "model"))], "cpu")
 
 
 def test_two_terms_of_one_name_are_refused():
     with pytest.raises(ConfigError, match=r"reward\[1\]\.name is 'NEGATIVE', the name of another term"):
-        build_terms([RewardTerm(classifier=BUILTIN), RewardTerm(classifier=BUILTIN, output="logit")], "cpu")
+        build_terms([ClassifierTerm(classifier=BUILTIN), ClassifierTerm(classifier=BUILTIN, output="logit")], "cpu")
 
 
 # Functions from files, modules and Python
@@ -416,24 +415,27 @@ def test_functions_of_a_file(tmp_path):
     file = tmp_path / "math.py"  # hides no module of that name, and is hidden by none
     file.write_text(FILE.replace("def broken(:", ""))
     terms = build_terms(
-        [RewardTerm(function=f"{file}:shout"), RewardTerm(function=f"{file}:shout", kwargs={"factor": 3}, name="b")],
+        [
+            FunctionTerm(function=f"{file}:shout"),
+            FunctionTerm(function=f"{file}:shout", kwargs={"factor": 3}, name="b"),
+        ],
         "cpu",
     )
     assert [term.name for term in terms] == ["shout", "b"]
     assert rate(terms, ["", ""], ["oh!", "oh"]).terms == {"shout": [2.0, 0.0], "b": [3.0, 0.0]}
     assert rate(terms[1:], ["", ""], ["oh!", "oh"], factor=[7, 7]).totals == [3.0, 0.0]  # settings before columns
     with pytest.raises(ConfigError, match=r"math\.py' has no 'shoot'; did you mean 'shout'\?"):
-        build_terms([RewardTerm(function=f"{file}:shoot")], "cpu")
+        build_terms([FunctionTerm(function=f"{file}:shoot")], "cpu")
 
 
 def test_a_file_that_cannot_be_run_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
     with pytest.raises(ConfigError, match=r"reward file '.*mine\.py' cannot be run: SyntaxError"):
-        build_terms([RewardTerm(function=f"{tmp_path}/mine.py:shout")], "cpu")
+        build_terms([FunctionTerm(function=f"{tmp_path}/mine.py:shout")], "cpu")
 
 
 def test_a_function_of_a_module():
-    terms = build_terms([RewardTerm(function="json:dumps")], "cpu")
+    terms = build_terms([FunctionTerm(function="json:dumps")], "cpu")
     assert terms[0].function is json.dumps
     assert terms[0].name == "dumps"
 
@@ -704,12 +706,12 @@ def test_terms_from_yaml_and_from_flags(tmp_path):
     terms = [{"function": "count", "kwargs": {"text": "."}, "weight": 0.1}, {"classifier": BUILTIN, "output": "logit"}]
     file.write_text(yaml.safe_dump({"reward": terms}))
     config = to_config(parser.parse_args(["--config", str(file)]), PPOConfig)
-    assert config.reward == [RewardTerm(**term) for term in terms]
+    assert config.reward == [RewardTerm.read(term) for term in terms]
     flag = "[{function: length, weight: 0.1}, {function: distinct, kwargs: {n: 3}}]"
     config = to_config(parser.parse_args(["--reward", flag]), PPOConfig)
     assert config.reward == [
-        RewardTerm(function="length", weight=0.1),
-        RewardTerm(function="distinct", kwargs={"n": 3}),
+        FunctionTerm(function="length", weight=0.1),
+        FunctionTerm(function="distinct", kwargs={"n": 3}),
     ]
     built = build_terms(config.reward, "cpu")
     scores = rate(built)

@@ -154,7 +154,7 @@ class Auditor:
         try:
             audit = self.audit(number, self.args.audit)
         except RunStopped as error:
-            record.event(f"an audit is left out: {error}")
+            record.event(f"an audit is skipped: {error}")
             return {}
         write_audit(record.folder, audit)
         return {**audit["metrics"], "seconds/audit": audit["seconds"]}

@@ -17,7 +17,7 @@ function thin({ runs }, { colour }) {
 function thick({ x, y, low, high }, { label, colour, dash }) {
   const interval = x.map((_, i) => (low ? ` [${format(low[i])}, ${format(high[i])}]` : ""));
   return { name: plain(label), x, y, mode: mode(x), type: "scatter", line: { color: colour, dash, width: 2.5 },
-    marker: { color: colour }, text: interval, hovertemplate: "%{y:.4g}%{text}" };
+    marker: { color: colour }, text: y.map((value, i) => format(value) + interval[i]), hovertemplate: "%{text}" };
 }
 
 function draw() {

@@ -1,4 +1,4 @@
-const { curves, credit, audited, alternatives, audit } = data;
+const { headline, curves, credit, opened, audited, alternatives, audit } = data;
 const views = [...credit, ...audited]; // an audit is listed like an iteration
 const TRUTH = { advantage: "true advantage", value: "true value" };
 
@@ -69,14 +69,15 @@ function valueLine(values, truth = [], errors = []) {
   svg.setAttribute("viewBox", `0 0 ${Math.max(values.length - 1, 1)} 40`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `value before each token, from ${format(values[0])} to ${format(values.at(-1))}`
+  svg.setAttribute("aria-label", `value before each token, ${format(values[0])} at first, ${format(values.at(-1))} at last`
     + (bars.length ? ", with the true values that were measured" : ""));
   svg.append(
     lineOf("line", { x1: 0, x2: Math.max(values.length - 1, 1), y1: y(0), y2: y(0) }),
     ...bars.map(([i, low, high]) => lineOf("line", { class: "true", x1: i, x2: i, y1: y(low) + 0.5, y2: y(high) - 0.5 })),
     lineOf("polyline", { points: values.map((x, i) => `${i},${y(x)}`).join(" ") }),
   );
-  return svg;
+  return make("div", { className: "line" }, make("span", { textContent: "value" }), svg,
+    make("span", { className: "ends" }, make("span", { textContent: format(high) }), make("span", { textContent: format(low) })));
 }
 
 function withError(value, error) {
@@ -91,45 +92,50 @@ function describe(sample, i) {
 const entries = () => [...new Set(views.map((sample) => sample.iteration))];
 const samplesOf = (select) => views.filter((sample) => String(sample.iteration) === select.value);
 
+// Samples with the same prompts as in another list come first, in its order.
+function alike(samples, others) {
+  const prompts = others.map((s) => s.prompt);
+  const rank = ({ prompt }) => { const i = prompts.indexOf(prompt); return i < 0 ? prompts.length : i; };
+  return [...samples].sort((a, b) => rank(a) - rank(b));
+}
+
 function creditView() {
   const iterations = entries();
   const quantities = [...new Set(views.flatMap((sample) => Object.keys(sample.numbers)))];
   choices(by("quantity"), quantities.map((name) => [name, name]));
+  const first = audited.length ? iterations.at(-1) : opened[0]; // the audit, which a narrow screen shows first
   const panes = [by("pane0"), by("pane1")].map((pane, number) => {
-    const select = make("select");
+    const select = make("select"), ramp = make("canvas", { width: 256, height: 1 });
     choices(select, iterations.map((i) => [i, i]));
-    const first = audited.length ? iterations.at(-1) : iterations[0]; // the audit, which a narrow screen shows first
-    select.value = number === 0 ? first : credit.at(-1)?.iteration ?? first;
-    const list = make("div");
-    pane.append(make("label", {}, "Iteration ", select), list);
+    select.value = number === 0 ? first : opened.at(-1) ?? first;
+    const [low, high, list] = [make("span"), make("span"), make("div")];
+    pane.append(make("div", { className: "controls" }, make("label", {}, "Iteration ", select),
+      make("div", { className: "legend", ariaHidden: "true" }, low, ramp, high)), list);
     select.addEventListener("change", draw);
-    return { pane, select, list };
+    return { pane, select, low, high, ramp, list };
   });
-  if (iterations.length < 2) by("both").checked = false;
+  if (panes[0].select.value === panes[1].select.value) by("both").checked = false;
 
   function draw() {
-    const quantity = by("quantity").value, centre = CENTRES[quantity] ?? 0;
-    const shared = reach(views, quantity), own = by("scale").value === "sample";
-    by("low").textContent = own ? "− its largest" : format(centre - shared);
-    by("high").textContent = own ? "+ its largest" : format(centre + shared);
+    const quantity = by("quantity").value, centre = CENTRES[quantity] ?? 0, scale = by("scale").value;
     by("unit").textContent = `${quantity}, ${UNITS[quantity]}`;
-    const ramp = by("ramp").getContext("2d");
-    ramp.clearRect(0, 0, 256, 1);
-    for (let x = 0; x < 256; x++) { ramp.fillStyle = colour(x / 127.5 - 1); ramp.fillRect(x, 0, 1, 1); }
     panes[1].pane.hidden = !by("both").checked;
-    const order = by("order").value;
-    // The same prompts stand beside each other; others follow.
-    const prompts = samplesOf(panes[0].select).map((s) => s.prompt);
-    const rank = (sample) => { const i = prompts.indexOf(sample.prompt); return i < 0 ? prompts.length : i; };
-    for (const { select, list } of panes) {
-      const samples = samplesOf(select);
-      samples.sort(order === "written" ? (a, b) => rank(a) - rank(b) : (a, b) => (order === "best" ? b.reward - a.reward : a.reward - b.reward));
+    const order = by("order").value, shared = reach(views, quantity);
+    for (const { select, low, high, ramp, list } of panes) {
+      const samples = alike(samplesOf(select), samplesOf(panes[0].select));
+      if (order !== "written") samples.sort((a, b) => (order === "best" ? b.reward - a.reward : a.reward - b.reward));
+      const largest = scale === "all" ? shared : reach(samples, quantity), own = scale === "sample";
+      low.textContent = own ? "− its largest" : format(centre - largest);
+      high.textContent = own ? "+ its largest" : format(centre + largest);
+      const pixels = ramp.getContext("2d");
+      pixels.clearRect(0, 0, 256, 1);
+      for (let x = 0; x < 256; x++) { pixels.fillStyle = colour(x / 127.5 - 1); pixels.fillRect(x, 0, 1, 1); }
       list.replaceChildren(...samples.map((sample) => {
         const values = sample.numbers[quantity] ?? sample.tokens.map(() => centre);
         return make("div", { className: "sample" },
           make("div", { className: "about" }, make("span", { textContent: `reward ${format(sample.reward)}` }),
             make("span", { textContent: sample.truncated ? "truncated at the length limit" : `${sample.tokens.length} tokens` })),
-          tokens(sample, values, own ? reach([sample], quantity) : shared, centre, (i) => describe(sample, i), sample.numbers[TRUTH[quantity]]),
+          tokens(sample, values, own ? reach([sample], quantity) : largest, centre, (i) => describe(sample, i), sample.numbers[TRUTH[quantity]]),
           // none without a critic
           ...(sample.numbers.value ? [valueLine(sample.numbers.value, sample.numbers["true value"], sample.errors["true value"])] : []));
       }));
@@ -143,7 +149,7 @@ function creditView() {
 function whatIf() {
   const iterations = entries();
   choices(by("if-iteration"), iterations.map((i) => [i, i]));
-  by("if-iteration").value = iterations.at(-1);
+  by("if-iteration").value = audited.length ? iterations.at(-1) : opened.at(-1);
   let samples = [];
   function list() {
     samples = samplesOf(by("if-iteration"));
@@ -167,7 +173,7 @@ function whatIf() {
       const correlation = truth && audit.correlations[label] ? `, correlation with true advantages ${withInterval(audit.correlations[label])} over the audit` : "";
       return make("div", { className: "sample" },
         make("div", { className: "about" }, make("b", { textContent: label }),
-          make("span", { textContent: (known.length ? `mean ${format(mean)}, deviation ${format(deviation)}` : "not measured") + correlation })),
+          make("span", { textContent: (known.length ? `mean ${format(mean)}, deviation ${format(Number(deviation.toFixed(4)))}` : "not measured") + correlation })),
         tokens(sample, values, largest(values), 0, say, values === truth ? undefined : truth, truthScale));
     }));
   }
@@ -207,18 +213,25 @@ function auditCharts() {
   });
 }
 
-function examples() {
+function completion(sample, ending = "") {
+  return make("p", {}, make("b", { textContent: `${format(sample.reward)} ` }),
+    make("span", { className: "prompt", textContent: sample.prompt }), sample.tokens.join(""), ending);
+}
+
+function compared() { // completions of the first and the last iteration, the same prompts beside each other
   const first = credit[0].iteration, last = credit.at(-1).iteration;
+  const of = (number) => credit.filter((s) => s.iteration === number);
+  const before = alike(of(first), of(last)), after = alike(of(last), before);
+  const columns = first === last ? [[`iteration ${last}`, after]] : [[`before (iteration ${first})`, before], [`after (iteration ${last})`, after]];
+  const rows = Array.from({ length: Math.min(3, before.length, after.length) }, (_, i) => columns.map(([, samples]) => completion(samples[i])));
+  by("compared").style.setProperty("--columns", columns.length);
+  by("compared").append(...columns.map(([title]) => make("h3", { textContent: title })), ...rows.flat());
+}
+
+function examples() {
   const ranked = [...credit].sort((a, b) => b.reward - a.reward);
-  const groups = [
-    [`before (iteration ${first})`, credit.filter((s) => s.iteration === first).slice(0, 4)],
-    [`after (iteration ${last})`, credit.filter((s) => s.iteration === last).slice(0, 4)],
-    ["best", ranked.slice(0, 3)], ["worst", ranked.slice(-3).reverse()],
-  ];
-  by("examples").replaceChildren(...groups.map(([title, samples]) => make("div", {}, make("h3", { textContent: title }),
-    ...samples.map((sample) => make("p", {}, make("b", { textContent: `${format(sample.reward)} ` }),
-      make("span", { className: "prompt", textContent: sample.prompt }), sample.tokens.join(""),
-      title.includes("iteration") ? "" : ` (iteration ${sample.iteration})`)))));
+  by("examples").replaceChildren(...[["best", ranked.slice(0, 3)], ["worst", ranked.slice(-3).reverse()]].map(([title, samples]) =>
+    make("div", {}, make("h3", { textContent: title }), ...samples.map((s) => completion(s, ` (iteration ${s.iteration})`)))));
 }
 
 function smooth(values, width) {
@@ -229,19 +242,28 @@ function smooth(values, width) {
   });
 }
 
+const known = (x) => x !== null && x !== undefined;
+
 function plots() {
-  const boxes = curves.map((group) => ({ group, box: by("plots").appendChild(make("div")) }));
+  const boxes = headline ? [{ chart: headline, box: by("headline") }] : [];
+  for (const { title, charts } of curves) {
+    const grid = make("div", { className: "plots" });
+    by("plots").append(make("h3", { textContent: title }), grid);
+    for (const chart of charts) boxes.push({ chart, box: grid.appendChild(make("div")) });
+  }
   function draw() {
     const width = Number(by("smooth").value);
     by("smoothed").textContent = width;
-    for (const { group, box } of boxes) {
-      const traces = group.lines.map(({ name, x, y }) => {
-        const rare = y.filter((value) => value !== null).length <= y.length / 2 || y.length === 1; // evaluations, audits
-        return { name: plain(name), x, y: smooth(y, width), mode: rare ? "lines+markers" : "lines", connectgaps: rare, type: "scatter" };
+    for (const { chart, box } of boxes) {
+      const traces = chart.lines.map(({ name, x, y }) => {
+        const rare = y.some((value, i) => known(value) && !known(y[i - 1]) && !known(y[i + 1])); // evaluations, audits
+        const means = smooth(y, width);
+        return { name: plain(name), x, y: means, mode: rare ? "lines+markers" : "lines", connectgaps: rare, type: "scatter",
+          text: means.map(format), hovertemplate: "%{text}" };
       });
       plot(box, traces, {
-        title: { text: group.title, font: { size: 15 } }, margin: { l: 50, r: 10, t: 40, b: 40 }, showlegend: true,
-        legend: { orientation: "h", y: -0.2, font: { size: 11 } },
+        title: { text: plain(chart.title), font: { size: 14 } }, margin: { l: 60, r: 10, t: 36, b: box.id ? 50 : 30 }, showlegend: traces.length > 1,
+        legend: { orientation: "h", y: -0.2, font: { size: 11 } }, xaxis: box.id ? { title: { text: "iteration" } } : {}, yaxis: { exponentformat: "none" },
       });
     }
   }
@@ -251,6 +273,6 @@ function plots() {
 }
 
 if (views.length) { creditView(); whatIf(); }
-if (credit.length) examples();
+if (credit.length) { compared(); examples(); }
 if (audit) { auditCharts(); dark.addEventListener("change", auditCharts); }
 plots();

@@ -3,7 +3,13 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const by = (id) => document.getElementById(id);
-const format = (x) => (x === null || x === undefined ? "none" : Number(x.toPrecision(4)).toString());
+function format(x) { // as `two_digits` of templating.py
+  if (x === null || x === undefined) return "none";
+  const size = Math.abs(x);
+  if (size >= 1e6) return x.toExponential(1);
+  if (size > 0 && size < 0.0995) return x.toPrecision(2);
+  return size >= 100 || Number.isInteger(x) ? (Math.round(x) + 0).toLocaleString("en") : x.toFixed(2); // no minus sign at 0
+}
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // Plotly reads tags and entities in its texts
 
 function make(tag, properties = {}, ...children) {

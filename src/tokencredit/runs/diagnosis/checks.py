@@ -17,6 +17,17 @@ ROUNDING_IN_BFLOAT16 = 0.2
 """The same in bfloat16. Measured: 8e-3 with the built-in model, 5e-2 with 24 random layers."""
 
 
+CLIPPED_AWAY = 1000
+"""Gradient norm over its limit above which the clipping may cost learning. Measured: 150 on CartPole, where it costs
+nothing, and 20,000 on the built-in model, with the same reward as without; at 2,000,000 the policy stands still."""
+
+
+def _single_step(run: Evidence) -> bool:
+    """True if an update is one step, in which every ratio is 1 and none can be clipped."""
+    steps = (run.setting("ppo.epochs") or 1) * (run.setting("ppo.minibatches") or 1)
+    return steps == 1 or run.setting("algorithm") == "policy_gradient"
+
+
 def mismatch(run: Evidence) -> Finding | None:
     """Sampling and training disagree on the probability of the same tokens."""
     limit = ROUNDING_IN_BFLOAT16 if run.setting("model.dtype") == "bfloat16" else ROUNDING
@@ -153,10 +164,7 @@ def clip_high(run: Evidence) -> Finding | None:
 
 def clip_low(run: Evidence) -> Finding | None:
     """No ratio reaches the clip range."""
-    if len(run) < SETTLED or run.setting("algorithm") == "policy_gradient":
-        return None
-    steps = (run.setting("ppo.epochs") or 1) * (run.setting("ppo.minibatches") or 1)
-    if steps == 1 or not run.mean("clip_fraction", slice(None)) < 1e-4:
+    if len(run) < SETTLED or _single_step(run) or not run.mean("clip_fraction", slice(None)) < 1e-4:
         return None
     return Finding(
         "clip_low",
@@ -270,18 +278,21 @@ def dominant_term(run: Evidence) -> Finding | None:
 
 
 def always_clipped(run: Evidence) -> Finding | None:
-    """The gradient norm exceeds its limit in every step."""
+    """Clipping scales the gradient so far down that the policy hardly moves."""
     limit = run.setting("optim.max_grad_norm")
     norms = run.values("grad_norm", slice(-2 * SETTLED, None))
-    if limit is None or len(norms) < 2 * SETTLED or not min(norms) > 2 * limit:
+    if limit is None or len(norms) < 2 * SETTLED or not min(norms) > CLIPPED_AWAY * limit:
+        return None
+    if _single_step(run) or not run.mean("clip_fraction", slice(None)) < 0.01:
         return None
     return Finding(
         "always_clipped",
-        25,
-        "the gradient is always clipped",
-        f"{run.where('grad_norm')}; optim.max_grad_norm {limit:g}",
-        "Every gradient is scaled to the same norm, so the learning rate alone sets the step size.",
-        "raise optim.max_grad_norm, or lower critic.coef if the critic dominates it",
+        65,
+        "clipping leaves almost nothing of the gradient",
+        f"{run.where('grad_norm')}, at least {min(norms) / limit:,.0f} times optim.max_grad_norm, {limit:g}; "
+        f"{run.where('clip_fraction')}",
+        "AdamW does not mind a scaled gradient until its elements fall below ε (optim.eps); then its steps shrink.",
+        "raise optim.max_grad_norm, or set it to null",
     )
 
 

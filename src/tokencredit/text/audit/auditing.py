@@ -135,7 +135,7 @@ class Auditor:
                 findings = audit.judge(self.pipeline.processes)
                 results["metrics"] = findings["metrics"]
         except UnusableBatch as error:
-            record.event(f"an audit is left out: {error}")
+            record.event(f"an audit is skipped: {error}")
             return {}
         if self.pipeline.processes.main:
             write_audit(record.folder, audit.record(number, self.settings, tokenizer) | findings)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
-from tokencredit.text.models.loading import room_for_prompts
+from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 
 
@@ -97,8 +97,8 @@ class Continuations:
             RewardError: a reward could not be computed.
         """
         # Some models count left padding towards their context.
-        room = room_for_prompts(self.pipeline.policy.lm, self.credit.args.rollout.max_new_tokens)
-        max_distance = None if room is None else room - scored.rollout.prompt_ids.shape[1]
+        longest = max_prompt_length(self.pipeline.policy.lm, self.credit.args.rollout.max_new_tokens)
+        max_distance = None if longest is None else longest - scored.rollout.prompt_ids.shape[1]
         parts = batch_by_position(states.at, max(self.most // count, 1), max_distance)
         # In random order, so that an audit that runs out of time has sampled all positions alike.
         for i in torch.randperm(len(parts), generator=self.generator).tolist():

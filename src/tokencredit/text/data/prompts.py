@@ -78,7 +78,7 @@ class Prompts:
         *,
         name: str | None = None,
         group: str = "prompts",
-        room: int | None = None,
+        limit: int | None = None,
         seed: int | None = None,
     ):
         """Validate all rows, so that no error is left for a later batch.
@@ -89,7 +89,7 @@ class Prompts:
             config: the column, the length limit and the tokenization; its sources of rows are not read.
             name: name of the data in messages; None for the texts of the configuration.
             group: configuration group of `config` in messages.
-            room: another limit in tokens beside `config.max_length`; None for none.
+            limit: another limit in tokens beside `config.max_length`; None for none.
             seed: seed of the order, which is reshuffled every epoch; None keeps the data's order.
 
         Raises:
@@ -100,14 +100,14 @@ class Prompts:
         config = config or PromptsConfig()
         if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError(f"{group}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
-        if room is not None and room < 1:
+        if limit is not None and limit < 1:
             raise ConfigError(
                 "max_new_tokens leaves no room for a prompt in the model's context or in ppo.micro_batch_tokens; "
                 "lower max_new_tokens"
             )
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
-        self.max_length = min((limit for limit in (config.max_length, room) if limit is not None), default=None)
+        self.max_length = min((most for most in (config.max_length, limit) if most is not None), default=None)
         self.rows = as_rows(rows, self.column)
         self.tokenizer, self.group, self.seed = tokenizer, group, seed
         self.texts = f"{group}.text"
@@ -132,7 +132,7 @@ class Prompts:
             columns={name: [rows[index].get(name) for index in chosen] for name in self.other_columns},
         )
 
-    def left_out(self) -> str | None:
+    def dropped(self) -> str | None:
         """A line about prompts that were dropped as too long; None if there are none."""
         dropped = len(self.rows) - len(self.kept)
         if not dropped:
@@ -277,7 +277,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
-    room: int | None,
+    limit: int | None,
     dataset: Rows | None = None,
     group: str = "prompts",
     dataset_name: str = "train_dataset",
@@ -288,7 +288,7 @@ def load_prompts(
         config: the settings.
         tokenizer: the policy's.
         seed: seed of the order.
-        room: longest prompt, in tokens, that leaves room for a completion; None for no limit.
+        limit: longest prompt, in tokens, that leaves room for a completion; None for no limit.
         dataset: rows passed from Python, which replace the configuration's texts or data set.
         group: configuration group of `config` in messages.
         dataset_name: argument name of `dataset` in messages.
@@ -304,7 +304,7 @@ def load_prompts(
     else:
         rows, name = config.texts(), None
     shuffle = name is not None if config.shuffle is None else config.shuffle
-    return Prompts(rows, tokenizer, config, name=name, group=group, room=room, seed=seed if shuffle else None)
+    return Prompts(rows, tokenizer, config, name=name, group=group, limit=limit, seed=seed if shuffle else None)
 
 
 def as_rows(rows: Rows | Sequence[str] | str, column: str) -> Rows:

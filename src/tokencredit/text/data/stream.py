@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokencredit.learn.rng import from_text, to_text
+from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.processes import Processes
 from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch, Prompts
@@ -26,7 +26,7 @@ class BatchStream:
         self.drawn = 0
         """Completions sampled so far; the position in the prompt sequence."""
 
-    def take(self) -> tuple[PromptBatch, Tensor]:
+    def next_batch(self) -> tuple[PromptBatch, Tensor]:
         """This process's prompts of the next batch, and its uniforms `[share, max_new_tokens]`."""
         settings = self.settings
         share = settings.batch_size // self.processes.count
@@ -38,9 +38,9 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Position and RNG state."""
-        return {"drawn": self.drawn, "sampling": to_text(self.generator.get_state())}
+        return {"drawn": self.drawn, "sampling": to_hex(self.generator.get_state())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of `state_dict`."""
         self.drawn = state["drawn"]
-        self.generator.set_state(from_text(state["sampling"]))
+        self.generator.set_state(from_hex(state["sampling"]))

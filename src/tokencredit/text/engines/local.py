@@ -13,7 +13,7 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.sampling import CachedSteps, sample
-from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.engines.static_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
@@ -55,7 +55,7 @@ class LocalEngine:
                     None if started is None else [tokens.to(self.precision.device) for tokens in started],
                     steps=CachedSteps if self.decoding is None else self.decoding.steps,
                 )
-            if not self.precision.half:
+            if not self.precision.bfloat16:
                 return rollout
             if rollout.values is None:
                 logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget)

@@ -17,8 +17,8 @@ from transformers import (
 
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.cache import sampling_cache
 from tokencredit.text.engines.detokenizer import Detokenizer
+from tokencredit.text.engines.dynamic_cache import sampling_cache
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, positions
 from tokencredit.text.models.critic import Critic
@@ -137,7 +137,7 @@ class Decoding:
         lengths, shortest = self.lengths.tolist(), max(self.settings.min_new_tokens, 1)
         for row, ids in completions:
             for length in range(max(self._searched[row] + 1, shortest), lengths[row] + 1):
-                if contains_stop(self.settings.stop, [ids[:length]], [self.detokenizers[row]])[0]:
+                if contains_stop(self.settings.stop, ids[:length], self.detokenizers[row]):
                     self.lengths[row] = length
                     self.active[row] = self.truncated[row] = False
                     break
@@ -321,12 +321,10 @@ def stop_detokenizers(prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase) 
     return [Detokenizer(tokenizer, ids[mask][-STOP_CONTEXT:].tolist(), skip_special_tokens=False) for ids, mask in rows]
 
 
-def contains_stop(
-    stops: Sequence[str], rows: Sequence[Sequence[int]], detokenizers: Sequence[Detokenizer]
-) -> list[bool]:
-    """True for each row of token ids whose text contains a stop string."""
-    texts = [detokenizer.text(ids) for detokenizer, ids in zip(detokenizers, rows, strict=True)]
-    return [any(stop in text for stop in stops) for text in texts]
+def contains_stop(stops: Sequence[str], ids: Sequence[int], detokenizer: Detokenizer) -> bool:
+    """True if the text of these token ids contains a stop string."""
+    text = detokenizer.text(ids)
+    return any(stop in text for stop in stops)
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:

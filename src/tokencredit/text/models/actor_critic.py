@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
-from tokencredit.core.projection import TokenStats, in_columns, multiply
+from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.learn.state import trainable
 from tokencredit.text.models.adapters import Adapter
+from tokencredit.text.models.architecture import layers_of, output_states, states_after, trunk_of
 from tokencredit.text.models.critic import Critic, Ensemble
-from tokencredit.text.models.parts import layers_of, output_states, states_after, trunk_of
 
 SHORT = 64
 """Longest sequence for which PyTorch's math attention trains faster than its fused kernel in bfloat16 on a CPU."""
@@ -111,11 +111,11 @@ class ActorCritic(nn.Module):
             states = hidden.flatten(0, -2)
             logits = states.new_empty(len(states), len(projection.weight), dtype=torch.float32)
             with torch.autocast(device.type, enabled=False):
-                multiply(states, projection.weight, torch.get_autocast_dtype(device.type), logits)
+                project(states, projection.weight, torch.get_autocast_dtype(device.type), logits)
             logits = logits.unflatten(0, hidden.shape[:-1])
             if projection.bias is not None:
                 logits += projection.bias
-        elif in_columns(device, hidden.dtype) and projection.bias is None:
+        elif faster_transposed(device, hidden.dtype) and projection.bias is None:
             columns = nn.functional.linear(projection.weight, hidden.flatten(0, -2))
             logits = columns.T.unflatten(0, hidden.shape[:-1])
         else:
@@ -282,7 +282,7 @@ class NoLoss:
 
     additive = True
 
-    def __call__(self, now: TokenStats, at: slice) -> Tensor:
+    def __call__(self, now: TokenStats, at: slice) -> Tensor:  # noqa: ARG002  (the PolicyLoss protocol)
         """Return 0, with a gradient of 0."""
         assert now.logprobs is not None
         return 0 * now.logprobs.sum()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
-from tokencredit.text.models.parts import weight_hash
+from tokencredit.text.models.architecture import weight_hash
 from tokencredit.text.models.peft_models import (
     ADAPTER_NAME,
     active_adapter,

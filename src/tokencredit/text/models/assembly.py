@@ -17,8 +17,9 @@ from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.engines.local import LocalEngine
-from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.engines.static_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
 from tokencredit.text.models.checks import check_policy, static_decoding
 from tokencredit.text.models.critic import saved_critics
@@ -30,8 +31,7 @@ from tokencredit.text.models.loading import (
     load_language_model,
     load_tokenizer,
 )
-from tokencredit.text.models.parts import width
-from tokencredit.text.models.peft_models import attached, merge, on_head, take_over
+from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
 
 
@@ -70,7 +70,7 @@ def load_start(
     if model is None or isinstance(model, str):
         lm, tokenizer = load_language_model(args.model, tokenizer)
     else:
-        lm = take_over(model)
+        lm = adopt(model)
         tokenizer = tokenizer or load_tokenizer(args.model)
         check_language_model(args.model, lm, tokenizer)
     if args.model.adapter == "merge" and attached(lm) is None:
@@ -124,7 +124,7 @@ def build_models(
     if reference is not None and reference is not policy:
         reference.requires_grad_(False).to(precision.device)
     decoding, more = choose_decoding(args, policy, precision)
-    if precision.half:
+    if precision.bfloat16:
         if reference is not None and reference is not policy:
             round_frozen(reference.lm)
         adapter, on_gpu = policy.adapter, precision.device.type == "cuda"

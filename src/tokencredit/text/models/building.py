@@ -18,10 +18,10 @@ from tokencredit.learn.state import trainable
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter
+from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of, width
 from tokencredit.text.models.checks import check_checkpointing, check_critic
 from tokencredit.text.models.critic import SavedCritic, build_critic, saved_start
 from tokencredit.text.models.loading import as_config_error, check_vocabulary, load_model, load_tokenizer, resolve
-from tokencredit.text.models.parts import attention_of, cut_layers, layer_limit, trunk_of, width
 from tokencredit.text.models.peft_models import plain_decoder, saved_config
 
 

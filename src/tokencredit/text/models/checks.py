@@ -14,15 +14,15 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from tokencredit.errors import ConfigError
-from tokencredit.learn.modes import checkpointing_modules, training
 from tokencredit.learn.rng import preserved
+from tokencredit.learn.training_mode import checkpointing_modules, training
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.sampling import CachedSteps, sample
-from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.engines.static_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
+from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.models.parts import trunk_of
 from tokencredit.text.models.precision import Precision
 
 TOLERANCE = 1e-3
@@ -152,7 +152,7 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
                 with checked.no_grad():
                     static, expected = _sampled(policy, decoding)
                 error, close = (static - expected).abs(), _close(static, expected, _rounding(expected))
-                if not (close or (checked.half and error.mean() < HALF_TOLERANCE)):
+                if not (close or (checked.bfloat16 and error.mean() < HALF_TOLERANCE)):
                     return (
                         f"{kind} then gives other log-probabilities in {checked.dtype}, by up to {error.max():.2g} nats"
                     )

@@ -18,7 +18,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.text.models.parts import layer_limit, width
+from tokencredit.text.models.architecture import layer_limit, width
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
 """Names of a saved critic beside the policy's files; further ones have a number in the name, from 2."""

@@ -21,10 +21,10 @@ from transformers.activations import NewGELUActivation
 from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.learn.modes import disable_noise
+from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
-from tokencredit.text.models.parts import weight_hash
-from tokencredit.text.models.peft_models import ADAPTER_CONFIG, load_adapter, saved_config, take_over
+from tokencredit.text.models.architecture import weight_hash
+from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
 
 HUB_TIMEOUT = 10
 """Timeout of the request that tests whether the hub answers, in seconds."""
@@ -87,7 +87,7 @@ def load_language_model(
     folder = resolve(args.name, "policy")
     base = _base_model(args.name, folder)
     if base is None:
-        lm = take_over(load_model(AutoModelForCausalLM, args.name, folder, args))
+        lm = adopt(load_model(AutoModelForCausalLM, args.name, folder, args))
     else:
         lm = load_model(AutoModelForCausalLM, base, resolve(base, "policy"), args)
         load_adapter(lm, folder)
@@ -160,7 +160,7 @@ def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted(i for i in ids if 0 <= i < lm.config.get_text_config().vocab_size)
 
 
-def room_for_prompts(lm: PreTrainedModel, max_new_tokens: int, budget: int | None = None) -> int | None:
+def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | None = None) -> int | None:
     """The longest prompt, in tokens, that fits the context and the token budget together with a completion.
 
     None if the context length is unknown and there is no budget.

@@ -75,14 +75,14 @@ def write_first(file: Path, record: dict[str, Any], read: Callable[[], dict[str,
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
-        with open(descriptor, "w", encoding="utf-8") as text:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as text:
             text.write(json.dumps(record, indent=2) + "\n")
         try:
             os.link(part, file)  # unlike a rename, it never replaces a file
         except FileExistsError:
             if (first := read()) is not None:
                 return first
-            os.replace(part, file)
+            Path(part).replace(file)
     finally:
         Path(part).unlink(missing_ok=True)
     return record

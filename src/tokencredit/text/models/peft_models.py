@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.models.parts import trunk_of
+from tokencredit.text.models.architecture import trunk_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_NAME = "default"
@@ -107,7 +107,7 @@ def load_adapter(lm: PreTrainedModel, folder: str) -> None:
     attach(lm, model)
 
 
-def take_over(model: Any) -> PreTrainedModel:
+def adopt(model: Any) -> PreTrainedModel:
     """The language model of a model passed from Python, in float32, with its adapter attached, if it has one.
 
     Raises:

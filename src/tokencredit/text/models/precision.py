@@ -40,7 +40,7 @@ class Precision:
     """The reason for the choice of `auto`; None for a configured dtype."""
 
     @property
-    def half(self) -> bool:
+    def bfloat16(self) -> bool:
         """True for bfloat16, in which decoding with a KV cache and a full forward pass differ by rounding."""
         return self.dtype == "bfloat16"
 
@@ -56,7 +56,7 @@ class Precision:
 
     def autocast(self) -> torch.autocast:
         """A context for forward passes in this dtype."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
 
     @contextmanager
     def no_grad(self) -> Iterator[None]:
@@ -69,7 +69,7 @@ class Precision:
 
         PyTorch's fused attention kernels sum float32 gradients in any order; its math attention does not.
         """
-        exact = self.device.type == "cuda" and not self.half
+        exact = self.device.type == "cuda" and not self.bfloat16
         return sdpa_kernel(SDPBackend.MATH) if exact else nullcontext()
 
 

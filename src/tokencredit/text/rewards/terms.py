@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.settings.fields import shown
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, start_call
 from tokencredit.text.rewards.functions import RewardFunction
@@ -66,27 +66,31 @@ def build_terms(config: Sequence[RewardTerm], device: torch.device | str) -> lis
 
 
 def _build(settings: RewardTerm, device: torch.device | str) -> Term:
-    kind, source = settings.source()
     kwargs: Mapping[str, Any] = {}
     function: RewardFunction
-    if kind == "function":
-        function = load_function(source, settings.kwargs)
-        name, kwargs = source.rpartition(":")[2], settings.kwargs if ":" in source else {}
-    elif kind == "classifier":
-        function = Classifier(
-            source,
-            settings.label,
-            settings.output,
-            device,
-            text=settings.text,
-            batch_size=settings.batch_size,
-            dtype=settings.dtype,
-        )
-        name = str(settings.label)
-    else:
-        model, tokenizer = load(source, device, settings.dtype)
-        function = RewardModel(source, model, tokenizer, text=settings.text, batch_size=settings.batch_size)
-        name = Path(source).name
+    match settings:
+        case FunctionTerm():
+            function = load_function(settings.function, settings.kwargs)
+            name = settings.function.rpartition(":")[2]
+            if ":" in settings.function:  # a built-in one has its settings already
+                kwargs = settings.kwargs
+        case ClassifierTerm():
+            name = str(settings.label)
+            function = Classifier(
+                settings.classifier,
+                settings.label,
+                settings.output,
+                device,
+                text=settings.text,
+                batch_size=settings.batch_size,
+                dtype=settings.dtype,
+            )
+        case RewardModelTerm():
+            name, source = Path(settings.reward_model).name, settings.reward_model
+            model, tokenizer = load(source, device, settings.dtype)
+            function = RewardModel(source, model, tokenizer, text=settings.text, batch_size=settings.batch_size)
+        case _:
+            raise TypeError(f"{settings!r} is no kind of reward term")
     return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout)
 
 

@@ -32,6 +32,13 @@ def messages(text: Text, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
 
 
+def last_message(prompt: Text) -> str:
+    """A plain text unchanged; the text of a conversation's last user message, or last message without one."""
+    if isinstance(prompt, str):
+        return prompt
+    return content(next((m for m in reversed(prompt) if m["role"] == "user"), prompt[-1]))
+
+
 def prefilled(prompt: Text) -> bool:
     """True for a conversation whose last message is the assistant's, which the completion continues."""
     return not isinstance(prompt, str) and bool(prompt[-1]["role"] == "assistant")

@@ -1,8 +1,8 @@
-"""Build the models `builtin:reviews` from scratch: `python -m tokencredit.demo.build`.
+"""Build the models `builtin:reviews` from scratch: `python -m demo.build`.
 
 Writes two ordinary Hugging Face folders: `policy`, a small GPT-2 that writes film reviews, and `sentiment`, a small
 DistilBERT that classifies them as positive or negative. Both are trained only on the reviews of
-`tokencredit.demo.grammar`. A `--size` other than medium builds only a policy of that size.
+`demo.grammar`. A `--size` other than medium builds only a policy of that size.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from tokencredit.demo.grammar import reviews
-from tokencredit.demo.measures import PROMPT, measure
-from tokencredit.demo.training import (
+from demo.grammar import reviews
+from demo.measures import PROMPT, measure
+from demo.training import (
     POLICIES,
     SENTIMENT,
     policy_tokenizer,
@@ -24,7 +24,7 @@ from tokencredit.demo.training import (
     train_sentiment,
 )
 
-FOLDER = Path(__file__).parent / "reviews"
+FOLDER = Path(__file__).parents[1] / "src" / "tokencredit" / "demo" / "reviews"
 REVIEWS, HELD_OUT = 150_000, 2_000
 SAMPLES_SHOWN = 8
 
@@ -92,7 +92,7 @@ def made(figures: dict[str, float], samples: list[str], seed: int, count: int, s
     quoted = "\n".join(f"- {sample}" for sample in samples[:SAMPLES_SHOWN])
     other = "" if size == "medium" else f" --size {size}"
     return f"""
-Made by `python -m tokencredit.demo.build --seed {seed}{other}` from {count:,} reviews; float16 weights.
+Made by `python -m demo.build --seed {seed}{other}` from {count:,} reviews; float16 weights.
 The policy and its classifier:
 
 | | |

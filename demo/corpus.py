@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 
-from tokencredit.demo.grammar import POSITIVE_SHARE, Review
+from demo.grammar import POSITIVE_SHARE, Review
 
 SURE = (
     0.98  # target for a whole review; below 1 so that the classifier's log-odds, the slope of the reward, stay finite

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tokencredit.demo.notation import lines, words
+from demo.notation import lines, words
 
 
 @dataclass(frozen=True)

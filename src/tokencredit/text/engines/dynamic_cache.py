@@ -27,7 +27,7 @@ class SpareCapacityLayer(DynamicLayer):
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.buffers: list[Tensor | None] = [None, None]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `[batch, heads, time, width]`; returns all so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch.nn import functional as F
+from torch import nn
 from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tokencredit.demo.corpus import graded_texts, rows_of_reviews
-from tokencredit.demo.grammar import Review
+from demo.corpus import graded_texts, rows_of_reviews
+from demo.grammar import Review
 
 END = "<|endoftext|>"
 POSITIONS = 128
@@ -91,7 +91,7 @@ def train_policy(texts: Sequence[str], tokenizer: GPT2Tokenizer, size: Size, see
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Negative log-probability, in nats, of every non-padding token except the first of each row."""
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses[mask[:, 1:].flatten()]
 
 
@@ -136,7 +136,7 @@ def train_sentiment(
     def loss(batch: list[tuple[list[int], float]]) -> torch.Tensor:
         ids, mask = padded([row for row, _ in batch], tokenizer.pad_token_id)
         target = torch.tensor([[1 - share, share] for _, share in batch])
-        return F.cross_entropy(model(input_ids=ids, attention_mask=mask).logits, target)
+        return nn.functional.cross_entropy(model(input_ids=ids, attention_mask=mask).logits, target)
 
     fit(model, batches_of_like_length(rows, lambda row: len(row[0]), size.batch, rng), loss, size.lr)
     return model

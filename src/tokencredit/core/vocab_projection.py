@@ -56,7 +56,7 @@ class ChunkBuffers(NamedTuple):
         """Buffers for chunks of at most `size` rows, of a projection in `dtype`."""
         hidden, weight, _ = linear
         rows, logits_dtype = min(size, len(hidden)), torch.promote_types(dtype, torch.float32)
-        if in_columns(hidden.device, dtype):
+        if faster_transposed(hidden.device, dtype):
             logits = weight.new_empty(len(weight), rows, dtype=logits_dtype).T
         else:
             logits = weight.new_empty(rows, len(weight), dtype=logits_dtype)
@@ -66,7 +66,7 @@ class ChunkBuffers(NamedTuple):
 class LogitTransform(NamedTuple):
     """Softcap and temperature: z = cap · tanh(y / cap) / temperature of a projection y; no tanh without a cap.
 
-    In half precision, `dtype` is that of the gradient products; all else is in float32 at least, see `multiply`.
+    In half precision, `dtype` is that of the gradient products; all else is in float32 at least, see `project`.
     """
 
     temperature: float
@@ -79,7 +79,7 @@ class LogitTransform(NamedTuple):
         return hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
     def operands(self, linear: Linear) -> Linear:
-        """Cast the operands where that saves `multiply` a copy of the weight per chunk."""
+        """Cast the operands where that saves `project` a copy of the weight per chunk."""
         return self.cast(linear) if linear[1].is_cuda or not is_half(self.dtype) else linear
 
     def logits(self, linear: Linear, part: slice, buffers: ChunkBuffers) -> Tensor:
@@ -87,7 +87,7 @@ class LogitTransform(NamedTuple):
         hidden, weight, bias = linear
         hidden = hidden[part]
         z = buffers.logits[: len(hidden)]
-        multiply(hidden, weight, self.dtype, z)
+        project(hidden, weight, self.dtype, z)
         if bias is not None:
             z.add_(bias)
         if self.softcap is not None:
@@ -360,7 +360,7 @@ def differentiate(loss: TokenLoss, stats: TokenStats, at: slice, needs_grad: boo
     return at_least_float32(value.detach()), stats_grad
 
 
-def multiply(hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+def project(hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor) -> None:
     """Write hidden @ weight.T, [rows, vocabulary] in float32 at least, to `out`, for a projection in `dtype`.
 
     In half precision CUDA multiplies rounded operands into float32. PyTorch has no such product on CPUs: there the
@@ -401,7 +401,7 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
 
 
-def in_columns(device: torch.device, dtype: torch.dtype) -> bool:
+def faster_transposed(device: torch.device, dtype: torch.dtype) -> bool:
     """True where logits of a projection in `dtype` are faster in column-major layout, one token per column.
 
     For few tokens, float32 products on a CPU are 1.5 times as fast as weight times states than as states times weight

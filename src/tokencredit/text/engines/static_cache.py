@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from tokencredit.text.engines.sampling import CachedSteps
 from tokencredit.text.models.actor_critic import ActorCritic, trunk_hidden, trunk_inputs
-from tokencredit.text.models.parts import trunk_of
+from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.precision import matrix_layers, rounded
 
 ATTENTION = "tokencredit_decoding"
@@ -60,7 +60,7 @@ class StaticDecoding:
     def _round(self, dtype: torch.dtype) -> None:
         """Round the weights that autocast would round at each step.
 
-        For the vocabulary projection that is the weight alone, on a GPU; see `core.projection.multiply`.
+        For the vocabulary projection that is the weight alone, on a GPU; see `core.vocab_projection.project`.
         """
         head = self.model.lm.get_output_embeddings()
         for module in matrix_layers(self.model.lm):
@@ -95,7 +95,7 @@ class StaticSteps:
             limit: largest number of new tokens.
         """
         self.policy, self.trunk, self.run = policy, trunk_of(model.lm), run
-        self.prompt_mask, self.limit, self.end = prompt_mask, limit, prompt_mask.shape[1]
+        self.prompt_mask, self.end = prompt_mask, prompt_mask.shape[1]
         device, columns = prompt_mask.device, aligned(self.end + limit)
         self.segment = aligned(columns // SEGMENTS)
         self.columns = torch.arange(columns, device=device)
@@ -216,7 +216,7 @@ class StaticLayer(DynamicLayer):
         """Make the first `columns` columns visible to attention."""
         self.keys, self.values = (buffer[:, :, :columns] for buffer in self.buffers)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the keys and values of one token, `[slots, heads, 1, width]`; returns all visible ones."""
         assert self.keys is not None
         assert self.values is not None
@@ -236,13 +236,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def decoding_attention(
-    module: nn.Module,
+    _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **others: Any,
+    **_others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one token per row, `[batch, heads, 1, width]`, with Transformers' signature.
 

@@ -6,7 +6,7 @@ verdict and {O} a part that goes against it, each with {A_adj}, {A_adj2}, {A_was
 {A_some} ("a sharp script").
 """
 
-from tokencredit.demo.notation import lines, words
+from demo.notation import lines, words
 
 FILM_WORDS = ("movie", "movie", "movie", "film", "film")
 SUBJECTS = ("This movie",) * 6 + ("This film",) * 2 + ("The movie",) * 2 + ("The film", "This {genre}", "The {genre}")

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_acted, require_finite, require_flags, require_shape, without_acted
+from tokencredit.core.checks import (
+    empty_rows,
+    require_acted,
+    require_finite,
+    require_flags,
+    require_rows,
+    require_shape,
+    require_tensors,
+)
 from tokencredit.core.masked import at_least_float32
 
 
@@ -31,7 +39,7 @@ class Steps:
     lengths: Tensor
     order: Tensor | None
 
-    def rewards_to_the_end(self, gamma: float) -> Tensor:
+    def bootstrapped_rewards(self, gamma: float) -> Tensor:
         """Rewards plus, at truncated steps, the discounted bootstrap value."""
         if self.cut_values is None:
             return self.rewards
@@ -61,6 +69,7 @@ def prepare_steps(
     Raises:
         ValueError: as `advantages.gae`; or a row holds several episodes despite `one_episode`.
     """
+    require_rows("rewards", rewards)
     if values is None:
         values = torch.zeros_like(rewards)
         bootstrap = values if bootstrap is None else bootstrap
@@ -80,7 +89,7 @@ def prepare_steps(
 
     # One transfer for all checks that depend on values, since each one stalls a GPU's queue.
     no_acted, bad_rewards, bad_values, any_cut, bad_cut_values, any_early, any_gap = _any_true(
-        None if mask is None else without_acted(mask),
+        None if mask is None else empty_rows(mask),
         ~rewards.sum().isfinite(),
         ~values.sum().isfinite(),
         cut,
@@ -121,7 +130,7 @@ def _require_shapes(
     truncated: Tensor | None,
     bootstrap: Tensor | None,
 ) -> None:
-    if rewards.dim() != 2 or rewards.shape[1] == 0:
+    if rewards.shape[1] == 0:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time] with time above 0")
     require_shape("values", values, rewards.shape)
     for name, flags in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
@@ -201,6 +210,7 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes differ or there is no time axis.
     """
+    require_tensors(deltas=deltas, decays=decays)
     if deltas.dim() == 0:
         raise ValueError("deltas is a scalar; its last axis must be time")
     shared = decays.shape[:-1].numel() == 1

@@ -1,6 +1,6 @@
 from torch import nn
 
-from tokencredit.learn.modes import checkpointing_modules, disable_noise, training, training_modules
+from tokencredit.learn.training_mode import checkpointing_modules, disable_noise, training, training_modules
 
 
 class Attention(nn.Module):

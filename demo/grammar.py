@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokencredit.demo import phrases
-from tokencredit.demo.aspects import ASPECTS, Aspect
-from tokencredit.demo.genres import GENRES, LEADS, SITUATIONS, THEMES
-from tokencredit.demo.notation import fill, sentence
+from demo import phrases
+from demo.aspects import ASPECTS, Aspect
+from demo.genres import GENRES, LEADS, SITUATIONS, THEMES
+from demo.notation import fill, sentence
 
 POSITIVE_SHARE = 0.75
 _PRONOUNS = {

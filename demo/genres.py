@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tokencredit.demo.aspects import Aspect, aspect
-from tokencredit.demo.notation import lines
+from demo.aspects import Aspect, aspect
+from demo.notation import lines
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tokencredit.demo.corpus import babble, cut
-from tokencredit.demo.grammar import reviews
-from tokencredit.demo.training import token_losses
+from demo.corpus import babble, cut
+from demo.grammar import reviews
+from demo.training import token_losses
 
 PROMPT = "This movie was really"
 NEW_TOKENS = 28

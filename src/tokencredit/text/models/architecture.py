@@ -85,7 +85,7 @@ class _Reached(Exception):
 def states_after(trunk: nn.Module, input_ids: Tensor, inputs: dict[str, Any], layer: nn.Module) -> tuple[Tensor, ...]:
     """Hidden states `[batch, time, width]` after a layer of a trunk, without computing the layers above."""
 
-    def end(layer: nn.Module, args: Any, output: Any) -> None:
+    def end(_layer: nn.Module, _args: Any, output: Any) -> None:
         raise _Reached(output_states(output))
 
     hook = layer.register_forward_hook(end)

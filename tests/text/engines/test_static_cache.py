@@ -15,13 +15,13 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import CachedSteps, Decoding, sample
-from tokencredit.text.engines.static import StaticDecoding
+from tokencredit.text.engines.static_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import Adapter
+from tokencredit.text.models.architecture import width
 from tokencredit.text.models.checks import static_decoding
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.parts import width
-from tokencredit.text.models.peft_models import take_over
+from tokencredit.text.models.peft_models import adopt
 from tokencredit.text.models.precision import Precision, matrix_layers
 
 FLOAT = Precision("float32", torch.device("cpu"))
@@ -274,7 +274,7 @@ def test_what_is_wrong_in_bfloat16_alone_is_found_out(tokenizer, monkeypatch):
 def test_of_adapters_plain_lora_is_decoded_so(dora, fits, tokenizer):
     peft = pytest.importorskip("peft")
     lm = peft.get_peft_model(build("qwen3", tokenizer).lm, peft.LoraConfig(r=4, use_dora=dora, init_lora_weights=False))
-    lm = take_over(lm)
+    lm = adopt(lm)
     policy = ActorCritic(lm, adapter=Adapter(lm))
     found = static_decoding(policy, FLOAT, compiled=False)
     assert isinstance(found, StaticDecoding) if fits else "is not plain LoRA" in found

@@ -1,1 +1,0 @@
-"""The built-in models `builtin:reviews`, and the program that builds them."""

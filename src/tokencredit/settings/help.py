@@ -1,0 +1,124 @@
+"""The short help of `tokencredit train` and `tokencredit control`: options, and the keys that people change first."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import textwrap
+from argparse import Action
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.text import PPOConfig
+
+FIRST_KEYS: dict[type, tuple[str, ...]] = {
+    PPOConfig: (
+        "seed",
+        "model.name",
+        "model.lora.rank",
+        "critic.kind",
+        "critic.lr",
+        "prompts.text",
+        "prompts.dataset",
+        "reward",
+        "rollout.batch_size",
+        "rollout.max_new_tokens",
+        "rollout.temperature",
+        "advantage.estimator",
+        "advantage.lam",
+        "ppo.epochs",
+        "ppo.micro_batch_tokens",
+        "kl.coef",
+        "optim.lr",
+        "eval.every",
+        "run.dir",
+        "run.iterations",
+    ),
+    ControlConfig: (
+        "seed",
+        "algorithm",
+        "env.id",
+        "env.number",
+        "env.normalize_observations",
+        "agent.hidden",
+        "critic.kind",
+        "critic.lr",
+        "steps",
+        "advantage.estimator",
+        "advantage.gamma",
+        "advantage.lam",
+        "ppo.epochs",
+        "ppo.minibatches",
+        "ppo.clip",
+        "ppo.entropy_coef",
+        "optim.lr",
+        "eval.episodes",
+        "run.dir",
+        "run.iterations",
+    ),
+}
+"""The keys that people change first, by configuration."""
+NARROWEST, WIDEST = 60, 120
+"""Width of the help in characters, within which it follows the terminal's."""
+
+
+def short_help(command: str, description: str, keys: Iterable[str], actions: Iterable[Action]) -> str:
+    """The help of a command that trains: its options, these keys with their defaults, and where the others are.
+
+    Args:
+        command: such as `tokencredit train`.
+        description: one line on the command.
+        keys: in their groups' order.
+        actions: the parser's.
+    """
+    known = {action.dest: action for action in actions}
+    options = {
+        "--config FILE": known["config"].help,
+        "--resume RUN": known["resume"].help,
+        "--print_config": "Print all keys with their values and meanings, as a YAML file for --config.",
+        "--no-code": known["no_code"].help,
+        "--debug": known["debug"].help,
+        "--help all": "Show all keys.",
+    }
+    first = {f"--{key} {default_of(known[key])}".rstrip(): str(known[key].help) for key in keys}
+    groups = {key.partition(".")[0]: None for key in known if "." in key}
+    shown = {key.partition(".")[0] for key in keys}
+    further = ", ".join(group for group in groups if group not in shown)
+    return "\n".join(
+        [
+            f"usage: {command} [--config FILE] [--KEY VALUE ...]",
+            "",
+            description,
+            "",
+            "options:",
+            *table(options),
+            "",
+            "the keys that are changed first, with their defaults:",
+            *table(first),
+            "",
+            f"These groups have more keys, and so have {further}: {command} --help all",
+            "",
+        ]
+    )
+
+
+def default_of(action: Action) -> str:
+    """The default of a key, if it is short."""
+    if isinstance(action.default, str):
+        return action.default
+    return json.dumps(action.default) if isinstance(action.default, int | float | None) else ""
+
+
+def table(rows: Mapping[str, Any]) -> list[str]:
+    """Lines of two columns; of the second only the first sentence, wrapped."""
+    width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+    left = max(map(len, rows)) + 4
+    lines: list[str] = []
+    for name, text in rows.items():
+        sentence = re.split(r"(?<=\.)\s", " ".join(str(text).split()))[0]
+        wrapped = textwrap.wrap(sentence, width - left) or [""]
+        lines.append(f"  {name}".ljust(left) + wrapped[0])
+        lines += [" " * left + line for line in wrapped[1:]]
+    return lines

@@ -1,0 +1,133 @@
+"""TRL's names of settings and arguments, and those here; docs/from-trl.md has the same tables with notes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+from tokencredit.errors import ConfigError
+
+Kind = TypeVar("Kind", bound=type)
+
+NONE = "none"
+"""For a name without a counterpart here."""
+TRL = {
+    # PPOConfig, in its order
+    "learning_rate": "optim.lr, critic.lr",
+    "dataset_num_proc": NONE,
+    "num_mini_batches": "ppo.minibatches",
+    "total_episodes": "run.iterations",
+    "local_rollout_forward_batch_size": "ppo.micro_batch_tokens",
+    "num_sample_generations": "run.show_every, run.samples, eval.every",
+    "response_length": "rollout.max_new_tokens",
+    "stop_token": "rollout.stop_at_eos",
+    "stop_token_id": "rollout.stop",
+    "temperature": "rollout.temperature",
+    "missing_eos_penalty": "score.missing_eos_penalty",
+    "sft_model_path": "model.name, PPOTrainer(model)",
+    "world_size": NONE,
+    "num_total_batches": "run.iterations",
+    "micro_batch_size": NONE,
+    "local_batch_size": NONE,
+    "batch_size": "rollout.batch_size",
+    "local_mini_batch_size": NONE,
+    "mini_batch_size": NONE,
+    "push_to_hub": "run.push_to_hub",
+    "reward_model_path": "reward, PPOTrainer(reward_funcs)",
+    "model_adapter_name": NONE,
+    "ref_adapter_name": NONE,
+    "num_ppo_epochs": "ppo.epochs",
+    "whiten_rewards": "score.normalize",
+    "kl_coef": "kl.coef",
+    "kl_estimator": "kl.estimator",
+    "cliprange": "ppo.clip",
+    "vf_coef": "critic.coef",
+    "cliprange_value": "critic.clip",
+    "gamma": "advantage.gamma",
+    "lam": "advantage.lam",
+    "ds3_gather_for_generation": NONE,
+    # TrainingArguments
+    "per_device_train_batch_size": "rollout.batch_size, ppo.micro_batch_tokens",
+    "gradient_accumulation_steps": "ppo.micro_batch_tokens",
+    "num_train_epochs": "run.iterations",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_steps": "optim.warmup",
+    "weight_decay": "optim.weight_decay",
+    "max_grad_norm": "optim.max_grad_norm",
+    "bf16": "model.dtype",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+    "output_dir": "run.dir",
+    "report_to": "run.trackers",
+    "logging_steps": NONE,
+    "per_device_eval_batch_size": "eval.samples",
+    "disable_tqdm": NONE,
+    # PPOTrainer
+    "ref_model": NONE,
+    "reward_model": "reward, PPOTrainer(reward_funcs)",
+    "value_model": "critic.kind, critic.name",
+    "data_collator": NONE,
+    "optimizers": "optim.name",
+    # GRPOConfig and GRPOTrainer
+    "reward_weights": "reward",
+    "num_generations": "rollout.per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p",
+    "min_p": "rollout.min_p",
+    "beta": "kl.coef",
+    "num_iterations": "ppo.epochs",
+    "steps_per_generation": "ppo.minibatches",
+    "epsilon": "ppo.clip",
+    "epsilon_high": "ppo.clip_high",
+    "delta": "ppo.dual_clip",
+    "mask_truncated_completions": "ppo.mask_truncated",
+    "scale_rewards": "advantage.scale",
+    "loss_type": "ppo.reduction",
+    "chat_template_kwargs": "prompts.chat_template_kwargs",
+    "shuffle_dataset": "prompts.shuffle",
+    "tools": NONE,
+    "rollout_func": NONE,
+    "environment_factory": NONE,
+    "use_vllm": NONE,
+}
+"""Keys and arguments here by TRL's name, except for names that are the same."""
+
+
+def trl_names(names: Iterable[str]) -> str:
+    """A message with the keys for TRL's names among these; empty if there is none."""
+    found = [
+        f"{name} is TRL's" + (", and has no counterpart here" if TRL[name] == NONE else f" name for {TRL[name]}")
+        for name in names
+        if name in TRL
+    ]
+    return "; ".join(found) + " (docs/from-trl.md)" if found else ""
+
+
+def refuse_arguments(names: Collection[str], known: Collection[str]) -> None:
+    """Raise `ConfigError` for arguments of `PPOTrainer` that it does not take; `known` are those that it takes."""
+    if not names:
+        return
+    other = [name for name in names if name not in TRL]
+    near = difflib.get_close_matches(other[0], known, n=1) if other else []
+    advice = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}; settings go into args"
+    lines = [f"PPOTrainer takes no argument {', '.join(other)}; {advice}"] if other else []
+    raise ConfigError("; ".join(filter(None, [trl_names(names), *lines])))
+
+
+def refuse_trl_names(kind: Kind) -> Kind:
+    """Class decorator of a configuration: keyword arguments by TRL's names raise `ConfigError` with the keys here.
+
+    TRL's configuration has the same class name, so its scripts need only another import to get here.
+    """
+    init = kind.__init__  # type: ignore[misc]  # that of the class, not of an instance
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **settings: Any) -> None:
+        if message := trl_names(settings):
+            raise ConfigError(f"{message}; give settings by key, as in {kind.__name__}.from_dict({{'optim.lr': 1e-5}})")
+        init(self, *args, **settings)
+
+    kind.__init__ = checked  # type: ignore[misc]
+    return kind

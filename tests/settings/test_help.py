@@ -1,0 +1,57 @@
+"""The short help of the commands that train, and shell completion."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from tokencredit.cli import main
+from tokencredit.settings.help import FIRST_KEYS
+from tokencredit.settings.world import WORLDS
+from tokencredit.settings.yaml import flat
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
+def test_the_help_fits_a_terminal_and_names_the_first_keys_with_their_defaults(world, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    with pytest.raises(SystemExit) as left:
+        main([world.command, "--help"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0
+    assert len(text.splitlines()) <= 45
+    assert max(map(len, text.splitlines())) <= 110
+    keys = FIRST_KEYS[world.config]
+    assert len(keys) == 20
+    assert all(f"  --{key} " in text for key in keys)
+    default = flat(asdict(world.config()))
+    assert f"--optim.lr {default['optim.lr']:.4f}".rstrip("0") in text or "--optim.lr 0.00025" in text
+    assert f"--run.iterations {default['run.iterations']} " in text
+    assert f"tokencredit {world.command} --help all" in text
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
+def test_all_keys_are_in_the_whole_help(world, capsys):
+    assert main([world.command, "--help", "all"]) == 0
+    text = capsys.readouterr().out
+    keys = [key for key in flat(asdict(world.config())) if "[" not in key]
+    assert [key for key in keys if f"--{key} " not in text] == []
+
+
+def test_bash_completes_keys_and_choices(tmp_path):
+    command = [sys.executable, "-m", "tokencredit.cli", "--print_completion=shtab-bash"]
+    script = tmp_path / "tokencredit.bash"
+    script.write_bytes(subprocess.run(command, capture_output=True, check=True).stdout)
+    ask = """
+    source "$1"
+    COMP_WORDS=(tokencredit train "$2" "$3") COMP_CWORD=$4
+    $(complete -p tokencredit | sed 's/.*-F \\([^ ]*\\).*/\\1/') > /dev/null
+    echo "${COMPREPLY[@]}"
+    """
+
+    def completions(*words):
+        command = ["bash", "-c", ask, "bash", str(script), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    assert completions("--critic.ki", "", "2") == ["--critic.kind"]
+    assert completions("--critic.kind", "", "3") == ["shared", "separate", "none"]

@@ -1,0 +1,64 @@
+"""TRL's names, in Python, flags and files: one message with the key here."""
+
+import pytest
+
+import tokencredit as tc
+from tokencredit.cli import main
+from tokencredit.errors import ConfigError
+from tokencredit.settings.trl import trl_names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"learning_rate": 1e-5},
+            r"^learning_rate is TRL's name for optim\.lr, critic\.lr \(docs/from-trl\.md\); "
+            r"give settings by key, as in PPOConfig\.from_dict\(\{'optim\.lr': 1e-5\}\)$",
+        ),
+        (
+            {"kl_coef": 0.1, "world_size": 2, "seed": 3},
+            r"^kl_coef is TRL's name for kl\.coef; world_size is TRL's, and has no counterpart here \(docs",
+        ),
+    ],
+)
+def test_keywords_of_the_configuration(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        tc.PPOConfig(**arguments)
+
+
+def test_other_keywords_get_pythons_own_error_and_settings_are_taken():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'"):
+        tc.PPOConfig(zzz=1)
+    assert tc.PPOConfig(3, kl=tc.KLConfig(coef=0.5)) == tc.PPOConfig.from_dict({"seed": 3, "kl.coef": 0.5})
+
+
+def test_a_name_set_on_a_configuration():
+    config = tc.PPOConfig()
+    config.num_ppo_epochs = 2
+    with pytest.raises(ConfigError, match=r"^unknown key num_ppo_epochs; num_ppo_epochs is TRL's name for ppo\.epochs"):
+        tc.PPOTrainer(args=config)
+
+
+def test_a_name_in_a_flag_a_file_and_a_dict(tmp_path, capsys):
+    told = "unknown key learning_rate; learning_rate is TRL's name for optim.lr, critic.lr (docs/from-trl.md)\n"
+    assert main(["train", "--learning_rate", "1e-5"]) == 2
+    assert capsys.readouterr().err == f"tokencredit: {told}"
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 1e-5\n")
+    assert main(["train", "--config", str(file)]) == 2
+    assert capsys.readouterr().err == f"tokencredit: {file}: {told}"
+    with pytest.raises(ConfigError) as caught:
+        tc.PPOConfig.from_dict({"learning_rate": 1e-5})
+    assert str(caught.value) == told.strip()
+
+
+def test_agents_are_only_told_of_keys_that_they_have(capsys):
+    assert main(["control", "--learning_rate", "1e-5"]) == 2
+    assert "TRL's name for optim.lr" in capsys.readouterr().err
+    assert main(["control", "--response_length", "5"]) == 2
+    assert "TRL" not in capsys.readouterr().err
+
+
+def test_no_name_of_trls_gives_no_message():
+    assert trl_names(["zzz"]) == ""
