@@ -76,7 +76,7 @@ class Life:
     def kill(self) -> None:
         """SIGKILL."""
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()  # closes its pipes
 
     def end(self, seconds: float = 300.0) -> tuple[int, str, str]:
         """Wait for its end: exit code, output, error output."""

@@ -124,6 +124,7 @@ def exact(agent):
     return values, rewards + GAMMA * transitions @ (values * goes_on)
 
 
+@pytest.mark.slow
 def test_in_a_grid_the_audit_is_within_its_standard_error_of_the_exact_values(covered):
     """Over 100 seeds; with 40 continuations ±1.96 standard errors cover about 93 %."""
     args = config()

@@ -148,6 +148,7 @@ def test_pairs_and_signs_are_those_of_the_true_values():
     assert value(figures, "signs") == pytest.approx(float(agree[sure].double().mean()), abs=0.02)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_known_numbers_in_95_of_100_cases():
     """Over 200 samples of 60 rows whose states depend on each other; the bootstrap's 95 % are about 93 % here."""
     held = dict.fromkeys(KNOWN, 0)

@@ -115,6 +115,7 @@ def exact(trainer, reward, gamma):
     return values, actions
 
 
+@pytest.mark.slow
 def test_the_audit_is_within_its_standard_error_of_the_exact_values(tmp_path, covered):
     """Over 100 seeds, with scores of whole texts and of tokens, with and without a discount, and the price of KL."""
     errors = {"values": [], "advantages": []}
@@ -346,7 +347,7 @@ def test_time_that_is_up_leaves_fewer_continuations_of_some_states(tmp_path):
 TOGETHER = """
 import json, sys, torch
 from pathlib import Path
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_texts import AuditConfig, exact, trainer_of, whole
 settings = AuditConfig(every=1, completions=5, continuations=60, states=None)
 trainer = trainer_of({run!r}, audit=settings)
@@ -369,8 +370,8 @@ trainer.processes.close()
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tmp_path):
     script = tmp_path / "audit.py"
-    folder = str(Path(__file__).parent)
-    script.write_text(TOGETHER.format(folder=folder, run=str(tmp_path / "run"), out=str(tmp_path)))
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    script.write_text(TOGETHER.format(folders=folders, run=str(tmp_path / "run"), out=str(tmp_path)))
     done = python(*TWO_PROCESSES, script, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
@@ -391,6 +392,7 @@ def targets(trainer, number=1):
     return batch, experience, *continuation_targets(experience, batch, trainer.pipeline, trainer.credit, number)
 
 
+@pytest.mark.slow
 def test_targets_are_means_of_continuations_and_the_others_stay(tmp_path):
     critic = CriticConfig(continuations=CONTINUATIONS, continued_states=2)
     trainer = trainer_of(tmp_path / "run", critic=critic, rollout=RolloutConfig(batch_size=64, max_new_tokens=4))

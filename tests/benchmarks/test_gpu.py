@@ -31,12 +31,14 @@ def results(tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 def test_what_is_exact_is_exact_on_a_cpu(results):
     rows = [row for row in results["rows"] if row["part"] == "correctness" and row["goal"] is not None]
     assert len(rows) == 12, "six for each of two models"
     assert [row["name"] for row in rows if not row["met"]] == []
 
 
+@pytest.mark.slow
 def test_kernels_and_waits_are_counted(results):
     rows = {(row["part"], row["name"]): row["value"] for row in results["rows"]}
     assert rows["decoding", "static cache, waits per step"] == 1, "on a CPU each step looks which rows go on"
@@ -46,6 +48,7 @@ def test_kernels_and_waits_are_counted(results):
     assert 0 < rows["main", "outside the stages"] < 60
 
 
+@pytest.mark.slow
 def test_parts_without_time_are_named_and_the_table_prints_the_file(tmp_path):
     done, results = run(tmp_path, "--parts", "ceilings", "main", "--minutes", "0")
     assert done.returncode == 0, done.stderr

@@ -121,20 +121,18 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     cut, out = sweep_file(tmp_path, base=LONG, variants={"one": {}, "two": {"optim.lr": 0.01}}), tmp_path / "out"
     assert main(["sweep", str(cut), "--export", str(tmp_path / "files")]) == 0
 
-    first = start_command("sweep", cut)
-    assert wait_for(lambda: count_lines(out / "one" / "seed-1" / "metrics.jsonl") > 12, first)
-    for process in {first.pid, *processes_in(out)}:
-        os.kill(process, signal.SIGKILL)
-    first.wait()
+    with start_command("sweep", cut) as first:
+        assert wait_for(lambda: count_lines(out / "one" / "seed-1" / "metrics.jsonl") > 12, first)
+        for process in {first.pid, *processes_in(out)}:
+            os.kill(process, signal.SIGKILL)
     assert not (out / "one" / "seed-1" / "summary.json").exists()
 
-    second = start_command("sweep", cut)
-    assert wait_for(lambda: count_lines(out / "two" / "seed-1" / "metrics.jsonl") > 12, second)
-    left_behind = set(processes_in(out)) - {second.pid}
-    for process in left_behind:
-        os.kill(process, signal.SIGSTOP)
-    second.kill()
-    second.wait()
+    with start_command("sweep", cut) as second:
+        assert wait_for(lambda: count_lines(out / "two" / "seed-1" / "metrics.jsonl") > 12, second)
+        left_behind = set(processes_in(out)) - {second.pid}
+        for process in left_behind:
+            os.kill(process, signal.SIGSTOP)
+        second.kill()
 
     with start_command("sweep", cut) as third:
         assert "two/seed-1: a process of an earlier sweep is still running it" in third.stdout.readline()
