@@ -22,7 +22,7 @@ from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.models.assembly import load_run_models
+from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.pipeline import Pipeline, Scored
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.text.setup import build_pipeline

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokencredit.core.estimator_table import ESTIMATORS
-from tokencredit.settings.moved import MOVED
+from tokencredit.settings.renamed_keys import MOVED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tokencredit"

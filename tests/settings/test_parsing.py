@@ -8,8 +8,8 @@ import yaml
 from helpers.commands import refused
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.moved import MOVED
 from tokencredit.settings.parsing import configure
+from tokencredit.settings.renamed_keys import MOVED
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import CONTROL, TEXT, WORLDS, world_of

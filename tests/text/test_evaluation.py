@@ -16,7 +16,7 @@ from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_run
-from tokencredit.text.models.assembly import load_run_models
+from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.policy import load
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.trainer import PPOTrainer

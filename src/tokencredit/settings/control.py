@@ -132,7 +132,7 @@ class AgentRunConfig(RunSettings):
     """Number of iterations: one rollout and one update each."""
     save_every: int = setting(100, at_least=0)
     """Iterations between checkpoints, from which `--resume` continues. The last iteration and each new best evaluation
-    get one too. 0 for none, unless the run is interrupted."""
+    get one too. With 0 there is none of them, only one when the run is interrupted."""
 
 
 @dataclass

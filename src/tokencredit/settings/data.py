@@ -36,7 +36,8 @@ class PromptsConfig:
     overlong: Literal["error", "drop", "truncate"] = "error"
     """Policy for overlong prompts: raise an error, drop them, or keep the last tokens (truncate)."""
     add_bos: bool | None = None
-    """Prepend a beginning-of-sequence token to each prompt; null leaves that to the tokenizer or chat template."""
+    """Beginning-of-sequence token. true: prepend it to each prompt that lacks it. false: add no special token. null: as
+    the tokenizer or chat template does."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chat template, such as `enable_thinking: false`."""
 
@@ -163,7 +164,7 @@ class ScoreConfig:
     shift_mean: bool = setting(True, needs="normalize: not none")
     """Subtract the mean when normalizing, so that about half of the scores become negative; false only divides."""
     clip: float | None = setting(None, above=0)
-    """Clip range of scores: [-clip, clip]; null for no clipping."""
+    """Clip range of scores, after `normalize`: [-clip, clip]; null for no clipping."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
     """Penalty of a completion that was truncated, subtracted from its score after `normalize` and `clip`."""
     overlong_penalty: float = setting(0.0, at_least=0)

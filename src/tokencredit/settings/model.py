@@ -86,9 +86,9 @@ class CriticTraining:
     size. They minimize the value loss alone, with `clip` and without `coef`."""
     buffer: int = setting(0, needs="epochs", at_least=0)
     """Earlier iterations whose batches are replayed in these extra passes, oldest first and without `clip`. Their
-    returns come from older policies: the faster the policy moves, the less they fit. Each adds as many steps as the new
-    batch has, and device memory: per token 18 bytes in completions and 9 in prompts, padding included; for agents, the
-    observations."""
+    returns come from older policies: the faster the policy moves, the less they fit. Each of them adds as many steps as
+    the new batch. It also takes device memory: 18 bytes per completion token and 9 per prompt token, padding included,
+    or the size of an agent's observations."""
 
     def frozen(self, iteration: int, policy: Iterable[T], critic: Iterable[T]) -> list[T]:
         """Parameters that the joint steps of an iteration leave alone.

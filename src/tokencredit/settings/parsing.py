@@ -18,7 +18,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import KINDS, PromptsConfig, RewardTerm
 from tokencredit.settings.fields import hint_of, no_group, refuse_idle, unknown_key, without_idle, wrong_value
 from tokencredit.settings.help import FIRST_KEYS, short_help
-from tokencredit.settings.moved import MOVED, renamed
+from tokencredit.settings.renamed_keys import MOVED, renamed
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import WORLDS, World, other_world

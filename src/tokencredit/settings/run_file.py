@@ -11,7 +11,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import values, without_idle
-from tokencredit.settings.moved import renamed
+from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import WORLDS, other_world
 from tokencredit.settings.yaml import flat, read_yaml

@@ -46,9 +46,10 @@ class PPOConfig:
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     """The prompts that the policy completes."""
     reward: list[RewardTerm] = field(default_factory=lambda: [ClassifierTerm(classifier="builtin:reviews")])
-    """Reward terms; their weighted sum is the score of a completion. A term is a `function` with `kwargs`, a
-    `classifier` with `label` and `output`, or a `reward_model`. The models also have `text`, `batch_size` and `dtype`;
-    all terms have `weight`, `name`, `retries` and `timeout`. docs/rewards.md describes these keys."""
+    """Reward terms; their weighted sum is the score of a completion. A term is a `function`, called with `kwargs`, a
+    `classifier`, whose `output` for the class `label` is the reward, or a `reward_model`. The models also have `text`
+    (their input: both, or the completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and
+    `timeout` of a call. docs/rewards.md describes these keys."""
     score: ScoreConfig = field(default_factory=ScoreConfig)
     """Normalization, clipping and penalties of scores."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -55,7 +55,7 @@ class SamplingConfig:
     min_new_tokens: int = setting(0, at_least=0)
     """Shortest completion, in tokens, before it may end."""
     temperature: float = setting(1.0, above=0)
-    """Sampling temperature: logits are divided by it. Training uses that of the rollout for its log-probs too."""
+    """Sampling temperature: logits are divided by it."""
     top_k: int | None = setting(None, at_least=1)
     """Top-k sampling: only the k most likely tokens; null for all. Like top_p, min_p and min_new_tokens it filters the
     sampled tokens only: log-probs remain those of the full distribution."""
@@ -93,6 +93,8 @@ class SamplingConfig:
 class RolloutConfig(SamplingConfig):
     """Sampling of completions for training."""
 
+    temperature: float = setting(1.0, above=0)
+    """Sampling temperature: logits are divided by it, here and for the log-probs in training."""
     batch_size: int = setting(64, at_least=1)
     """Completions per iteration, over all processes."""
     per_prompt: int = setting(1, at_least=1)
@@ -269,7 +271,8 @@ class OptimConfig:
     final_scale: float = setting(0.1, needs="schedule: not constant", at_least=0, at_most=1)
     """Final learning rate, as a fraction of the peak."""
     max_grad_norm: float | None = setting(1.0, above=0)
-    """Largest norm of the gradient; null for no limit."""
+    """Gradient clipping: a larger gradient is scaled down to this norm, over all trained parameters together; null for
+    none."""
     grad_norm_type: Literal["l2", "max"] = "l2"
     """Norm for max_grad_norm: l2, or max (the largest element)."""
 
@@ -288,7 +291,8 @@ class StopSettings:
     """Early-stopping rules shared by language models and agents."""
 
     reward: float | None = None
-    """Mean reward above which the run stops; null for never."""
+    """Mean reward of an iteration (metric `reward`, or an agent's `train/average_return`) above which the run stops;
+    null for never."""
     patience: int = setting(1, needs="reward or kl", at_least=1)
     """Consecutive iterations above a threshold (`reward`, or for texts `kl`) before the run stops."""
 
@@ -310,7 +314,8 @@ class EvalConfig(SamplingConfig):
     samples: int = setting(64, at_least=1)
     """Number of prompts per evaluation, over all processes."""
     best_of: int = setting(1, at_least=1)
-    """Completions per prompt; eval/best is the mean over prompts of the best completion."""
+    """Completions per prompt. The metric `eval/best` is the mean over prompts of the best completion's score; `best/`
+    is chosen by the mean over all."""
     prompts: PromptsConfig | None = None
     """Held-out prompts; null for the training prompts."""
 
@@ -348,7 +353,7 @@ class RunSettings:
     """Number of iterations: one rollout and one update each."""
     save_every: int = setting(10, at_least=0)
     """Iterations between checkpoints, from which `--resume` continues. The last iteration and each new best evaluation
-    get one too. 0 for none, unless the run is interrupted."""
+    get one too. With 0 there is none of them, only one when the run is interrupted."""
     keep_last: int = setting(2, at_least=1)
     """Number of newest checkpoints to keep, beside that of the best evaluation."""
     max_bad_steps: int = setting(3, at_least=1)

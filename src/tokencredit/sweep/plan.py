@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
-from tokencredit.settings.moved import renamed
+from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.world import WORLDS, World
 from tokencredit.settings.yaml import nested, read_yaml
 

@@ -14,7 +14,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig
 from tokencredit.text.batch import text_metrics
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.models.assembly import load_run_models
+from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.rewards.terms import build_terms, term_metrics
 from tokencredit.text.setup import build_pipeline, evaluation_prompts

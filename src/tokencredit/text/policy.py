@@ -16,8 +16,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.models.assembly import load_run_models
 from tokencredit.text.models.loading import max_prompt_length
+from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
 from tokencredit.text.setup import build_pipeline
 

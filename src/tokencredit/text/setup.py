@@ -20,8 +20,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.assembly import Models
 from tokencredit.text.models.loading import max_prompt_length
+from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms

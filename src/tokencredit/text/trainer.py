@@ -38,16 +38,16 @@ from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.evaluation import evaluate
-from tokencredit.text.models import assembly
+from tokencredit.text.models import run_models
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
-from tokencredit.text.overview import overview
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
+from tokencredit.text.startup_summary import overview
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -93,7 +93,7 @@ class PPOTrainer:
         args = require_config(args, PPOConfig)
         setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset)
         if model is not None:
-            name = model if isinstance(model, str) else assembly.name_of(model)
+            name = model if isinstance(model, str) else run_models.name_of(model)
             args = replace(args, model=replace(args.model, name=name))
         self.args = args
         self.processes = Processes()
@@ -101,7 +101,7 @@ class PPOTrainer:
         with rng.preserved():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
-            lm, self.tokenizer = assembly.load_start(args, model, processing_class)
+            lm, self.tokenizer = run_models.load_start(args, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             datasets = train_dataset, eval_dataset
@@ -109,7 +109,7 @@ class PPOTrainer:
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
             named = model is None or isinstance(model, str)
-            models = assembly.build_models(args, lm, self.tokenizer, precision, peft_config, named)
+            models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named)
             self.rng = rng.torch_state()
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes)

@@ -13,7 +13,7 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.sampling import CachedSteps, sample
-from tokencredit.text.engines.static_cache import StaticDecoding
+from tokencredit.text.engines.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs

@@ -18,7 +18,7 @@ from transformers import (
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
-from tokencredit.text.engines.dynamic_cache import sampling_cache
+from tokencredit.text.engines.dynamic_kv_cache import sampling_cache
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, positions
 from tokencredit.text.models.critic import Critic

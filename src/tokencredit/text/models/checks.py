@@ -19,7 +19,7 @@ from tokencredit.learn.training_mode import checkpointing_modules, training
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.sampling import CachedSteps, sample
-from tokencredit.text.engines.static_cache import StaticDecoding
+from tokencredit.text.engines.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.critic import Critic

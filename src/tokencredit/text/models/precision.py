@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tokencredit.processes import Processes
 from tokencredit.runs.folder import read_choices
-from tokencredit.text.models.machine_cache import measure_once, processor
+from tokencredit.text.models.machine_timings import measure_once, processor
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[bool, Dtype] = {True: "bfloat16", False: "float32"}

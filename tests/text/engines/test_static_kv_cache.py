@@ -15,7 +15,7 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.training import RolloutConfig, RunConfig, SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import CachedSteps, Decoding, sample
-from tokencredit.text.engines.static_cache import StaticDecoding
+from tokencredit.text.engines.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.architecture import width

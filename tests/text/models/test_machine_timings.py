@@ -8,7 +8,7 @@ from threading import Barrier
 
 import pytest
 
-from tokencredit.text.models.machine_cache import cache_file, measure_once, processor
+from tokencredit.text.models.machine_timings import cache_file, measure_once, processor
 
 KEY = {"processor": "one", "width": 64}
 RESULTS = ("yes", "no")
