@@ -33,9 +33,10 @@ from safetensors.numpy import load_file
 from helpers.commands import processes_in, python, start_command, wait_for
 from helpers.files import count_lines, read_jsonl, without_times
 
-QUIET = ["--run.show_every", "0", "--run.trackers", "[]"]
+QUIET = ["--run.trackers", "[]"]
 TEXT = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", *QUIET]
 TEXT += ["--kl.target", "1", "--score.normalize", "running", "--ppo.epochs", "2", "--ppo.minibatches", "2"]
+TEXT += ["--run.show_every", "0"]
 CONTROL = [
     "control",
     "--env.id",

@@ -17,7 +17,7 @@ from tokencredit.sweep.plan import read_sweep
 from tokencredit.sweep.runner import share, start
 from tokencredit.sweep.status import trouble
 
-TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "show_every": 0, "trackers": []}}
+TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "trackers": []}}
 LONG = TINY | {"steps": 64, "run": TINY["run"] | {"iterations": 40, "save_every": 5}}
 
 
@@ -122,13 +122,13 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     assert main(["sweep", str(cut), "--export", str(tmp_path / "files")]) == 0
 
     with start_command("sweep", cut) as first:
-        assert wait_for(lambda: count_lines(out / "one" / "seed-1" / "metrics.jsonl") > 12, first)
+        assert wait_for(lambda: count_lines(out / "one" / "seed-1" / "metrics.jsonl") > 5, first)  # a checkpoint
         for process in {first.pid, *processes_in(out)}:
             os.kill(process, signal.SIGKILL)
     assert not (out / "one" / "seed-1" / "summary.json").exists()
 
     with start_command("sweep", cut) as second:
-        assert wait_for(lambda: count_lines(out / "two" / "seed-1" / "metrics.jsonl") > 12, second)
+        assert wait_for(lambda: count_lines(out / "two" / "seed-1" / "metrics.jsonl") > 0, second)
         left_behind = set(processes_in(out)) - {second.pid}
         for process in left_behind:
             os.kill(process, signal.SIGSTOP)
