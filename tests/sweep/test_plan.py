@@ -146,13 +146,23 @@ def test_mistakes_in_a_grid_are_named(grid, message):
 @pytest.mark.parametrize(
     ("term", "message"),
     [
-        ({"clasifier": "x"}, r"unknown key reward\[0\].clasifier; did you mean reward\[0\].classifier"),
-        (3, r"reward\[0\] is 3; it must be a mapping"),
+        ({"clasifier": "x"}, r"unknown key reward\[\].clasifier; did you mean reward\[\].classifier"),
+        (3, r"reward\[\] is 3; it must hold keys"),
     ],
 )
 def test_mistakes_in_the_terms_of_a_reward_are_named(term, message):
     with pytest.raises(ConfigError, match=message):
         expand(PLAIN | {"world": "text", "base": {}, "variants": {"a": {"reward": [term]}}}, configure)
+
+
+def test_a_reward_may_be_of_any_kind():
+    terms = [{"function": "length", "kwargs": {"unit": "words"}}, {"reward_model": "rm", "weight": 2.0}]
+    (run,) = expand(
+        PLAIN | {"world": "text", "base": {"reward": terms}, "seeds": [1], "variants": {"a": {}}}, configure
+    )
+    function, model = run.config["reward"]
+    assert (function["function"], function["kwargs"]) == ("length", {"unit": "words"})
+    assert (model["reward_model"], model["weight"]) == ("rm", 2.0)
 
 
 def test_neither_grid_nor_variants_is_refused():

@@ -224,11 +224,6 @@ def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], prefix: st
             if not isinstance(value, dict):
                 raise ConfigError(f"{prefix}{key} is {value!r}; it is a group of settings: {', '.join(known[key])}")
             check_keys(value, known[key], f"{prefix}{key}.")
-        elif (
-            isinstance(known[key], list) and known[key] and isinstance(known[key][0], dict) and isinstance(value, list)
-        ):
-            for place, item in enumerate(value):
-                check_keys(mapping(item, f"{prefix}{key}[{place}]"), known[key][0], f"{prefix}{key}[{place}].")
 
 
 def refuse_changed(runs: Sequence[Run]) -> None:
