@@ -28,7 +28,7 @@ def correlated(run, value, low=None, high=None, **credit):
     """The run with this correlation of the shown advantages."""
     found = run.audit["credit"]
     found["estimators"][found["shown"]]["correlation"] = {"value": value, "low": low, "high": high}
-    found |= credit
+    found |= {"noise": {"value": 0.2, "low": 0.1, "high": 0.3}} | credit
     return audit_view.trust(run)
 
 
@@ -44,11 +44,21 @@ def test_the_trust_score_by_hand(run):
     assert f"correlate 0.70 with the true ones ({measured})." in correlated(run, 0.7)
     assert correlated(run, 1.2).startswith("About 100 % of the credit")
     assert correlated(run, 0.03).startswith("Less than 1 % of the credit")
-    assert correlated(run, -0.4, -0.6, -0.1).startswith("Nothing of the credit on this page is real: ")
+    assert correlated(run, -0.4, -0.6, -0.1).startswith("None of the credit on this page is real: ")
+    assert correlated(run, -0.1, -0.4, 0.2).startswith("It is not shown that any of the credit on this page is real: ")
     assert "correlate 0.00 with" in correlated(run, -0.001)
     assert correlated(run, None).startswith("The share of real credit on this page is unknown")
     final = replace(run, audit=run.audit | {"iteration": None})
     assert "completions of the final policy, 32 continuations" in audit_view.trust(final)
+
+
+def test_an_audit_that_is_mostly_noise_gives_no_verdict(run):
+    sentence = correlated(run, -0.33, -1.81, 0.13, noise={"value": 0.7055, "low": 0.45, "high": 1.23})
+    assert sentence.startswith(
+        "This audit is too noisy to say how much of the credit on this page is real: 71 % of the variance of its true "
+        "advantages is sampling noise; shown advantages (gae, λ = 0.95) correlate -0.33"
+    )
+    assert sentence.endswith("Audit with more --continuations.")
 
 
 def test_the_sentence_on_the_page_is_that_of_the_numbers(run, audited_folder):

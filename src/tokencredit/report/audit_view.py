@@ -8,6 +8,7 @@ from typing import Any
 
 from tokencredit.report.audit_file import ENDS, OF_ESTIMATOR, audited_rows
 from tokencredit.report.reading import Run
+from tokencredit.runs.diagnosis.audit_checks import NOISY
 from tokencredit.runs.summary import figure
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.world import CONTROL, world_of
@@ -43,19 +44,26 @@ def trust(run: Run) -> str | None:
             f"The share of real credit on this page is unknown: noise in the true values may explain the whole result "
             f"({measured(run)}). More continuations per state make them more precise."
         )
-    return (
-        f"{share(correlation['value'])} of the credit on this page is real: shown advantages "
-        f"({visible(credit['shown'])}) correlate {text_parts(correlation)[0]} with the true ones "
-        f"({between(correlation)}{measured(run)})."
+    correlates = (
+        f"shown advantages ({visible(credit['shown'])}) correlate {text_parts(correlation)[0]} with the true ones "
+        f"({between(correlation)}{measured(run)})"
     )
+    noise = credit["noise"]["value"]
+    if noise is not None and noise > NOISY:
+        return (
+            f"This audit is too noisy to say how much of the credit on this page is real: {100 * noise:.0f} % of the "
+            f"variance of its true advantages is sampling noise; {correlates}. Audit with more --continuations."
+        )
+    return f"{share(correlation)} of the credit on this page is real: {correlates}."
 
 
-def share(correlation: float) -> str:
+def share(correlation: Mapping[str, Any]) -> str:
     """The squared correlation, as the beginning of a sentence."""
-    percent = 100 * min(max(correlation, 0.0), 1.0) ** 2
-    if percent < 1:
-        return "Less than 1 %" if correlation > 0 else "Nothing"
-    return f"About {percent:.0f} %"
+    value, high = correlation["value"], correlation["high"]
+    if value <= 0:
+        return "None" if high is None or high <= 0 else "It is not shown that any"
+    percent = 100 * min(value, 1.0) ** 2
+    return "Less than 1 %" if percent < 1 else f"About {percent:.0f} %"
 
 
 def between(found: Mapping[str, Any]) -> str:

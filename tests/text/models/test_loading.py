@@ -4,7 +4,14 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError
@@ -132,6 +139,21 @@ def test_a_separate_critic_from_another_folder_is_saved_beside_the_policy(model_
 LORA = LoraConfig(rank=4, alpha=8)
 
 
+def test_an_adapter_names_its_base_model_from_every_folder(model_folders, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    shutil.copytree(model_folders["llama"], tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    args = ModelConfig(name="./base", lora=LORA)  # PEFT's file would name it `base`, which could be a model of the hub
+    model, _ = build_policy(*load_language_model(args), args, CriticConfig())
+    save_policy(tmp_path / "adapter", model, load_language_model(args)[1])
+    monkeypatch.chdir("/")
+    again, _ = load_language_model(ModelConfig(name=str(tmp_path / "adapter")))
+    assert again.num_parameters() > 0
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tmp_path / "base"
+    )
+
+
 def test_an_adapter_alone_is_trained_and_loads_with_plain_peft(model_folders, tmp_path):
     peft = pytest.importorskip("peft")
     args = ModelConfig(name=str(model_folders["llama"]), lora=LORA)
@@ -182,3 +204,11 @@ def test_fused_gelu_gives_what_the_model_gives():
     torch.testing.assert_close(fused(ids).logits, plain(ids).logits, atol=1e-6, rtol=1e-6)
     for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_a_classifier_is_not_a_policy(model_folders, tmp_path):
+    config = AutoConfig.from_pretrained(model_folders["llama"], num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folders["llama"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"is not a causal language model: its weights lack lm_head\.weight$"):
+        load_language_model(ModelConfig(name=str(tmp_path)))

@@ -50,7 +50,7 @@ def resolve(name: str, part: str) -> str:
         folder = folder.expanduser()
         if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
-        return str(folder)
+        return str(folder.absolute())  # an adapter names its base model by it, wherever it is loaded later
     return name if _hub_answers(name) else _cached(name)
 
 
@@ -235,12 +235,21 @@ def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrain
     """Load a model by an Auto class, with float32 weights, from safetensors only.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: it cannot be loaded, or has no weights for some layer, as a classifier has none to predict tokens.
     """
+    model: PreTrainedModel
     with as_config_error(f"a language model from {name!r}"):
-        model: PreTrainedModel = kind.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=args.trust_remote_code
+        model, loaded = kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=args.trust_remote_code,
+            output_loading_info=True,
         )
+    # Transformers initializes them at random. A trunk alone may lack what is not used, such as a pooler.
+    if loaded["missing_keys"] and kind is AutoModelForCausalLM:
+        missing = ", ".join(sorted(loaded["missing_keys"])[:3])
+        raise ConfigError(f"{name!r} is not a causal language model: its weights lack {missing}")
     fuse_gelu(model)
     disable_noise(model, dropout=not args.dropout)
     return model
