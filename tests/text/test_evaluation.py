@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.configs import quiet
+from helpers.configs import quiet, text_config
+from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
@@ -118,3 +119,20 @@ def test_a_missing_critic_is_said_and_not_made_up(run, tmp_path):
     with pytest.raises(ConfigError, match=r"has no critic, though critic\.kind of the run is separate"):
         load(tmp_path / "copy")
     assert evaluate_run(tmp_path / "copy", read_config(folder / "config.yaml", PPOConfig), "policy"), "it needs none"
+
+
+def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(tmp_path, capsys):
+    """config.yaml holds the defaults in their place: the built-in classifier and its prompt."""
+    folder = tmp_path / "run"
+    args = text_config(folder, optim=OptimConfig(warmup=0))
+    PPOTrainer(
+        args=args, reward_funcs=lambda completions, **_: [0.0] * 4 + [1.0] * 4, train_dataset=[{"prompt": "A film"}]
+    ).train()
+    capsys.readouterr()
+    assert main(["evaluate", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "was begun in Python with reward_funcs, train_dataset, which its folder does not hold" in told
+    assert main(["generate", str(folder)]) == 2
+    assert "prompts came from Python (train_dataset), and its folder does not hold them" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--prompt", "A film", "-n", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 2

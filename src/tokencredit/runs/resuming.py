@@ -119,6 +119,13 @@ def started_from(run: Path) -> dict[str, Any] | None:
     return None
 
 
+def given_in_python(run: Path) -> list[str]:
+    """Names of the arguments of `PPOTrainer` that a run began with and its folder does not hold, such as reward_funcs;
+    none if it has no readable checkpoint."""
+    origin = started_from(run)
+    return [] if origin is None else list(origin["given"])
+
+
 def size(file: Path) -> int:
     """A file's size; 0 if there is none."""
     return file.stat().st_size if file.exists() else 0

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokencredit.errors import RunStopped
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import Processes
+from tokencredit.runs.resuming import given_in_python
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig
@@ -76,9 +77,15 @@ def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
         which: `policy`, `best`, or `base` for the model it started from.
 
     Raises:
-        ConfigError: the run has no such policy.
+        ConfigError: the run has no such policy, or its rewards or prompts came from Python.
         RunStopped: a reward is not finite.
     """
+    given = [name for name in given_in_python(run) if name in ("reward_funcs", "train_dataset", "eval_dataset")]
+    if given:
+        raise ConfigError(
+            f"{str(run)!r} was begun in Python with {', '.join(given)}, which its folder does not hold; evaluate it "
+            "there: PPOTrainer(…).evaluate(), or with eval.every during training"
+        )
     processes = Processes()
     models = load_run_models(run, config, which, processes, reference=True)
     terms = build_terms(config.reward, processes.device)

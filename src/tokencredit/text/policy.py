@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
+from tokencredit.runs.resuming import given_in_python
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
@@ -38,6 +39,7 @@ class Policy:
             ConfigError: the run has no such policy, or its critic is missing.
         """
         self.config, processes = config, Processes()
+        self.given = given_in_python(run)
         models = load_run_models(run, config, which, processes, critic=critic)
         self.pipeline = build_pipeline(config, models, [], processes)
         self.model, self.tokenizer = models.policy, models.tokenizer
@@ -82,6 +84,10 @@ class Policy:
         With `chat` the prompt is a user message, rendered by the tokenizer's chat template.
         """
         config, rows = self.config.prompts, None
+        if prompt is None and "train_dataset" in self.given:
+            raise ConfigError(
+                "the run's prompts came from Python (train_dataset), and its folder does not hold them; give a prompt"
+            )
         if prompt is not None and chat:
             config = replace(config, column="prompt")
             rows = [{"prompt": [{"role": "user", "content": prompt}]}]
