@@ -86,7 +86,7 @@ def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, cap
     with pytest.raises(SystemExit):
         main(["train", *flags, "--print_config"])
     (term,) = yaml.safe_load(capsys.readouterr().out)["reward"]
-    assert (term["function"], term["classifier"], term["label"]) == ("length", None, None)
+    assert (term["function"], term["kwargs"], "classifier" in term) == ("length", {"unit": "words"}, False)
 
 
 @pytest.mark.slow
@@ -152,7 +152,11 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
             "reward:\n- label: A\n  clasifier: b\n",
             r"{file}: unknown key reward[].clasifier; did you mean reward[].classifier?",
         ),
-        ("reward:\n- label: 3\n", r"{file}: reward[].label is 3; it must be a text"),
+        (
+            "reward:\n- label: 3\n",
+            r"{file}: reward[] needs exactly one of function, classifier, reward_model; it has none",
+        ),
+        ("reward:\n- {classifier: x, label: 3}\n", r"reward[0].label is 3; it must be a text"),
     ],
 )
 def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, capsys):

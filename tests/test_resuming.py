@@ -19,7 +19,7 @@ from helpers.files import read_events
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.control import AgentConfig, AgentCriticConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUpdateConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -127,7 +127,7 @@ AGENTS = {
     "episodes that end with the rollout": {
         "env": EnvConfig(id="Acrobot-v1", kwargs={"max_episode_steps": 10}),
         "steps": 10,
-        "ppo": UpdateConfig(minibatches=2),
+        "ppo": AgentUpdateConfig(minibatches=2),
     },
 }
 
@@ -438,7 +438,7 @@ def test_only_the_flag_resumes_in_either_spelling(tmp_path, capsys):
 
 def test_a_run_of_an_older_version_goes_on_without_its_settings_that_change_nothing(tmp_path, capsys):
     """Such settings are refused now; the file of the run still holds them, and some of them could not change."""
-    run, useless = tmp_path / "run", {"agent.context": 3, "env.clip": 5.0, "run.samples": 2, "stop.patience": 4}
+    run, useless = tmp_path / "run", {"agent.context": 3, "env.clip": 5.0, "stop.patience": 4}
     cut(ControlTrainer, control(run, 4), 3)
     file = run / "config.yaml"
     file.write_text(yaml.safe_dump(nested(flat(yaml.safe_load(file.read_text())) | useless)))

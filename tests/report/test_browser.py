@@ -128,7 +128,7 @@ def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
     rows = [
         json.loads(line) | {"reward/<b>x</b>&lt;": 1.0, "eval/reward/<b>x</b>&lt;": 2.0}
-        for line in (copy / "metrics.jsonl").open()
+        for line in (copy / "metrics.jsonl").read_text().splitlines()
     ]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_report(copy)

@@ -70,7 +70,7 @@ def grouped(per_prompt=2, batch_size=4, **advantage):
     return {
         "critic": NO_CRITIC,
         "rollout": RolloutConfig(batch_size=batch_size, per_prompt=per_prompt),
-        "advantage": AdvantageConfig(**({"estimator": "group_relative", "whiten": False} | advantage)),
+        "advantage": AdvantageConfig(**({"estimator": "group_relative", "whiten": "none"} | advantage)),
     }
 
 

@@ -67,7 +67,7 @@ def test_terms_from_python_have_their_names(tmp_path):
     ],
 )
 def test_the_source_of_each_kind_of_term(settings, text):
-    assert source(RewardTerm(**settings)) == text
+    assert source(RewardTerm.read(settings)) == text
 
 
 @pytest.mark.parametrize(

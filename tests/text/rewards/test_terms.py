@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 import shutil
+import sys
 import warnings
 from ast import literal_eval
 from functools import partial
@@ -585,6 +586,24 @@ def test_a_function_that_raises_is_named_with_the_text_that_made_it():
     ) as caught:
         rate([Term("picky", 1.0, picky)], answer=[1, 2])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_a_function_that_exits_fails_its_call_and_not_the_process(timeout, tmp_path):
+    def leaves(completions):
+        sys.exit(0)
+
+    with pytest.raises(RewardError, match=r"^reward term 'leaves' called sys\.exit\(0\)$"):
+        rate([Term("leaves", 1.0, leaves, retries=0, timeout=timeout)])
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigError, match=r"cannot be run: SystemExit: 3$"):
+        build_terms([FunctionTerm(function=f"{tmp_path}/leaves.py:reward")], "cpu")
+
+
+def test_a_sum_that_float32_cannot_hold_is_not_finite():
+    huge = Term("huge", 10.0, lambda completions: [1e38] * len(completions))
+    with pytest.raises(NonFiniteReward, match=r"^the weighted sum of the rewards reaches 1e\+39, .* in float32$"):
+        rate([huge])
 
 
 def test_a_coroutine_that_raises_is_named_too():

@@ -104,6 +104,14 @@ def _call_with_retries(
 
 
 def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call once; `sys.exit()` in a function fails its call, and must not end the run as if it were done."""
+    try:
+        return _call_within_timeout(term, args, kwargs)
+    except SystemExit as error:
+        raise RewardError(f"reward term {term.name!r} called sys.exit({error.code!r})") from error
+
+
+def _call_within_timeout(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
     if _is_coroutine(term.function):
         future = asyncio.run_coroutine_threadsafe(term.function(*args, **kwargs), _loop())

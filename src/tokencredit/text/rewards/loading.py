@@ -60,7 +60,7 @@ def _from_file(location: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"the reward file {location!r} cannot be run: {type(error).__name__}: {error}") from error
     return module
@@ -69,7 +69,7 @@ def _from_file(location: str) -> ModuleType:
 def _from_module(location: str) -> ModuleType:
     try:
         return importlib.import_module(location)
-    except Exception as error:  # the module's code may raise anything
+    except (Exception, SystemExit) as error:  # the module's code may raise anything
         raise ConfigError(
             f"the reward module {location!r} cannot be imported: {type(error).__name__}: {error}; "
             "give a file by its path, as in 'rewards.py:name'"

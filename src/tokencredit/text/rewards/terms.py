@@ -27,6 +27,8 @@ from tokencredit.text.rewards.loading import load_function
 from tokencredit.text.rewards.models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Text, joined
 
+LARGEST = torch.finfo(torch.float32).max
+"""Largest magnitude of a score; rewards are float32 tensors."""
 Value = float | list[float] | None
 """A term's value for one completion."""
 
@@ -185,7 +187,7 @@ def score(
     Raises:
         RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
             number, None or a list of `lengths[i]` numbers for each completion; or all values are None.
-        NonFiniteReward: a number is NaN or infinite.
+        NonFiniteReward: a number is NaN or infinite, or their sum is in float32.
         MemoryError, RuntimeError: a function ran out of memory; see `processes.out_of_memory`.
         ConfigError: a function requires a column that does not exist.
     """
@@ -209,6 +211,9 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
             elif value is not None:
                 totals[row] += term.weight * value
         summed[term.name] = [sum(value) if isinstance(value, list) else value for value in values[term.name]]
+    largest = max((abs(x) for row in (totals, *dense) for x in row), default=0.0)
+    if largest > LARGEST:
+        raise NonFiniteReward(f"the weighted sum of the rewards reaches {largest:g}, which is infinite in float32")
     kinds = {isinstance(value, list) for column in values.values() for value in column if value is not None}
     return Scores(totals, dense if True in kinds else None, summed, of_texts=False in kinds)
 
