@@ -86,7 +86,8 @@ def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, cap
     with pytest.raises(SystemExit):
         main(["train", *flags, "--print_config"])
     (term,) = yaml.safe_load(capsys.readouterr().out)["reward"]
-    assert (term["function"], term["classifier"], term["label"]) == ("length", None, None)
+    assert (term["function"], term["kwargs"]) == ("length", {"unit": "words"})
+    assert not {"classifier", "label"} & term.keys(), "a function's term has no keys of a classifier"
 
 
 @pytest.mark.slow
@@ -129,6 +130,27 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["report", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["doctor", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["generate", "nowhere", "-n", "0"], "--samples is 0; it must be a whole number, at least 1"),
+        (["generate", "nowhere", "-n", "two"], "--samples is two; it must be a whole number, at least 1"),
+        (["generate", "nowhere", "--temperature", "0"], "--temperature is 0; it must be a number above 0"),
+        (["generate", "nowhere", "--temperature", "nan"], "--temperature is nan; it must be a number above 0"),
+        (["generate", "nowhere", "--max_new_tokens", "x"], "--max_new_tokens is x; it must be a whole number, at"),
+        (["generate", "nowhere", "--temperatur", "1"], "unknown option --temperatur; did you mean --temperature?"),
+        (["report", "nowhere", "--zzz"], "unknown option --zzz; see --help"),
+        (["generate"], "generate needs RUN, the folder of a run"),
+        (["compare"], "compare needs RUN, the folder of each run"),
+        (["sweep"], "sweep needs FILE, a sweep file"),
+        (["train", "--rollout.stop", ""], "rollout.stop is ''; it must be a list of texts"),
+        (["train", "--config", ""], "--config is ''; it must be a file"),
+        (["train", "--config", os.getcwd()], f"--config: '{os.getcwd()}' is not a file"),
+        (["train", "--lr", "1"], "unknown key lr; did you mean critic.lr or optim.lr?"),
+        (["--debug", "train", "--run.iterations", "x"], "run.iterations is 'x'; it must be a whole number"),
+        (["--debug", "train"], "--debug belongs after the command"),
+        (["train", "--reward.function", "f"], "--reward.function: reward has no keys of its own; it must be a list"),
+        (
+            ["train", "--reward", "f"],
+            "reward is 'f'; it must be a list of terms, such as --reward '[{function: f.py:f}]'",
+        ),
+        (["train", "--reward", "{function: f}"], "reward is {'function': 'f'}; it must be a list of terms, such as"),
         (["trane"], "invalid choice: 'trane'"),
     ],
 )
@@ -143,7 +165,9 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
         ("kl:\n  coef: much\n", r"{file}: kl.coef is 'much'; it must be a number"),
         ("kl:\n  coef: 1\n bad\n", r"in {file}, line 3"),
         ("kl:\n  coef: -1\n", r"kl.coef is -1.0; it must be at least 0"),
-        ("- 1\n- 2\n", r"{file}"),
+        ("- 1\n- 2\n", r"{file} holds no settings; it must be a mapping of keys to values"),
+        ("", r"{file} holds no settings; it must be a mapping of keys to values"),
+        ("\0\udcff", r"{file} is not a text file in UTF-8: invalid start byte at byte 1"),
         ("ppo:\n  minibatches:\n", r"ppo.minibatches is null; it needs a value"),
         ("model: 3\n", r"model is 3; it must hold keys, such as model.name"),
         ("seed: 1\neval:\n", r"eval is None; it must hold keys"),
@@ -152,13 +176,23 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
             "reward:\n- label: A\n  clasifier: b\n",
             r"{file}: unknown key reward[].clasifier; did you mean reward[].classifier?",
         ),
-        ("reward:\n- label: 3\n", r"{file}: reward[].label is 3; it must be a text"),
+        ("reward:\n- label: A\n", r"{file}: reward[] needs exactly one of function, classifier, reward_model"),
+        ("reward:\n- classifier: c\n  label: 3\n", r"reward[0].label is 3; it must be a text"),
     ],
 )
 def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     assert message.format(file=file) in refused(capsys, "train", "--config", str(file))
+
+
+@pytest.mark.parametrize("text", ["lrr: 1\n", "kl: {coef: x}\n", "", "prompts: 3\n", "optim: {value_lr: 1}\n"])
+def test_the_file_with_the_mistake_is_named(text, tmp_path, capsys):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("kl: {coef: 1}\n")
+    second.write_text(text)
+    for flags in (["--config", str(first), "--config", str(second)], [f"--config={second}", f"--config={first}"]):
+        assert refused(capsys, "train", *flags).startswith(str(second))
 
 
 def test_debug_shows_the_traceback():

@@ -13,7 +13,8 @@ from jsonargparse import ArgumentError
 from tokencredit.commands import COMMANDS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.parsing import Parser, explain, new_parser, plainly, resumed_run, with_resumed
+from tokencredit.settings.explain import explain, resumed_run
+from tokencredit.settings.parsing import Parser, new_parser, plainly, with_resumed
 from tokencredit.signals import INTERRUPTED, end_on_interrupt
 
 FAILED, BAD_ARGUMENTS = 1, 2
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
     except ArgumentError as error:
-        return complain(explain(str(error), arguments, commands.get(arguments[0])), BAD_ARGUMENTS)
+        command = commands.get(next((a for a in arguments if a in commands), ""))
+        return complain(explain(str(error), arguments, command, command and command.kind), BAD_ARGUMENTS)
     except ConfigError as error:
         return fail(error, str(error), BAD_ARGUMENTS, arguments)
     except RunStopped as error:
