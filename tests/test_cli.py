@@ -2,11 +2,13 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+import tokencredit
 from helpers.commands import HEAVY, command, imported, refused
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
@@ -141,7 +143,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["sweep"], "sweep needs FILE, a sweep file"),
         (["train", "--rollout.stop", ""], "rollout.stop is ''; it must be a list of texts"),
         (["train", "--config", ""], "--config is ''; it must be a file"),
-        (["train", "--config", os.getcwd()], f"--config: '{os.getcwd()}' is not a file"),
+        (["train", "--config", str(Path.cwd())], f"--config: '{Path.cwd()}' is not a file"),
         (["train", "--lr", "1"], "unknown key lr; did you mean critic.lr or optim.lr?"),
         (["--debug", "train", "--run.iterations", "x"], "run.iterations is 'x'; it must be a whole number"),
         (["--debug", "train"], "--debug belongs after the command"),
@@ -222,6 +224,13 @@ for arguments in ("--help", "train --help", "train --ppo.clip 2", "train --run.d
         pass
 """
     assert imported(program, *HEAVY) == []
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"tokencredit {tokencredit.__version__}\n"
 
 
 def test_no_command_shows_the_help(capsys):

@@ -10,6 +10,7 @@ from functools import cache
 
 from jsonargparse import ArgumentError
 
+from tokencredit import __version__
 from tokencredit.commands import COMMANDS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
@@ -27,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # By default jsonargparse prints the configuration without the help texts.
     arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
     parser, commands = build_parser()
-    if arguments[1:] in (["--help", "all"], ["-h", "all"]) and arguments[0] in commands:
-        print(commands[arguments[0]].whole_help())
-        return 0
     try:
+        if len(arguments) == 3 and arguments[0] in commands and arguments[1] in ("--help", "-h"):
+            print(commands[arguments[0]].help_on(arguments[2]), end="")
+            return 0
         arguments = with_resumed(arguments)
         with plainly():
             chosen = parser.parse_args(arguments)
@@ -70,6 +71,7 @@ def set_up_torch() -> None:
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the command, and those of the subcommands by name."""
     parser = new_parser("PPO for language models and agents.")
+    parser.add_argument("--version", action="version", version=f"tokencredit {__version__}", help="Print the version.")
     chosen = parser.add_subcommands(dest="command", required=False)
     commands = {name: arguments() for name, (arguments, _) in COMMANDS.items()}
     for name, command in commands.items():

@@ -58,7 +58,8 @@ def explain(message: str, arguments: Sequence[str], command: ArgumentParser | No
             f"{run!r} was written by an older version of Tokencredit ({name} is now {MOVED[name]}); begin a new run, "
             "or resume it with the version that wrote it"
         )
-    known = [key for key in command.get_defaults(skip_validation=True).keys() if key != "debug"] if command else []
+    keys = command.get_defaults(skip_validation=True).keys() if command else []
+    known = [key for key in keys if key != "debug"]
     if kind is None:
         near = get_close_matches(name, known, n=1)
         return f"unknown option --{name}; " + (f"did you mean --{near[0]}?" if near else "see --help")
@@ -124,7 +125,8 @@ def config_files(arguments: Sequence[str]) -> Iterator[str]:
 def file_with(key: str, arguments: Sequence[str]) -> str | None:
     """The last configuration file of the arguments that has this key, or keys below it."""
     for file in config_files(arguments):
-        settings = read_yaml(Path(file)) if os.path.isfile(file) else None
+        # A text of settings in place of a file may be too long for Path.is_file.
+        settings = read_yaml(Path(file)) if os.path.isfile(file) else None  # noqa: PTH113
         if isinstance(settings, dict) and any(f"{name}.".startswith(f"{key}.") for name in flat(settings)):
             return file
     return None

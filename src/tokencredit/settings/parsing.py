@@ -17,7 +17,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import KINDS, RewardTerm
 from tokencredit.settings.explain import explain, explain_file, named, resumed_run
 from tokencredit.settings.fields import no_group, refuse_idle, without_idle
-from tokencredit.settings.help import FIRST_KEYS, short_help
+from tokencredit.settings.help import FIRST_KEYS, group_help, short_help
 from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.text import PPOConfig
@@ -106,6 +106,10 @@ class Parser(ArgumentParser):
             return self.whole_help(*args)
         command = next(f"tokencredit {world.command}" for world in WORLDS.values() if world.config is self.kind)
         return short_help(command, str(self.description), FIRST_KEYS[self.kind], self._actions)
+
+    def help_on(self, topic: str) -> str:
+        """The help on a group of keys, one key, or `all`; raises `ConfigError` for another topic."""
+        return self.whole_help() if topic == "all" else group_help(topic, self._actions)
 
     def whole_help(self, *args: Any) -> str:
         """The help on all options and keys."""
