@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -12,6 +13,8 @@ import tokencredit
 from helpers.commands import HEAVY, command, imported, refused
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
+from tokencredit.commands import COMMANDS, audit_parser
+from tokencredit.settings.training import MOST_SEED
 
 QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.iterations", "2", "--run.show_every", "1"]
 
@@ -153,6 +156,12 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
             "reward is 'f'; it must be a list of terms, such as --reward '[{function: f.py:f}]'",
         ),
         (["train", "--reward", "{function: f}"], "reward is {'function': 'f'}; it must be a list of terms, such as"),
+        (["generate", "nowhere", "--seed", "9" * 26], f"it must be a whole number, at least 0 and at most {MOST_SEED}"),
+        (["play", "nowhere", "--seed", str(MOST_SEED + 1)], f"--seed is {MOST_SEED + 1}; it must be a whole number"),
+        (["train", "--run.dir", ""], "run.dir is empty; give a folder, or leave it out for runs/DATE-TIME"),
+        (["train", "--resume", ""], "--resume is empty; give the folder of a run"),
+        (["compare", "nowhere", "--out", ""], "--out is empty; give a folder"),
+        (["sweep", "nowhere.yaml", "--export", ""], "--export is empty; give a folder"),
         (["trane"], "invalid choice: 'trane'"),
     ],
 )
@@ -224,6 +233,39 @@ for arguments in ("--help", "train --help", "train --ppo.clip 2", "train --run.d
         pass
 """
     assert imported(program, *HEAVY) == []
+
+
+@pytest.mark.parametrize(("world", "settings"), [("train", "model: {}\n"), ("control", "env: {}\n")])
+def test_a_resumed_run_keeps_its_folder(world, settings, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(settings)
+    other = refused(capsys, world, "--resume", str(run), "--run.dir", "other")
+    assert other == f"run.dir is 'other', and --resume continues '{run}' in its own folder; leave out run.dir"
+    (tmp_path / "more.yaml").write_text("run: {dir: other}\n")
+    assert refused(capsys, world, "--resume", str(run), "--config", str(tmp_path / "more.yaml")) == other
+
+
+def test_resuming_is_advised_for_runs_only(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("")
+    assert refused(capsys, "train", "--run.dir", str(tmp_path)).endswith("or move it away")
+    (tmp_path / "config.yaml").write_text("")
+    assert refused(capsys, "train", "--run.dir", str(tmp_path)).endswith(f"or resume the run with --resume {tmp_path}")
+
+
+def test_more_seeds_than_a_sweep_has_are_refused(tmp_path, capsys):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"dir: {tmp_path}/runs\nseeds: [1, 2]\nvariants: {{a: {{}}, b: {{kl.coef: 1}}}}\n")
+    message = f"--seeds is 5; it must be at most 2, the number of seeds in {file}"
+    assert refused(capsys, "sweep", str(file), "--seeds", "5") == message
+    assert main(["sweep", str(file), "--seeds", "2", "--dry_run"]) == 0
+
+
+def test_a_command_without_enough_memory_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(COMMANDS, "audit", (audit_parser, lambda options: torch.empty(2**55)))
+    assert main(["audit", "nowhere"]) == 1
+    error = capsys.readouterr().err
+    assert error == "tokencredit: out of memory; lower --completions or --continuations\n"
 
 
 def test_version(capsys):

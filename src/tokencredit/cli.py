@@ -20,6 +20,12 @@ from tokencredit.signals import INTERRUPTED, end_on_interrupt
 
 FAILED, BAD_ARGUMENTS = 1, 2
 """Exit codes: a run that failed; invalid arguments."""
+MEMORY_ADVICE = {
+    "generate": "; lower --samples or --max_new_tokens",
+    "audit": "; lower --completions or --continuations",
+    "play": "; lower --episodes",
+}
+"""Advice by command that runs out of memory outside a run's stages, which have their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error, str(error), FAILED, arguments)
     except OSError as error:
         return fail(error, describe(error), FAILED, arguments)
+    except (RuntimeError, MemoryError) as error:
+        from tokencredit.processes import out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        return fail(error, f"out of memory{MEMORY_ADVICE.get(chosen.command, '')}", FAILED, arguments)
     return 0
 
 

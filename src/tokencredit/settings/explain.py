@@ -16,12 +16,14 @@ from jsonargparse import ArgumentParser
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import hint_of, no_group, shown, unknown_key, wrong_value
 from tokencredit.settings.renamed_keys import MOVED, renamed
+from tokencredit.settings.training import MOST_SEED
 from tokencredit.settings.yaml import flat, load_yaml, read_yaml
 
 OPTIONS = {
     "PositiveInt": "a whole number, at least 1",
     "NonNegativeInt": "a whole number, at least 0",
     "PositiveFloat": "a number above 0",
+    "Seed": f"a whole number, at least 0 and at most {MOST_SEED}",
 }
 """Types of the commands' options, in words."""
 ARGUMENTS = {"run": "RUN, the folder of a run", "runs": "RUN, the folder of each run", "file": "FILE, a sweep file"}

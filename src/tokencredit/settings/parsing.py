@@ -72,6 +72,8 @@ def with_resumed(arguments: Sequence[str]) -> list[str]:
     run, trainers = resumed_run(arguments), [world.command for world in WORLDS.values()]
     if run is None or arguments[0] not in trainers:
         return list(arguments)
+    if not run:
+        raise ConfigError("--resume is empty; give the folder of a run")
     file = run_config_file(Path(run))
     settings = read_yaml(file)
     if isinstance(settings, dict) and (world := other_world(settings, arguments[0])):
