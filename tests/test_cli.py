@@ -2,14 +2,19 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+import tokencredit
 from helpers.commands import HEAVY, command, imported, refused
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
+from tokencredit.commands import COMMANDS, audit_parser
+from tokencredit.settings.training import MOST_SEED
 
 QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.iterations", "2", "--run.show_every", "1"]
 
@@ -86,7 +91,8 @@ def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, cap
     with pytest.raises(SystemExit):
         main(["train", *flags, "--print_config"])
     (term,) = yaml.safe_load(capsys.readouterr().out)["reward"]
-    assert (term["function"], term["kwargs"], "classifier" in term) == ("length", {"unit": "words"}, False)
+    assert (term["function"], term["kwargs"]) == ("length", {"unit": "words"})
+    assert not {"classifier", "label"} & term.keys(), "a function's term has no keys of a classifier"
 
 
 @pytest.mark.slow
@@ -129,6 +135,33 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["report", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["doctor", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["generate", "nowhere", "-n", "0"], "--samples is 0; it must be a whole number, at least 1"),
+        (["generate", "nowhere", "-n", "two"], "--samples is two; it must be a whole number, at least 1"),
+        (["generate", "nowhere", "--temperature", "0"], "--temperature is 0; it must be a number above 0"),
+        (["generate", "nowhere", "--temperature", "nan"], "--temperature is nan; it must be a number above 0"),
+        (["generate", "nowhere", "--max_new_tokens", "x"], "--max_new_tokens is x; it must be a whole number, at"),
+        (["generate", "nowhere", "--temperatur", "1"], "unknown option --temperatur; did you mean --temperature?"),
+        (["report", "nowhere", "--zzz"], "unknown option --zzz; see --help"),
+        (["generate"], "generate needs RUN, the folder of a run"),
+        (["compare"], "compare needs RUN, the folder of each run"),
+        (["sweep"], "sweep needs FILE, a sweep file"),
+        (["train", "--rollout.stop", ""], "rollout.stop is ''; it must be a list of texts"),
+        (["train", "--config", ""], "--config is ''; it must be a file"),
+        (["train", "--config", str(Path.cwd())], f"--config: '{Path.cwd()}' is not a file"),
+        (["train", "--lr", "1"], "unknown key lr; did you mean critic.lr or optim.lr?"),
+        (["--debug", "train", "--run.iterations", "x"], "run.iterations is 'x'; it must be a whole number"),
+        (["--debug", "train"], "--debug belongs after the command"),
+        (["train", "--reward.function", "f"], "--reward.function: reward has no keys of its own; it must be a list"),
+        (
+            ["train", "--reward", "f"],
+            "reward is 'f'; it must be a list of terms, such as --reward '[{function: f.py:f}]'",
+        ),
+        (["train", "--reward", "{function: f}"], "reward is {'function': 'f'}; it must be a list of terms, such as"),
+        (["generate", "nowhere", "--seed", "9" * 26], f"it must be a whole number, at least 0 and at most {MOST_SEED}"),
+        (["play", "nowhere", "--seed", str(MOST_SEED + 1)], f"--seed is {MOST_SEED + 1}; it must be a whole number"),
+        (["train", "--run.dir", ""], "run.dir is empty; give a folder, or leave it out for runs/DATE-TIME"),
+        (["train", "--resume", ""], "--resume is empty; give the folder of a run"),
+        (["compare", "nowhere", "--out", ""], "--out is empty; give a folder"),
+        (["sweep", "nowhere.yaml", "--export", ""], "--export is empty; give a folder"),
         (["trane"], "invalid choice: 'trane'"),
     ],
 )
@@ -143,7 +176,9 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
         ("kl:\n  coef: much\n", r"{file}: kl.coef is 'much'; it must be a number"),
         ("kl:\n  coef: 1\n bad\n", r"in {file}, line 3"),
         ("kl:\n  coef: -1\n", r"kl.coef is -1.0; it must be at least 0"),
-        ("- 1\n- 2\n", r"{file}"),
+        ("- 1\n- 2\n", r"{file} holds no settings; it must be a mapping of keys to values"),
+        ("", r"{file} holds no settings; it must be a mapping of keys to values"),
+        ("\0\udcff", r"{file} is not a text file in UTF-8: invalid start byte at byte 1"),
         ("ppo:\n  minibatches:\n", r"ppo.minibatches is null; it needs a value"),
         ("model: 3\n", r"model is 3; it must hold keys, such as model.name"),
         ("seed: 1\neval:\n", r"eval is None; it must hold keys"),
@@ -152,17 +187,23 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
             "reward:\n- label: A\n  clasifier: b\n",
             r"{file}: unknown key reward[].clasifier; did you mean reward[].classifier?",
         ),
-        (
-            "reward:\n- label: 3\n",
-            r"{file}: reward[] needs exactly one of function, classifier, reward_model; it has none",
-        ),
-        ("reward:\n- {classifier: x, label: 3}\n", r"reward[0].label is 3; it must be a text"),
+        ("reward:\n- label: A\n", r"{file}: reward[] needs exactly one of function, classifier, reward_model"),
+        ("reward:\n- classifier: c\n  label: 3\n", r"reward[0].label is 3; it must be a text"),
     ],
 )
 def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     assert message.format(file=file) in refused(capsys, "train", "--config", str(file))
+
+
+@pytest.mark.parametrize("text", ["lrr: 1\n", "kl: {coef: x}\n", "", "prompts: 3\n", "optim: {value_lr: 1}\n"])
+def test_the_file_with_the_mistake_is_named(text, tmp_path, capsys):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("kl: {coef: 1}\n")
+    second.write_text(text)
+    for flags in (["--config", str(first), "--config", str(second)], [f"--config={second}", f"--config={first}"]):
+        assert refused(capsys, "train", *flags).startswith(str(second))
 
 
 def test_debug_shows_the_traceback():
@@ -192,6 +233,46 @@ for arguments in ("--help", "train --help", "train --ppo.clip 2", "train --run.d
         pass
 """
     assert imported(program, *HEAVY) == []
+
+
+@pytest.mark.parametrize(("world", "settings"), [("train", "model: {}\n"), ("control", "env: {}\n")])
+def test_a_resumed_run_keeps_its_folder(world, settings, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(settings)
+    other = refused(capsys, world, "--resume", str(run), "--run.dir", "other")
+    assert other == f"run.dir is 'other', and --resume continues '{run}' in its own folder; leave out run.dir"
+    (tmp_path / "more.yaml").write_text("run: {dir: other}\n")
+    assert refused(capsys, world, "--resume", str(run), "--config", str(tmp_path / "more.yaml")) == other
+
+
+def test_resuming_is_advised_for_runs_only(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("")
+    assert refused(capsys, "train", "--run.dir", str(tmp_path)).endswith("or move it away")
+    (tmp_path / "config.yaml").write_text("")
+    assert refused(capsys, "train", "--run.dir", str(tmp_path)).endswith(f"or resume the run with --resume {tmp_path}")
+
+
+def test_more_seeds_than_a_sweep_has_are_refused(tmp_path, capsys):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"dir: {tmp_path}/runs\nseeds: [1, 2]\nvariants: {{a: {{}}, b: {{kl.coef: 1}}}}\n")
+    message = f"--seeds is 5; it must be at most 2, the number of seeds in {file}"
+    assert refused(capsys, "sweep", str(file), "--seeds", "5") == message
+    assert main(["sweep", str(file), "--seeds", "2", "--dry_run"]) == 0
+
+
+def test_a_command_without_enough_memory_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(COMMANDS, "audit", (audit_parser, lambda options: torch.empty(2**55)))
+    assert main(["audit", "nowhere"]) == 1
+    error = capsys.readouterr().err
+    assert error == "tokencredit: out of memory; lower --completions or --continuations\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"tokencredit {tokencredit.__version__}\n"
 
 
 def test_no_command_shows_the_help(capsys):

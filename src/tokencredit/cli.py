@@ -10,14 +10,22 @@ from functools import cache
 
 from jsonargparse import ArgumentError
 
+from tokencredit import __version__
 from tokencredit.commands import COMMANDS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.parsing import Parser, explain, new_parser, plainly, resumed_run, with_resumed
+from tokencredit.settings.explain import explain, resumed_run
+from tokencredit.settings.parsing import Parser, new_parser, plainly, with_resumed
 from tokencredit.signals import INTERRUPTED, end_on_interrupt
 
 FAILED, BAD_ARGUMENTS = 1, 2
 """Exit codes: a run that failed; invalid arguments."""
+MEMORY_ADVICE = {
+    "generate": "; lower --samples or --max_new_tokens",
+    "audit": "; lower --completions or --continuations",
+    "play": "; lower --episodes",
+}
+"""Advice by command that runs out of memory outside a run's stages, which have their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # By default jsonargparse prints the configuration without the help texts.
     arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
     parser, commands = build_parser()
-    if arguments[1:] in (["--help", "all"], ["-h", "all"]) and arguments[0] in commands:
-        print(commands[arguments[0]].whole_help())
-        return 0
     try:
+        if len(arguments) == 3 and arguments[0] in commands and arguments[1] in ("--help", "-h"):
+            print(commands[arguments[0]].help_on(arguments[2]), end="")
+            return 0
         arguments = with_resumed(arguments)
         with plainly():
             chosen = parser.parse_args(arguments)
@@ -44,13 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
     except ArgumentError as error:
-        return complain(explain(str(error), arguments, commands.get(arguments[0])), BAD_ARGUMENTS)
+        command = commands.get(next((a for a in arguments if a in commands), ""))
+        return complain(explain(str(error), arguments, command, command and command.kind), BAD_ARGUMENTS)
     except ConfigError as error:
         return fail(error, str(error), BAD_ARGUMENTS, arguments)
     except RunStopped as error:
         return fail(error, str(error), FAILED, arguments)
     except OSError as error:
         return fail(error, describe(error), FAILED, arguments)
+    except (RuntimeError, MemoryError) as error:
+        from tokencredit.processes import out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        return fail(error, f"out of memory{MEMORY_ADVICE.get(chosen.command, '')}", FAILED, arguments)
     return 0
 
 
@@ -68,6 +83,7 @@ def set_up_torch() -> None:
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the command, and those of the subcommands by name."""
     parser = new_parser("PPO for language models and agents.")
+    parser.add_argument("--version", action="version", version=f"tokencredit {__version__}", help="Print the version.")
     chosen = parser.add_subcommands(dest="command", required=False)
     commands = {name: arguments() for name, (arguments, _) in COMMANDS.items()}
     for name, command in commands.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import RunFolder
@@ -20,16 +20,19 @@ from tokencredit.settings.fields import refuse_idle
 from tokencredit.settings.parsing import Parser, config_parser, configure, new_command, to_config
 from tokencredit.settings.run_file import read_config, run_config_file
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.training import MOST_SEED, AuditConfig
 from tokencredit.settings.world import CONTROL, world_of
 from tokencredit.settings.yaml import read_yaml
 from tokencredit.signals import raising_interrupt
+
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<=", MOST_SEED)])
 
 
 def train(options: Namespace) -> None:
     """Run `tokencredit train`."""
     resume = options.resume is not None
     config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
+    refuse_other_folder(config, options)
     refuse_idle(config, rows=())
     first = os.environ.get("RANK", "0") == "0"  # only the main process writes
     if first and not resume:
@@ -54,10 +57,20 @@ def begun(options: Namespace) -> Path | None:
     return None if options.resume is None else Path(options.resume) / "config.yaml"
 
 
+def refuse_other_folder(config: PPOConfig | ControlConfig, options: Namespace) -> None:
+    """Raise `ConfigError` if `--resume` is given, and the run's folder is another."""
+    if options.resume is not None and Path(str(config.run.dir)) != Path(options.resume):
+        raise ConfigError(
+            f"run.dir is {config.run.dir!r}, and --resume continues {options.resume!r} in its own folder; leave out "
+            "run.dir"
+        )
+
+
 def control(options: Namespace) -> None:
     """Run `tokencredit control`."""
     resume = options.resume is not None
     config = to_config(options, ControlConfig, options.no_code, begun=begun(options))
+    refuse_other_folder(config, options)
     if not resume:
         RunFolder(config.run.dir).refuse_if_used()
     require_gymnasium()
@@ -76,7 +89,7 @@ def play_parser() -> Parser:
         "--sample", action="store_true", help="Sample actions as in training, instead of the most likely ones."
     )
     parser.add_argument("--videos", type=NonNegativeInt, default=0, help="Extra episodes, recorded on video.")
-    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="Seed of all randomness.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
     return parser
 
 
@@ -112,7 +125,7 @@ def generate_parser() -> Parser:
         "--max_new_tokens", type=PositiveInt | None, help="Longest completion, in tokens; by default the run's."
     )
     parser.add_argument("--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's.")
-    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="Seed of all randomness.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
     return parser
 
 
@@ -230,6 +243,12 @@ def report(options: Namespace) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
+def refuse_empty(options: Namespace, name: str) -> None:
+    """Raise `ConfigError` if an option for a folder is an empty text."""
+    if options[name] == "":
+        raise ConfigError(f"--{name} is empty; give a folder")
+
+
 def compare_parser() -> Parser:
     """The parser of `tokencredit compare`."""
     parser = new_command("Compare runs on a page and in figures.", runs_code=False)
@@ -243,6 +262,7 @@ def compare_parser() -> Parser:
 
 def compare(options: Namespace) -> None:
     """Run `tokencredit compare`."""
+    refuse_empty(options, "out")
     from tokencredit.report.comparison_page import write_comparison
 
     settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
@@ -268,12 +288,17 @@ def sweep_parser() -> Parser:
 
 def sweep(options: Namespace) -> None:
     """Run `tokencredit sweep`."""
+    refuse_empty(options, "export")
     if options.export and options.dry_run:
         raise ConfigError("--export and --dry_run are both given; leave one of them out")
     from tokencredit.sweep import runner
     from tokencredit.sweep.plan import first_seeds, read_sweep
 
-    runs = first_seeds(read_sweep(Path(options.file), partial(configure, no_code=options.no_code)), options.seeds)
+    runs = read_sweep(Path(options.file), partial(configure, no_code=options.no_code))
+    count, most = options.seeds, len({run.seed for run in runs})
+    if count is not None and count > most:
+        raise ConfigError(f"--seeds is {count}; it must be at most {most}, the number of seeds in {options.file}")
+    runs = first_seeds(runs, count)
     if options.dry_run:
         runner.show(runs, options.jobs)
     elif options.export:

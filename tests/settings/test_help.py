@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
+from helpers.commands import refused
 from tokencredit.cli import main
 from tokencredit.settings.help import FIRST_KEYS
 from tokencredit.settings.world import WORLDS
@@ -36,6 +37,23 @@ def test_all_keys_are_in_the_whole_help(world, capsys):
     text = capsys.readouterr().out
     keys = [key for key in flat(asdict(world.config())) if "[" not in key]
     assert [key for key in keys if f"--{key} " not in text] == []
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
+def test_the_help_on_a_group_has_its_keys_in_full(world, capsys):
+    assert main([world.command, "--help", "optim"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    keys = [key for key in flat(asdict(world.config())) if key.startswith("optim.")]
+    assert [line.split()[0] for line in lines if line.startswith("  --")] == [f"--{key}" for key in keys]
+    assert main([world.command, "--help", "optim.eps"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"--optim.eps {world.config().optim.eps} ")
+    assert text.count("--") == 1
+
+
+def test_the_help_on_a_group_that_is_not_there_is_refused(capsys):
+    assert refused(capsys, "train", "--help", "env").startswith("--help has no group env; give all, or one of model, ")
+    assert refused(capsys, "doctor", "--help", "env") == "--help has no group env; give all"
 
 
 def test_bash_completes_keys_and_choices(tmp_path):

@@ -30,6 +30,8 @@ class RunFolder:
 
     def __init__(self, folder: str | None):
         """Choose the folder, by path, or `runs/DATE-TIME` for None; `create` makes it."""
+        if folder == "":
+            raise ConfigError("run.dir is empty; give a folder, or leave it out for runs/DATE-TIME")
         self.reserve = 0
         self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
 
@@ -40,9 +42,10 @@ class RunFolder:
         if not self.path.is_dir():
             raise ConfigError(f"run.dir {str(self.path)!r} is a file; give a new folder, or an empty one")
         if any(self.path.iterdir()):
+            resume = f", or resume the run with --resume {self.path}" if (self.path / "config.yaml").is_file() else ""
             raise ConfigError(
-                f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir, move it "
-                f"away, or resume the run with --resume {self.path}"
+                f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir, or move it "
+                f"away{resume}"
             )
 
     def create(self, reserve: int, more: int = 0) -> None:

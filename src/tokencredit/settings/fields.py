@@ -102,8 +102,10 @@ def unknown_key(key: str, known: Collection[str]) -> str:
     """A message on an unknown key: the key for a name of TRL's, or the closest known one."""
     if any(here in known or here == NONE for here in TRL.get(key, "").split(", ")):
         return f"unknown key {key}; {trl_names([key])}"
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"unknown key {key}; " + (f"did you mean {near[0]}?" if near else "see --print_config for all keys")
+    near = [name for name in known if name.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key}; " + (
+        f"did you mean {' or '.join(near)}?" if near else "see --print_config for all keys"
+    )
 
 
 def check(config: Any, prefix: str = "") -> None:

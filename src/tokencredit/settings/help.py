@@ -10,6 +10,7 @@ from argparse import Action
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
 
@@ -80,7 +81,7 @@ def short_help(command: str, description: str, keys: Iterable[str], actions: Ite
         "--print_config": "Print all keys with their values and meanings, as a YAML file for --config.",
         "--no-code": known["no_code"].help,
         "--debug": known["debug"].help,
-        "--help all": "Show all keys.",
+        "--help GROUP": "Show the keys of a group, such as optim, in full; all for everything.",
     }
     first = {f"--{key} {default_of(known[key])}".rstrip(): str(known[key].help) for key in keys}
     groups = {key.partition(".")[0]: None for key in known if "." in key}
@@ -93,15 +94,30 @@ def short_help(command: str, description: str, keys: Iterable[str], actions: Ite
             description,
             "",
             "options:",
-            *table(options),
+            *table(first_sentences(options)),
             "",
             "the keys that are changed first, with their defaults:",
-            *table(first),
+            *table(first_sentences(first)),
             "",
             f"These groups have more keys, and so have {further}: {command} --help all",
             "",
         ]
     )
+
+
+def group_help(topic: str, actions: Iterable[Action]) -> str:
+    """The keys of a group, or one key, with their defaults and whole meanings.
+
+    Raises:
+        ConfigError: there is no such group or key.
+    """
+    keys = {action.dest: action for action in actions if action.option_strings}
+    wanted = [key for key in keys if key.startswith(f"{topic}.")] or [key for key in keys if key == topic]
+    if not wanted:
+        groups = ", ".join(dict.fromkeys(key.partition(".")[0] for key in keys if "." in key))
+        raise ConfigError(f"--help has no group {topic}; give all" + (f", or one of {groups}" if groups else ""))
+    rows = {f"--{key} {default_of(keys[key])}".rstrip(): keys[key].help for key in wanted}
+    return "\n".join([*table(rows), ""])
 
 
 def default_of(action: Action) -> str:
@@ -111,14 +127,18 @@ def default_of(action: Action) -> str:
     return json.dumps(action.default) if isinstance(action.default, int | float | None) else ""
 
 
+def first_sentences(rows: Mapping[str, Any]) -> dict[str, str]:
+    """The rows of a table, each with the first sentence of its text."""
+    return {name: re.split(r"(?<=\.)\s", " ".join(str(text).split()))[0] for name, text in rows.items()}
+
+
 def table(rows: Mapping[str, Any]) -> list[str]:
-    """Lines of two columns; of the second only the first sentence, wrapped."""
+    """Lines of two columns, of which the second is wrapped."""
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     left = max(map(len, rows)) + 4
     lines: list[str] = []
     for name, text in rows.items():
-        sentence = re.split(r"(?<=\.)\s", " ".join(str(text).split()))[0]
-        wrapped = textwrap.wrap(sentence, width - left) or [""]
+        wrapped = textwrap.wrap(" ".join(str(text).split()), width - left) or [""]
         lines.append(f"  {name}".ljust(left) + wrapped[0])
         lines += [" " * left + line for line in wrapped[1:]]
     return lines

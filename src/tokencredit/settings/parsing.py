@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import yaml
 
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.data import KINDS, PromptsConfig, RewardTerm
-from tokencredit.settings.fields import hint_of, no_group, refuse_idle, unknown_key, without_idle, wrong_value
-from tokencredit.settings.help import FIRST_KEYS, short_help
-from tokencredit.settings.renamed_keys import MOVED, renamed
+from tokencredit.settings.data import KINDS, RewardTerm
+from tokencredit.settings.explain import explain, explain_file, named, resumed_run
+from tokencredit.settings.fields import no_group, refuse_idle, without_idle
+from tokencredit.settings.help import FIRST_KEYS, group_help, short_help
+from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import WORLDS, World, other_world
@@ -63,12 +63,6 @@ register_type(
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
 
 RESUME = "Folder of an interrupted run to resume, with its configuration; flags override that."
-OPTIONS = {
-    "PositiveInt": "a whole number, at least 1",
-    "NonNegativeInt": "a whole number, at least 0",
-    "PositiveFloat": "a number above 0",
-}
-"""Types of the commands' options, in words."""
 NOT_SETTINGS = ("config", "debug", "no_code", "resume")
 """Options of `train` and `control` that are not keys of a configuration."""
 
@@ -78,21 +72,14 @@ def with_resumed(arguments: Sequence[str]) -> list[str]:
     run, trainers = resumed_run(arguments), [world.command for world in WORLDS.values()]
     if run is None or arguments[0] not in trainers:
         return list(arguments)
+    if not run:
+        raise ConfigError("--resume is empty; give the folder of a run")
     file = run_config_file(Path(run))
     settings = read_yaml(file)
     if isinstance(settings, dict) and (world := other_world(settings, arguments[0])):
         command = f"tokencredit {world.command}"
         raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
     return [arguments[0], "--config", str(file), "--run.dir", run, *arguments[1:]]
-
-
-def resumed_run(arguments: Sequence[str]) -> str | None:
-    """The folder after `--resume`; a configuration file cannot set it."""
-    for at, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--resume" and (equals or len(arguments) > at + 1):
-            return value if equals else arguments[at + 1]
-    return None
 
 
 @contextmanager
@@ -122,17 +109,28 @@ class Parser(ArgumentParser):
         command = next(f"tokencredit {world.command}" for world in WORLDS.values() if world.config is self.kind)
         return short_help(command, str(self.description), FIRST_KEYS[self.kind], self._actions)
 
+    def help_on(self, topic: str) -> str:
+        """The help on a group of keys, one key, or `all`; raises `ConfigError` for another topic."""
+        return self.whole_help() if topic == "all" else group_help(topic, self._actions)
+
     def whole_help(self, *args: Any) -> str:
         """The help on all options and keys."""
         return str(super().format_help(*args))
 
-    def parse_path(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file; raise `ConfigError` for a group that holds no keys, or an option of the command."""
-        settings: Namespace = super().parse_path(*args, **kwargs)
-        for option in NOT_SETTINGS:
-            if settings.get(option):
-                raise ConfigError(f"{option} is an option of the command, not a setting")
-        check_groups(settings, self.get_defaults(skip_validation=True))
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse a file; raise `ConfigError`, which names it, for a value or group that it cannot hold."""
+        try:
+            settings: Namespace = super().parse_path(path, *args, **kwargs)
+            for option in NOT_SETTINGS:
+                if settings.get(option):
+                    raise ConfigError(f"{option} is an option of the command, not a setting")
+            check_groups(settings, self.get_defaults(skip_validation=True))
+        except ArgumentError as error:
+            raise ConfigError(explain_file(str(error), path, self.kind)) from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not a text file in UTF-8: {error.reason} at byte {error.start}") from error
         return settings
 
 
@@ -143,13 +141,6 @@ def check_groups(settings: Namespace, defaults: Namespace, prefix: str = "") -> 
             if not isinstance(settings[key], Namespace):
                 raise ConfigError(no_group(f"{prefix}{key}", settings[key], next(iter(vars(default)))))
             check_groups(settings[key], default, f"{prefix}{key}.")
-
-
-def named(message: str) -> str:
-    """A message without jsonargparse's advice on allowing an import."""
-    return re.sub(
-        r"Importing ('[^']*') is not allowed.*?to allow it\.", r"\1 names code, and none is imported here", message
-    )
 
 
 def new_parser(description: str) -> Parser:
@@ -225,7 +216,7 @@ def from_yaml(kind: type[Config], path: str | Path) -> Config:
         with plainly():
             return to_config(parser.parse_args(arguments), kind)
     except ArgumentError as error:
-        raise ConfigError(explain(str(error), arguments, parser)) from error
+        raise ConfigError(explain(str(error), arguments, parser, kind)) from error
 
 
 def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = False) -> Config:
@@ -247,7 +238,7 @@ def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = F
             check_groups(_namespace(groups), parser.get_defaults(skip_validation=True))
             return to_config(parser.parse_string(dump_yaml(groups)), kind, no_code)
     except ArgumentError as error:
-        raise ConfigError(explain(str(error), [], parser)) from error
+        raise ConfigError(explain(str(error), [], parser, kind)) from error
 
 
 def _plain(value: Any, key: str = "") -> Any:
@@ -277,79 +268,3 @@ def configure(world: World, settings: Mapping[str, Any], no_code: bool = False) 
     config = from_dict(world.config, settings, no_code)
     refuse_idle(config, rows=())
     return asdict(config)
-
-
-def explain(message: str, arguments: Sequence[str], command: ArgumentParser | None) -> str:
-    """A parser's error in one line: key, value, file unless it was a flag, and the closest known key or choice."""
-    message = named(message)
-    name, unknown = key_of(message)
-    file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else None
-    if name and any(a.startswith(f"--{name}") for a in arguments):
-        file = None
-    where = f"{file}: " if file else ""
-    if not unknown:
-        kind = next((kind for kind, parser in PARSERS.items() if parser is command), None)
-        return where + (
-            refused_value(name, message, kind) or one_line(message).replace('"<unicode string>"', str(file))
-        )
-    if name in MOVED:
-        run = resumed_run(arguments)
-        if file is None:
-            return renamed([name])
-        if run is None or Path(file) != Path(run) / "config.yaml":
-            return where + renamed(flat(read_yaml(Path(file))))
-        return (
-            f"{run!r} was written by an older version of Tokencredit ({name} is now {MOVED[name]}); begin a new run, "
-            "or resume it with the version that wrote it"
-        )
-    known = command.get_defaults(skip_validation=True).keys() if command else []
-    return where + unknown_key(name, [k for k in known if k != "debug"])
-
-
-def refused_value(name: str, message: str, kind: type | None) -> str | None:
-    """A message on the value in a parser's error, in words; None for an error of another kind."""
-    message = one_line(message)
-    if match := re.search(r"File does not exist: '?([^']*)", message):
-        return f"--{name}: {match[1]!r} does not exist"
-    if match := re.search(r"Not of type (\w+): (.*) does not conform", message):
-        return f"--{name} is {match[2]}; it must be {OPTIONS.get(match[1], match[1])}"
-    if match := re.search(r"Not of type RewardTerm: (.*)", message):
-        return match[1]
-    key = name
-    if inner := re.search(r"with given class_path '[^']*': (Parser key|Option) [\"']([^\"']*)[\"']", message):
-        key = f"{name}.{inner[2]}"
-    hint = hint_of(kind, key) if kind else None
-    if inner and hint is None:
-        return unknown_key(key, [f"{name}.{item.name}" for item in fields(PromptsConfig)])
-    match = re.search(r".*(?:Got|Given) value: (.*)|Unable to load config [\"'](.*?)[\"']", message)
-    if match is None or hint is None or "Not a valid subclass" in message:
-        return None
-    text = match[1] or match[2] or ""
-    try:
-        value = load_yaml(text)
-    except yaml.YAMLError:
-        value = text
-    group: Any = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
-    if group is not None and get_origin(hint) is not list:
-        return no_group(key, value, fields(group)[0].name)
-    return wrong_value(key, value, hint)
-
-
-def one_line(text: str) -> str:
-    """A text with all white space as single spaces."""
-    return " ".join(text.split())
-
-
-def key_of(message: str) -> tuple[str, bool]:
-    """The key in a parser's error, if any, and whether the key is unknown."""
-    for pattern in (
-        r"(?P<known>)Parser key \"(?P<key>[^\"]+)\"",
-        r"(?:Group '(?P<group>[^']+)'|Subcommand '[^']+') does not accept option '(?P<key>[^']+)'",
-        r"unrecognized arguments: --(?P<key>[^\s=]+)",
-        r"^Option '(?P<key>[^']+)' is not accepted",
-    ):
-        if match := re.search(pattern, message):
-            parts = match.groupdict()
-            group = f"{parts['group']}." if parts.get("group") else ""
-            return group + parts["key"], "known" not in parts
-    return "", False
