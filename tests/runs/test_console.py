@@ -143,6 +143,13 @@ def test_the_end_says_what_happened():
     assert "reward 0.25 → 0.91   KL 2.5 nats per sequence   40 iterations in 30 s (2,309 tokens per second)" in out
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3)])
+def test_the_end_of_a_run_resumed_with_another_number_of_samples(before, after):
+    pairs = [sample(" fine")] * before, [sample(" dull", 40)] * after
+    out = shown(lambda screen: screen.finish(SUMMARY, *pairs))
+    assert (out.count("fine"), out.count("dull")) == (1, 1)
+
+
 def test_the_end_of_a_run_without_an_iteration():
     nothing = replace(SUMMARY, iterations=0, first=None, last=None, stopped_by="interrupt")
     assert "stopped by: interrupt" in shown(lambda screen: screen.finish(nothing, [], []))

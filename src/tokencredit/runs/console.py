@@ -131,7 +131,8 @@ class Screen:
             table = Table(title="completions, each after its reward", title_justify="left", show_lines=True)
             for word, samples in (("before", before), ("after", after)):
                 table.add_column(f"{word} (iteration {samples[0]['iteration']})", ratio=1, overflow="fold")
-            for pair in list(zip(before, after, strict=True))[:SIDE_BY_SIDE]:
+            # Not strict: a resumed run may keep fewer samples than before.
+            for pair in list(zip(before, after, strict=False))[:SIDE_BY_SIDE]:
                 table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
             self.console.print(table)
         if summary.iterations:
