@@ -45,6 +45,7 @@ def run(tmp_path_factory):
 def test_a_run_leaves_its_files(run):
     folder, _, summary = run
     assert {p.name for p in folder.iterdir()} == {
+        ".lock",
         "config.yaml",
         "choices.json",
         "report.html",
