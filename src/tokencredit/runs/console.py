@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import Summary, duration, figure, shortened
+from tokencredit.runs.summary import Summary, averaged, duration, figure, shortened
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
@@ -138,7 +138,8 @@ class Screen:
         if summary.iterations:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
             self.say(
-                f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl}   "
+                f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
+                f"({averaged(summary.iterations)})   "
                 f"{summary.iterations} iterations in {duration(summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.world.unit} per second)"
             )
