@@ -67,8 +67,9 @@ def test_report_and_doctor_read_the_run(run, capfd):
     assert (folder / "report.html").is_file()
     assert main(["doctor", str(folder)]) == 0
     shown = capfd.readouterr().out
-    assert "the learning rate was still warming up at the end" in shown
-    assert "What to change: shorten optim.warmup, or run longer." in shown
+    assert "most completions are cut off" in shown
+    assert "What to change: raise rollout.max_new_tokens, or set score.missing_eos_penalty." in shown
+    assert "warming up" not in shown, "two iterations are a trial"
 
 
 @pytest.mark.slow

@@ -267,7 +267,7 @@ def test_outcomes_by_hand():
 def test_an_outcome_says_of_how_many_runs_it_is():
     runs = [made("a", columns={"kl": [1.0, 2.0]}), made("b", seed=2)]
     names, rows = outcomes(group_runs(runs), "reward")
-    assert dict(zip(names, rows[0], strict=True))["kl, last"] == "1.50 (1 of 2 runs)"
+    assert dict(zip(names, rows[0], strict=True))["kl, last"] == "2 (1 of 2 runs)"
 
 
 def test_a_rare_metric_has_its_last_number():
@@ -291,7 +291,7 @@ def test_a_rare_metric_has_its_last_number():
 
 def test_agents_have_their_own_outcomes():
     names, rows = outcomes(group_runs([agent()]), "train/average_return")
-    assert dict(zip(names, rows[0], strict=True))["train/average_length, last"] == "6"
+    assert dict(zip(names, rows[0], strict=True))["train/average_length, last"] == "7"
     assert "kl, last" not in names
 
 

@@ -156,7 +156,7 @@ def test_a_classifier_is_named_with_its_label():
 def test_numbers_in_the_head_have_two_digits():
     metrics = [{"iteration": 1, "reward": 0.12345, "kl": 302.4}, {"iteration": 2, "reward": 2.34567, "kl": 302.4}]
     page = render(made(metrics=metrics))
-    assert "0.12 → 1.23 (mean of the last 2 iterations)" in page
+    assert "0.12 → 2.35 (in the last iteration)" in page
     assert "302 nats per sequence" in page
 
 

@@ -140,7 +140,17 @@ def test_the_end_says_what_happened():
     out = shown(lambda screen: screen.finish(SUMMARY, [sample(" fine")], [sample(" dull", 40)]))
     assert "before (iteration 1)" in out
     assert "after (iteration 40)" in out
-    assert "reward 0.25 → 0.91   KL 2.5 nats per sequence   40 iterations in 30 s (2,309 tokens per second)" in out
+    assert (
+        "reward 0.25 → 0.91   KL 2.5 nats per sequence (mean of the last 5 iterations)   40 iterations in 30 s" in out
+    )
+    assert "in 30 s (2,309 tokens per second)" in out
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3)])
+def test_the_end_of_a_run_resumed_with_another_number_of_samples(before, after):
+    pairs = [sample(" fine")] * before, [sample(" dull", 40)] * after
+    out = shown(lambda screen: screen.finish(SUMMARY, *pairs))
+    assert (out.count("fine"), out.count("dull")) == (1, 1)
 
 
 def test_the_end_of_a_run_without_an_iteration():
@@ -151,7 +161,10 @@ def test_the_end_of_a_run_without_an_iteration():
 def test_the_end_of_an_agents_run():
     agent = replace(SUMMARY, first=20.0, last=487.25, kl_last=None, seconds=600.0, per_second=812.0, world=CONTROL)
     out = shown(lambda screen: screen.finish(agent, [], []))
-    assert "average return 20 → 487   40 iterations in 10 min (812 steps per second)" in out
+    assert (
+        "average return 20 → 487 (mean of the last 5 iterations)   40 iterations in 10 min (812 steps per second)"
+        in out
+    )
 
 
 def test_a_silent_process_says_nothing(capsys):

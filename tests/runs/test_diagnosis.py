@@ -71,6 +71,7 @@ def ramp(start, end):
 DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
     "negative_kl": {"kl": lambda i: -2.0},
+    "no_step": {"bad_steps": lambda i: 1, "loss": lambda i: math.nan},
     "not_moved": {"kl": lambda i: 1e-6 * (-1) ** i},
     "all_masked": {"masked": lambda i: 1.0},
     "degenerate": {"distinct_2": ramp(0.6, 0.05)},
@@ -139,6 +140,25 @@ def test_a_warm_up_longer_than_the_run():
     config = CONFIG | {"optim": {"warmup": 40}}
     assert names(healthy(), config) == ["still_warming"]
     assert names(healthy(), config, ended=False) == []
+    assert names(healthy(39), config | {"run": {"iterations": 40}}) == [], "it was cut short"
+    assert names(healthy(40), config | {"run": {"iterations": 40}}) == ["still_warming"]
+
+
+@pytest.mark.parametrize(("iterations", "found"), [(1, []), (3, []), (4, ["still_warming"])])
+def test_a_trial_may_end_in_its_warm_up(iterations, found):
+    config = CONFIG | {"optim": {"warmup": 10}, "run": {"iterations": iterations}}
+    assert names(healthy(iterations), config) == found
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4, 40])
+def test_a_run_without_a_step_is_told_that_alone(iterations):
+    """As after rewards that were NaN in all iterations: the rows have no other numbers."""
+    config = CONFIG | {"optim": {"warmup": 40}, "run": {"iterations": iterations}}
+    rows = [{"iteration": i + 1, "reward": None, "steps": 0, "bad_steps": 1} for i in range(iterations)]
+    assert names(rows, config) == ["no_step"]
+    assert names(rows, config, ended=False) == ["no_step"]
+    assert f"bad_steps {iterations} in {iterations} iterations" in diagnose(rows, config)[0].evidence
+    assert "no_step" not in names([*rows, {"iteration": iterations + 1, "reward": 1.0, "loss": 0.5}], config)
 
 
 def test_a_healthy_audit_is_no_finding():

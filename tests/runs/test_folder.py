@@ -1,7 +1,10 @@
+import errno
+import fcntl
 import os
 import resource
 import signal
 import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -67,6 +70,53 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 def test_a_disk_that_is_too_small_is_noticed_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"MB free, and the run writes at least"):
         RunFolder(str(tmp_path / "run")).create(reserve=10**18)
+
+
+LOCK_IT = """
+import sys
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import RunFolder
+folder = RunFolder(sys.argv[1])
+try:
+    folder.lock()
+    print("locked", flush=True)
+    sys.stdin.read()
+except ConfigError as error:
+    print(error, flush=True)
+"""
+
+
+@contextmanager
+def locking(folder):
+    """Another process that locks the folder; its first line."""
+    command, pipe = [sys.executable, "-c", LOCK_IT, str(folder.path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+def test_one_process_at_a_time_trains_a_run(folder):
+    with locking(folder) as (holder, told):
+        assert told == "locked"
+        folder.refuse_if_used()
+        with pytest.raises(ConfigError, match=r"run' is being trained by another process"):
+            folder.lock()
+        holder.kill()
+        holder.wait()
+        folder.lock()
+        with locking(folder) as (_, told):
+            assert told == f"{str(folder.path)!r} is being trained by another process"
+        folder.unlock()
+        with locking(folder) as (_, told):
+            assert told == "locked"
+
+
+def test_a_file_system_without_locks_is_no_obstacle(folder, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    folder.lock()
 
 
 def test_records_are_lines_of_json(folder):

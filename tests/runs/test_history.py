@@ -3,7 +3,7 @@ import tracemalloc
 
 import pytest
 
-from tokencredit.runs.history import WINDOW, History, final_mean, finite, mean
+from tokencredit.runs.history import WINDOW, History, final_mean, final_window, finite, mean
 
 
 def test_rows_come_back_and_what_they_lack_is_nan():
@@ -40,9 +40,16 @@ def test_means_are_those_of_the_numbers_there_are():
     assert list(finite([None, 1, "x", 2.5])) == [1.0, 2.5]
 
 
+@pytest.mark.parametrize(("iterations", "averaged"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4), (10, 5), (40, 5)])
+def test_the_end_of_a_short_run_leaves_out_its_start(iterations, averaged):
+    rows = [{"reward": float(number)} for number in range(iterations)]
+    assert final_window(iterations) == averaged
+    assert final_mean(rows, "reward") == iterations - 1 - (averaged - 1) / 2
+
+
 def test_the_final_mean_is_that_of_the_last_five():
     history = History()
-    for number in range(1, 9):
+    for number in range(-1, 9):
         history.append({"iteration": number, "reward": float(number)} | ({"kl": 1.0} if number == 6 else {}))
     assert WINDOW == 5
     assert final_mean(history, "reward") == 6.0

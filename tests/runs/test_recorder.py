@@ -78,7 +78,7 @@ def test_the_summary_is_returned_and_written(tmp_path):
         seen.append(summary)
 
     summary = made.end("iterations", save)
-    assert (summary.first, summary.last, summary.kl_last, summary.iterations) == (1.0, 2.0, 0.5, 3)
+    assert (summary.first, summary.last, summary.kl_last, summary.iterations) == (1.0, 3.0, 0.5, 3)
     assert summary.folder == tmp_path / "run"
     assert seen == [summary]
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary

@@ -20,13 +20,13 @@ def history(**columns):
 def test_a_summary_has_attributes_and_is_a_mapping_of_the_same():
     rows = history(reward=[None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], kl=[0.0, 9.0, 1.0, 1.0, 1.0, 1.0, 6.0], tokens=[10] * 7)
     summary = summarise(rows, TEXT, Path("runs/x"), 35.0, "stop.kl")
-    assert (summary.first, summary.last, summary.kl_last) == (1.0, 4.0, 2.0)
+    assert (summary.first, summary.last, summary.kl_last) == (1.0, 5.0, 8 / 3)
     assert (summary.iterations, summary.seconds, summary.per_second) == (7, 35.0, 2.0)
     assert (summary.stopped_by, summary.folder) == ("stop.kl", Path("runs/x"))
     expected = {
         "reward_first": 1.0,
-        "reward_last": 4.0,
-        "kl_last": 2.0,
+        "reward_last": 5.0,
+        "kl_last": 8 / 3,
         "iterations": 7,
         "seconds": 35.0,
         "tokens_per_second": 2.0,

@@ -1,5 +1,7 @@
 """Runs of the built-in world that are made ill on purpose, each in its own way: the diagnosis names it."""
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -8,6 +10,7 @@ import torch
 
 from helpers.configs import quiet
 from helpers.rewards import vowels
+from tokencredit.errors import RunStopped
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm
@@ -21,6 +24,10 @@ pytestmark = pytest.mark.slow
 
 def constant(completions, **columns):
     return [-1.0] * len(completions)
+
+
+def undefined(completions, **columns):
+    return [math.nan] * len(completions)
 
 
 def short(completions, **columns):
@@ -113,6 +120,7 @@ DISEASES = {
         "critic": CriticConfig(lr=1e-12, init="orthogonal"),
     },
     "value_loss": {"iterations": 14, "reward_funcs": Growing()},
+    "no_step": {"iterations": 2, "reward_funcs": undefined},
     "truncated": {"iterations": 1, "rollout": RolloutConfig(batch_size=8, max_new_tokens=4)},
     "constant_term": {"iterations": 5, "reward_funcs": constant},
     "dominant_term": {
@@ -124,7 +132,7 @@ DISEASES = {
     },
     "always_clipped": {"iterations": 20, "optim": OptimConfig(warmup=0, max_grad_norm=1e-6)},
     "flat_reward": {"iterations": 20, **STILL},
-    "still_warming": {"iterations": 2, "optim": OptimConfig(warmup=10)},
+    "still_warming": {"iterations": 4, "optim": OptimConfig(warmup=10)},
 }
 
 
@@ -141,7 +149,8 @@ def test_an_illness_made_on_purpose_is_named(name, tmp_path, capsys):
         "ppo": UpdateConfig(epochs=2, minibatches=2),
         "run": run,
     }
-    PPOTrainer(args=PPOConfig(**(groups | options)), **given).train()
+    with pytest.raises(RunStopped) if name == "no_step" else nullcontext():
+        PPOTrainer(args=PPOConfig(**(groups | options)), **given).train()
     found = read_run(tmp_path / "run")
     findings = {finding.name: finding for finding in diagnose(found.metrics, found.config)}
     assert name in findings

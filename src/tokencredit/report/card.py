@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tokencredit.runs.summary import averaged
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 
@@ -29,9 +30,10 @@ def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any]
         f"- KL coefficient: {args.kl.coef:g}, in the {args.kl.place}\n"
         f"- ended by: {summary['stopped_by']}\n\n"
         f"| result | |\n|---|---|\n{rows}\n\n"
-        "`reward_first` is the mean reward of the starting model, `reward_last` that of the last iterations"
+        "`reward_first` is the mean reward of the starting model, `reward_last` that at the end "
+        f"({averaged(summary['iterations'])})"
         + (
-            "; `kl_last` is the divergence from the starting model in nats per completion"
+            "; `kl_last` is the divergence from the starting model over the same iterations, in nats per completion"
             if "kl_last" in figures
             else ""
         )

@@ -18,7 +18,7 @@ from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.history import WINDOW, final_mean, mean
-from tokencredit.runs.summary import duration
+from tokencredit.runs.summary import averaged, duration
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.world import CONTROL, world_of
 
@@ -90,9 +90,7 @@ def story(run: Run) -> list[tuple[str, str]]:
         entries = [("trained", f"an agent in {config['env'].get('id')}")]
     else:
         entries = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(config)))]
-    entries.append(
-        (name, f"{two_digits(first)} → {two_digits(last)} (mean of the last {min(WINDOW, len(metrics))} iterations)")
-    )
+    entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics))})"))
     if (kl := final_mean(metrics, "kl")) is not None:
         entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
     elif (log_ratio := final_mean(metrics, "log_ratio")) is not None:

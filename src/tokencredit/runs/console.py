@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import Summary, duration, figure, shortened
+from tokencredit.runs.summary import Summary, averaged, duration, figure, shortened
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
@@ -131,13 +131,15 @@ class Screen:
             table = Table(title="completions, each after its reward", title_justify="left", show_lines=True)
             for word, samples in (("before", before), ("after", after)):
                 table.add_column(f"{word} (iteration {samples[0]['iteration']})", ratio=1, overflow="fold")
-            for pair in list(zip(before, after, strict=True))[:SIDE_BY_SIDE]:
+            # Not strict: a resumed run may keep fewer samples than before.
+            for pair in list(zip(before, after, strict=False))[:SIDE_BY_SIDE]:
                 table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
             self.console.print(table)
         if summary.iterations:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
             self.say(
-                f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl}   "
+                f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
+                f"({averaged(summary.iterations)})   "
                 f"{summary.iterations} iterations in {duration(summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.world.unit} per second)"
             )

@@ -19,6 +19,8 @@ from tokencredit.runs.jsonl import read_object
 from tokencredit.settings.yaml import flat, read_yaml
 
 AUDIT = "audit.json"
+LOCK = ".lock"
+"""Empty file that a process holds locked while it trains the run."""
 CHOICES = "choices.json"
 """File of a run's choices for settings that are `auto`; config.yaml keeps `auto`."""
 AUTO_SETTINGS = {"model.dtype": ("float32", "bfloat16")}
@@ -33,6 +35,7 @@ class RunFolder:
         if folder == "":
             raise ConfigError("run.dir is empty; give a folder, or leave it out for runs/DATE-TIME")
         self.reserve = 0
+        self._lock: int | None = None
         self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
 
     def refuse_if_used(self) -> None:
@@ -41,7 +44,7 @@ class RunFolder:
             return
         if not self.path.is_dir():
             raise ConfigError(f"run.dir {str(self.path)!r} is a file; give a new folder, or an empty one")
-        if any(self.path.iterdir()):
+        if any(path.name != LOCK for path in self.path.iterdir()):
             resume = f", or resume the run with --resume {self.path}" if (self.path / "config.yaml").is_file() else ""
             raise ConfigError(
                 f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir, or move it "
@@ -69,6 +72,31 @@ class RunFolder:
                 f"the disk of run.dir {str(self.path)!r} has {free / 1e6:.0f} MB free, and the run writes at least "
                 f"{(reserve + more) / 1e6:.0f} MB; free some space or give another --run.dir"
             )
+
+    def lock(self) -> None:
+        """Keep other processes from training this run until `unlock`, or until this process ends in any way.
+
+        Raises:
+            ConfigError: another process is training it.
+        """
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            import fcntl  # Windows has none; runs there are not locked
+
+            # A lock of the process, not of the open file: processes forked by this one do not inherit it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            os.close(file)
+            raise ConfigError(f"{str(self.path)!r} is being trained by another process") from error
+        except (ImportError, OSError):  # a file system without locks
+            pass
+        self._lock = file
+
+    def unlock(self) -> None:
+        """Let other processes train this run."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write(self, name: str, text: str) -> None:
         """Write a file atomically."""

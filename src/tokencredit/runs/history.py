@@ -10,7 +10,7 @@ from typing import Any, overload
 from tokencredit.runs.jsonl import is_number
 
 WINDOW = 5
-"""Number of iterations averaged at either end of a run."""
+"""Most iterations averaged at either end of a run."""
 Row = Mapping[str, float]
 
 
@@ -65,6 +65,11 @@ def mean(values: Iterable[Any]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
+def final_window(iterations: int) -> int:
+    """Number of final iterations averaged: `WINDOW`, or half of a run shorter than twice that, without its start."""
+    return min(WINDOW, max(1, iterations // 2))
+
+
 def final_mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """A metric's mean over the last `WINDOW` iterations; None if it has no finite number there."""
-    return mean(row.get(name) for row in rows[-WINDOW:])
+    """A metric's mean over the last `final_window` iterations; None if it has no finite number there."""
+    return mean(row.get(name) for row in rows[-final_window(len(rows)) :])

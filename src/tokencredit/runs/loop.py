@@ -75,6 +75,14 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
     """
     if not isinstance(resume, bool):  # Transformers' trainers take a folder here
         raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
+    try:
+        return _run(trainer, resume, reserve, weights, first)
+    finally:
+        trainer.record.folder.unlock()
+
+
+def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iterable[None]) -> Summary:
+    """As `run`, with a lock on the run's folder that outlasts it."""
     args, record = trainer.args, trainer.record
     number, stopped_by = _begin(trainer, resume, reserve, weights)
     request = None

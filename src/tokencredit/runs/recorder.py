@@ -93,6 +93,8 @@ class RunRecord:
             self.folder.refuse_if_used()
             # AdamW keeps two numbers per weight.
             self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
+            self.folder.lock()
+            self.folder.refuse_if_used()  # again: another run may have been quicker
             self._write_config()
             if self.choices is not None:
                 self._write_choices(self.choices)
@@ -114,7 +116,8 @@ class RunRecord:
             The iterations done.
 
         Raises:
-            ConfigError: the folder holds no run that can be resumed, or a setting has changed that cannot change.
+            ConfigError: the folder holds no run that can be resumed, another process is training it, or a setting has
+                changed that cannot change.
         """
         self.config = asdict(config)
         path = self.folder.path
@@ -122,6 +125,7 @@ class RunRecord:
         checkpoints = path / "checkpoints"
         if self.main:
             self.folder.create(reserve)
+            self.folder.lock()
             recover(path)
             recover(checkpoints)
         self.processes.wait()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokencredit.runs.history import History, final_mean, finite
+from tokencredit.runs.history import History, final_mean, final_window, finite
 from tokencredit.settings.world import World
 
 
@@ -24,9 +24,10 @@ class Summary(Mapping[str, Any]):
     first: float | None
     """Headline metric of the first iteration that has one: mean reward, or average return."""
     last: float | None
-    """Headline metric averaged over the last five iterations; None without an iteration."""
+    """Headline metric averaged over the last five iterations, in a run of fewer than ten over its last half; None
+    without an iteration."""
     kl_last: float | None
-    """Mean KL to the reference over the last five iterations, in nats per sequence. None without a reference, or with
+    """Mean KL to the reference over the same iterations, in nats per sequence. None without a reference, or with
     filters such as top_p, whose samples do not estimate it."""
     iterations: int
     seconds: float
@@ -73,6 +74,12 @@ def summarise(history: History, world: World, folder: Path, seconds: float, stop
         stopped_by=stopped_by,
         world=world,
     )
+
+
+def averaged(iterations: int) -> str:
+    """The final iterations whose mean counts as a run's end, in words."""
+    count = final_window(iterations)
+    return "in the last iteration" if count == 1 else f"mean of the last {count} iterations"
 
 
 def pretraining_tokens(row: Mapping[str, float]) -> float:

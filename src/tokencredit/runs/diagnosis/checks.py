@@ -17,6 +17,9 @@ ROUNDING_IN_BFLOAT16 = 0.2
 """The same in bfloat16. Measured: 8e-3 with the built-in model, 5e-2 with 24 random layers."""
 
 
+TRIAL = 3
+"""Iterations of a run that only tries things out, whose warm-up is no finding."""
+
 CLIPPED_AWAY = 1000
 """Gradient norm over its limit above which the clipping may cost learning. Measured: 150 on CartPole, where it costs
 nothing, and 20,000 on the built-in model, with the same reward as without; at 2,000,000 the policy stands still."""
@@ -58,6 +61,21 @@ def negative_kl(run: Evidence) -> Finding | None:
         "recorded, as when sampling and training disagree.",
         "look for code that changes the model or the log-probabilities between rollout and update, or take "
         "kl.estimator: full",
+    )
+
+
+def no_step(run: Evidence) -> Finding | None:
+    """Every optimizer step was skipped."""
+    skipped = run.values("bad_steps", slice(None))
+    if not sum(skipped) or run.values("loss", slice(None)):
+        return None
+    return Finding(
+        "no_step",
+        98,
+        "no optimizer step was taken",
+        f"bad_steps {sum(skipped):.0f} in {len(run)} iterations, no step with a finite loss",
+        "A reward, loss or gradient was not finite each time, so the weights are those of the start.",
+        "read the reasons in the run's bad_steps/*/about.json; check the reward on those texts, or lower optim.lr",
     )
 
 
@@ -311,9 +329,9 @@ def flat_reward(run: Evidence) -> Finding | None:
 
 
 def still_warming(run: Evidence) -> Finding | None:
-    """The learning-rate warm-up outlasted the run."""
-    warmup = run.setting("optim.warmup") or 0
-    if not warmup >= len(run):
+    """The learning-rate warm-up outlasted a run that was not cut short, longer than a trial, and took steps."""
+    warmup, iterations = run.setting("optim.warmup") or 0, run.setting("run.iterations") or 0
+    if not warmup >= len(run) >= iterations or len(run) <= TRIAL or no_step(run):
         return None
     return Finding(
         "still_warming",
@@ -328,6 +346,7 @@ def still_warming(run: Evidence) -> Finding | None:
 CHECKS: tuple[Check, ...] = (
     mismatch,
     negative_kl,
+    no_step,
     not_moved,
     all_masked,
     degenerate,
