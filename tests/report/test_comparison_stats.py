@@ -224,7 +224,7 @@ def test_folders_of_one_name_are_told_apart():
 def test_a_key_groups_runs_that_differ_elsewhere():
     runs = [made("a", lr=0.1, gamma=1.0), made("b", lr=0.5, gamma=1.0), made("c", lr=0.1)]
     groups = group_runs(runs, "gamma")
-    assert [(group.label, len(group.runs)) for group in groups] == [("gamma 1.0", 2), ("gamma not set", 1)]
+    assert [(group.label, len(group.runs)) for group in groups] == [("gamma 1", 2), ("gamma not set", 1)]
     assert varying(groups[0]) == ["optim.lr"]
     assert [len(group.runs) for group in group_runs(runs, "seed")] == [3]
 

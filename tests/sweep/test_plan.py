@@ -216,6 +216,8 @@ def begun(tmp_path, summary=None, **run):
         ({"iterations": 2, "stopped_by": "SIGTERM"}, "to resume"),
         ({"iterations": 2, "stopped_by": "an error"}, "to resume"),
         ({"iterations": 3, "stopped_by": "SIGTERM"}, "finished"),  # in its last iteration
+        ({"iterations": 3, "stopped_by": "numbers that are not finite"}, "to begin"),  # it learned nothing
+        ({"iterations": 2, "stopped_by": "numbers that are not finite"}, "to resume"),
     ],
 )
 def test_how_far_a_run_is(summary, state, tmp_path):

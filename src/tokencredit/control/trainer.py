@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,7 @@ class ControlTrainer:
         yield "observation", f"of length {flatdim(observations) // args.agent.observations()}"
         yield (
             "action",
-            f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {flatdim(actions)}",
+            f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {math.prod(actions.shape or ())}",
         )
         yield "agent", f"{args.agent.policy}, {count(sum(p.numel() for p in self.agent.parameters()))} parameters"
         yield "device", f"{self.record.processes.device}, float32"
@@ -200,8 +201,8 @@ class ControlTrainer:
                 write_report(self.record.folder.path)
             except NotInstalled as error:
                 self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
-        play = {"tokencredit play RUN": "whole episodes with the trained agent"}
-        self.record.next_steps(play | {"tokencredit audit RUN": "measure if the credit is true"})
+        audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
+        self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
         self.envs.close()
         return summary
 

@@ -85,8 +85,8 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of a configuration as text, by whole key."""
-    pairs = flat(config).items()
+    """Settings of a configuration as text, by whole key; 1 and 1.0 are the same number."""
+    pairs = ((k, int(v) if isinstance(v, float) and v.is_integer() else v) for k, v in flat(config).items())
     return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str) for k, v in pairs}
 
 

@@ -248,7 +248,7 @@ class KLConfig:
     target: float | None = setting(None, above=0)
     """Target KL to the reference, in nats per sequence: coef, which is then the initial value, rises while the KL is
     above it and falls while it is below. null for a fixed coef."""
-    horizon: float = setting(10_000, needs="target", above=0)
+    horizon: float = setting(10_000.0, needs="target", above=0)
     """Horizon of the adaptation to `target`, in completions; a longer one adapts more slowly."""
 
 

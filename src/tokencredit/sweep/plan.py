@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import re
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
+from tokencredit.settings.fields import unknown_key
 from tokencredit.settings.renamed_keys import renamed
-from tokencredit.settings.world import WORLDS, World
+from tokencredit.settings.world import WORLDS, World, other_world
 from tokencredit.settings.yaml import nested, read_yaml
 
 KEYS = ("world", "base", "grid", "variants", "seeds", "dir")
@@ -59,9 +59,9 @@ class Run:
     def state(self) -> Literal["to begin", "to resume", "finished"]:
         """State of the run; without checkpoints, an interrupted run begins anew."""
         summary = self.summary()
-        # A run interrupted in its last iteration has nothing left to do.
+        # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
         if summary.get("iterations", 0) >= self.config["run"]["iterations"] or reached(summary):
-            return "finished"
+            return "to begin" if summary.get("stopped_by") == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file()
         if begun and (self.config["run"]["save_every"] or saved(self.folder / "checkpoints")):
             return "to resume"
@@ -120,6 +120,8 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[Run]:
         raise ConfigError(f"dir is {folder!r}; give the folder of the runs")
     seeds = check_seeds(sweep.get("seeds"))
     base, defaults = nested(mapping(sweep.get("base", {}), "base")), configure(world, {})
+    if other := other_world(base, world.command):
+        raise ConfigError(f"base is of world: {other.name}, and world is {world.name}; set world: {other.name}")
     runs = []
     for name, overrides in variants(sweep).items():
         try:
@@ -217,9 +219,7 @@ def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], prefix: st
         if key not in known:
             if moved := renamed([prefix + key]):
                 raise ConfigError(moved)
-            near = difflib.get_close_matches(key, known, n=1)
-            advice = f"did you mean {prefix}{near[0]}?" if near else "see --print_config for all keys"
-            raise ConfigError(f"unknown key {prefix}{key}; {advice}")
+            raise ConfigError(unknown_key(prefix + key, [prefix + other for other in known]))
         if isinstance(known[key], dict) and known[key]:
             if not isinstance(value, dict):
                 raise ConfigError(f"{prefix}{key} is {value!r}; it is a group of settings: {', '.join(known[key])}")

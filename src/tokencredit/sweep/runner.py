@@ -159,7 +159,7 @@ class Work:
             self.begin(run)
         elif process is None or process.poll() is not None:
             failure = None
-            if process is not None and run.state() != "finished" and not stopping:
+            if process is not None and process.returncode and not stopping:
                 failure = trouble(run, process.returncode)
             self.end(run, failure)
 

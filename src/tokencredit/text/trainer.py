@@ -316,8 +316,10 @@ class PPOTrainer:
                 write_report(self.record.folder.path)
             except NotInstalled as error:
                 self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
-        audit = {"tokencredit audit RUN": "measure if the credit is true"} if not self.origin["given"] else {}
-        self.record.next_steps({"tokencredit generate RUN": "completions of the trained policy"} | audit)
+        can_audit = self.args.run.save_every and not self.origin["given"]
+        audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
+        prompt = " --prompt TEXT" if "train_dataset" in self.origin["given"] else ""
+        self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)
         if self.args.run.push_to_hub and self.processes.main:
             upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
         return summary
