@@ -124,11 +124,16 @@ def test_a_missing_critic_is_said_and_not_made_up(run, tmp_path):
 def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(tmp_path, capsys):
     """config.yaml holds the defaults in their place: the built-in classifier and its prompt."""
     folder = tmp_path / "run"
-    args = text_config(folder, optim=OptimConfig(warmup=0))
+    args = text_config(folder, optim=OptimConfig(warmup=0), run=quiet(folder, save_every=0))
     PPOTrainer(
         args=args, reward_funcs=lambda completions, **_: [0.0] * 4 + [1.0] * 4, train_dataset=[{"prompt": "A film"}]
     ).train()
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    assert f"tokencredit generate {folder} --prompt TEXT" in told
+    assert "tokencredit audit" not in told
+    assert "on the reward" in (folder / "report.html").read_text()
+    assert "builtin:reviews: NEGATIVE" not in (folder / "report.html").read_text()
+    assert "- prompts: `from Python (train_dataset)`" in (folder / "policy" / "README.md").read_text()
     assert main(["evaluate", str(folder)]) == 2
     told = capsys.readouterr().err
     assert "was begun in Python with reward_funcs, train_dataset, which its folder does not hold" in told

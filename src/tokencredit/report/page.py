@@ -16,7 +16,7 @@ from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.templating import fill, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.folder import RunFolder, read_python
 from tokencredit.runs.history import WINDOW, final_mean, mean
 from tokencredit.runs.summary import averaged, duration
 from tokencredit.runs.untrusted import visible
@@ -89,7 +89,7 @@ def story(run: Run) -> list[tuple[str, str]]:
     if world is CONTROL:
         entries = [("trained", f"an agent in {config['env'].get('id')}")]
     else:
-        entries = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(config)))]
+        entries = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(run)))]
     entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics))})"))
     if (kl := final_mean(metrics, "kl")) is not None:
         entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
@@ -106,10 +106,13 @@ def story(run: Run) -> list[tuple[str, str]]:
     return [(word, visible(text)) for word, text in entries]
 
 
-def terms(config: Mapping[str, Any]) -> list[str]:
+def terms(run: Run) -> list[str]:
     """Names of the reward terms, or of their models and functions; a classifier's with its label."""
+    if "reward_funcs" in (read_python(run.path) or ()):
+        names = dict.fromkeys(name for row in run.metrics for name in row)
+        return [name.removeprefix("reward/") for name in names if name.startswith("reward/")]
     kinds = ("name", "function", "classifier", "reward_model")
-    listed = config.get("reward") or []
+    listed = run.config.get("reward") or []
     found = [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
     return [f"{name}: {term['label']}" if term.get("label") else name for name, term in zip(found, listed, strict=True)]
 

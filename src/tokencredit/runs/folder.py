@@ -21,6 +21,8 @@ from tokencredit.settings.yaml import flat, read_yaml
 AUDIT = "audit.json"
 LOCK = ".lock"
 """Empty file that a process holds locked while it trains the run."""
+PYTHON = "python.json"
+"""File with the names of a run's arguments from Python, such as reward_funcs, which config.yaml does not hold."""
 CHOICES = "choices.json"
 """File of a run's choices for settings that are `auto`; config.yaml keeps `auto`."""
 AUTO_SETTINGS = {"model.dtype": ("float32", "bfloat16")}
@@ -220,6 +222,15 @@ def drop_audit(run: Path, after: int) -> None:
         number = None
     if not isinstance(number, int) or number > after:
         (run / AUDIT).unlink()
+
+
+def read_python(run: Path) -> list[str] | None:
+    """Names of the arguments from Python that a run began with and config.yaml does not hold; None if not recorded."""
+    file = run / PYTHON
+    if not file.is_file():
+        return None
+    names = read_object(file, file.read_text(encoding="utf-8", errors="replace")).get("arguments")
+    return [str(name) for name in names] if isinstance(names, list) else None
 
 
 def read_choices(run: Path) -> dict[str, str]:

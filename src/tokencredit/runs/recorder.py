@@ -22,7 +22,7 @@ from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import size_of, versions, write_manifest, write_process, write_state
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import CHOICES, RunFolder, apply_choices, beside, drop_audit, recover, replacing
+from tokencredit.runs.folder import CHOICES, PYTHON, RunFolder, apply_choices, beside, drop_audit, recover, replacing
 from tokencredit.runs.history import History
 from tokencredit.runs.jsonl import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
@@ -63,6 +63,8 @@ class RunRecord:
         """
         self.args, self.processes, self.world, self.choices = args, processes, world, choices
         self.show_every = show_every
+        self.from_python: list[str] = []
+        """Names of the trainer's arguments that config.yaml does not hold."""
         self.folder = RunFolder(args.dir)
         require_installed(args.trackers or ())
         self.main = processes.main
@@ -98,6 +100,8 @@ class RunRecord:
             self._write_config()
             if self.choices is not None:
                 self._write_choices(self.choices)
+            if self.from_python:
+                self.folder.write(PYTHON, json.dumps({"arguments": self.from_python}) + "\n")
         self._start()
         for line in foreign_code(config):
             self.event(line)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint, read_values
-from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES
+from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES, read_python
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import idle
 from tokencredit.settings.world import world_of
@@ -121,7 +121,10 @@ def started_from(run: Path) -> dict[str, Any] | None:
 
 def given_in_python(run: Path) -> list[str]:
     """Names of the arguments of `PPOTrainer` that a run began with and its folder does not hold, such as reward_funcs;
-    none if it has no readable checkpoint."""
+    none if neither python.json nor a checkpoint, as of an older version, has them."""
+    names = read_python(run)
+    if names is not None:
+        return names
     origin = started_from(run)
     return [] if origin is None else list(origin["given"])
 

@@ -108,6 +108,7 @@ class PPOTrainer:
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
+            self.record.from_python = self.origin["given"]
             named = model is None or isinstance(model, str)
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named)
             self.rng = rng.torch_state()
@@ -326,4 +327,6 @@ class PPOTrainer:
 
     def _save(self, folder: Path, summary: Summary) -> None:
         save_policy(folder, self.policy, self.tokenizer)
-        (folder / "README.md").write_text(model_card(self.args, [t.name for t in self.pipeline.terms], summary))
+        names = [term.name for term in self.pipeline.terms]
+        prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
+        (folder / "README.md").write_text(model_card(self.args, names, summary, prompts))
