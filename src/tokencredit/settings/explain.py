@@ -129,7 +129,7 @@ def file_with(key: str, arguments: Sequence[str]) -> str | None:
     for file in config_files(arguments):
         # A text of settings in place of a file may be too long for Path.is_file.
         settings = read_yaml(Path(file)) if os.path.isfile(file) else None  # noqa: PTH113
-        if isinstance(settings, dict) and any(f"{name}.".startswith(f"{key}.") for name in flat(settings)):
+        if isinstance(settings, dict) and any(f"{name}.".startswith((f"{key}.", f"{key}[")) for name in flat(settings)):
             return file
     return None
 
