@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain("interrupted", INTERRUPTED)
     except ArgumentError as error:
         command = commands.get(next((a for a in arguments if a in commands), ""))
-        return complain(explain(str(error), arguments, command, command and command.kind), BAD_ARGUMENTS)
+        return complain(explain(str(error), arguments, command, command.kind if command else None), BAD_ARGUMENTS)
     except ConfigError as error:
         return fail(error, str(error), BAD_ARGUMENTS, arguments)
     except RunStopped as error:
