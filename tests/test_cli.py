@@ -198,7 +198,9 @@ def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, ca
     assert message.format(file=file) in refused(capsys, "train", "--config", str(file))
 
 
-@pytest.mark.parametrize("text", ["lrr: 1\n", "kl: {coef: x}\n", "", "prompts: 3\n", "optim: {value_lr: 1}\n"])
+@pytest.mark.parametrize(
+    "text", ["lrr: 1\n", "rewards: [{weight: 1}]\n", "kl: {coef: x}\n", "", "prompts: 3\n", "optim: {value_lr: 1}\n"]
+)
 def test_the_file_with_the_mistake_is_named(text, tmp_path, capsys):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("kl: {coef: 1}\n")

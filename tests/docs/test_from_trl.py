@@ -51,8 +51,9 @@ def test_what_a_row_names_is_there(row):
     assert named or row[1] in ("none", "the same"), row
     assert row[1] != "none" or row[2] or "`tools`" in row[0] or "vllm" in row[0], "a row without a key says why"
     for name in named:
-        argument = re.fullmatch(r"PPOTrainer\((\w+)\)", name)
-        assert argument[1] in signature(PPOTrainer).parameters if argument else name in known, name
+        argument = re.fullmatch(r"PPOTrainer(\.train)?\((\w+)\)", name)
+        called = PPOTrainer.train if argument and argument[1] else PPOTrainer
+        assert argument[2] in signature(called).parameters if argument else name in known, name
 
 
 def test_the_messages_on_trls_names_are_the_tables():

@@ -27,6 +27,28 @@ def test_keywords_of_the_configuration(arguments, message):
         tc.PPOConfig(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("learning_rte", r"did you mean learning_rate\? learning_rate is TRL's name for optim\.lr, critic\.lr \(docs"),
+        ("lr", r"did you mean critic\.lr or optim\.lr\?; give settings by key, as in PPOConfig\.from_dict\("),
+        ("rollouts", r"did you mean rollout\?"),
+    ],
+)
+def test_a_keyword_that_is_close_to_a_setting(name, advice):
+    with pytest.raises(ConfigError, match=f"^PPOConfig has no {name}; {advice}"):
+        tc.PPOConfig(**{name: 1})
+
+
+def test_arguments_of_older_trainers():
+    with pytest.raises(ConfigError) as caught:
+        tc.PPOTrainer(config=None, tokenizer=None, reward_processing_classes=None)
+    assert str(caught.value) == (
+        "config is TRL's name for PPOTrainer(args); tokenizer is TRL's name for PPOTrainer(processing_class); "
+        "reward_processing_classes is TRL's, and has no counterpart here (docs/from-trl.md)"
+    )
+
+
 def test_other_keywords_get_pythons_own_error_and_settings_are_taken():
     with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'"):
         tc.PPOConfig(zzz=1)

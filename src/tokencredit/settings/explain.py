@@ -51,15 +51,7 @@ def explain(message: str, arguments: Sequence[str], command: ArgumentParser | No
     file = None if any(a.startswith(f"--{name}") for a in arguments) else file_with(name, arguments)
     where = f"{file}: " if file else ""
     if name in MOVED:
-        run = resumed_run(arguments)
-        if file is None:
-            return renamed([name])
-        if run is None or Path(file) != Path(run) / "config.yaml":
-            return where + renamed(flat(read_yaml(Path(file))))
-        return (
-            f"{run!r} was written by an older version of Tokencredit ({name} is now {MOVED[name]}); begin a new run, "
-            "or resume it with the version that wrote it"
-        )
+        return renamed([name])
     keys = command.get_defaults(skip_validation=True).keys() if command else []
     known = [key for key in keys if key != "debug"]
     if kind is None:
@@ -129,7 +121,7 @@ def file_with(key: str, arguments: Sequence[str]) -> str | None:
     for file in config_files(arguments):
         # A text of settings in place of a file may be too long for Path.is_file.
         settings = read_yaml(Path(file)) if os.path.isfile(file) else None  # noqa: PTH113
-        if isinstance(settings, dict) and any(f"{name}.".startswith(f"{key}.") for name in flat(settings)):
+        if isinstance(settings, dict) and any(f"{name}.".startswith((f"{key}.", f"{key}[")) for name in flat(settings)):
             return file
     return None
 

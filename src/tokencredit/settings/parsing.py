@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,6 +79,11 @@ def with_resumed(arguments: Sequence[str]) -> list[str]:
     if isinstance(settings, dict) and (world := other_world(settings, arguments[0])):
         command = f"tokencredit {world.command}"
         raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
+    if old := renamed(flat(settings)):
+        raise ConfigError(
+            f"{run!r} was written by an older version of Tokencredit ({old}); begin a new run, or resume it with the "
+            "version that wrote it"
+        )
     return [arguments[0], "--config", str(file), "--run.dir", run, *arguments[1:]]
 
 
@@ -119,7 +124,13 @@ class Parser(ArgumentParser):
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Parse a file; raise `ConfigError`, which names it, for a value or group that it cannot hold."""
+        keys: Mapping[str, Any] = {}
         try:
+            # Before the values: one of a setting that has changed with its name would be blamed instead.
+            with suppress(ConfigError):  # a file that cannot be read is named below
+                keys = flat(read_yaml(Path(path)))
+            if old := renamed(keys):
+                raise ConfigError(old)
             settings: Namespace = super().parse_path(path, *args, **kwargs)
             for option in NOT_SETTINGS:
                 if settings.get(option):

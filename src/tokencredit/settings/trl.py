@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
+from dataclasses import asdict, fields
 from functools import wraps
 from typing import Any, TypeVar
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.yaml import flat
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -63,12 +65,35 @@ TRL = {
     "logging_steps": NONE,
     "per_device_eval_batch_size": "eval.samples",
     "disable_tqdm": NONE,
+    "max_steps": "run.iterations",
+    "save_steps": "run.save_every",
+    "save_strategy": "run.save_every",
+    "save_total_limit": "run.keep_last",
+    "eval_steps": "eval.every",
+    "eval_strategy": "eval.every",
+    "warmup_ratio": "optim.warmup",
+    "adam_beta1": NONE,
+    "adam_beta2": NONE,
+    "adam_epsilon": "optim.eps",
+    "fp16": "model.dtype",
+    "torch_compile": "model.compile",
+    "run_name": "run.dir",
+    "hub_model_id": "run.push_to_hub",
+    "resume_from_checkpoint": "PPOTrainer.train(resume_from_checkpoint)",
+    "load_best_model_at_end": NONE,
+    "metric_for_best_model": NONE,
+    "deepspeed": NONE,
+    "remove_unused_columns": NONE,
+    "dataloader_num_workers": NONE,
     # PPOTrainer
     "ref_model": NONE,
     "reward_model": "reward, PPOTrainer(reward_funcs)",
     "value_model": "critic.kind, critic.name",
     "data_collator": NONE,
     "optimizers": "optim.name",
+    "config": "PPOTrainer(args)",
+    "tokenizer": "PPOTrainer(processing_class)",
+    "reward_processing_classes": NONE,
     # GRPOConfig and GRPOTrainer
     "reward_weights": "reward",
     "num_generations": "rollout.per_prompt",
@@ -91,6 +116,13 @@ TRL = {
     "rollout_func": NONE,
     "environment_factory": NONE,
     "use_vllm": NONE,
+    "max_prompt_length": "prompts.max_length",
+    "log_completions": "run.samples",
+    "model_init_kwargs": NONE,
+    "generation_batch_size": NONE,
+    "importance_sampling_level": NONE,
+    "sync_ref_model": NONE,
+    "use_liger_kernel": NONE,
 }
 """Keys and arguments here by TRL's name, except for names that are the same."""
 
@@ -116,17 +148,31 @@ def refuse_arguments(names: Collection[str], known: Collection[str]) -> None:
     raise ConfigError("; ".join(filter(None, [trl_names(names), *lines])))
 
 
+def closest(name: str, keys: Collection[str]) -> str:
+    """A question with the keys of this last part, or with the closest key or name of TRL's; empty if none is close."""
+    near = [key for key in keys if key.endswith(f".{name}")] or difflib.get_close_matches(name, [*keys, *TRL], n=1)
+    told = trl_names(near)
+    return f"did you mean {' or '.join(near)}?" + (f" {told}" if told else "") if near else ""
+
+
 def refuse_trl_names(kind: Kind) -> Kind:
-    """Class decorator of a configuration: keyword arguments by TRL's names raise `ConfigError` with the keys here.
+    """Class decorator of a configuration: TRL's names as keyword arguments raise `ConfigError` with the keys here.
+
+    Misspelt names and keys without their group raise it too; other names get Python's own `TypeError`.
 
     TRL's configuration has the same class name, so its scripts need only another import to get here.
     """
     init = kind.__init__  # type: ignore[misc]  # that of the class, not of an instance
+    own = [item.name for item in fields(kind)]
+    by_key = f"give settings by key, as in {kind.__name__}.from_dict({{'optim.lr': 1e-5}})"
 
     @wraps(init)
     def checked(self: Any, *args: Any, **settings: Any) -> None:
         if message := trl_names(settings):
-            raise ConfigError(f"{message}; give settings by key, as in {kind.__name__}.from_dict({{'optim.lr': 1e-5}})")
+            raise ConfigError(f"{message}; {by_key}")
+        for name in settings:
+            if name not in own and (advice := closest(name, [*own, *flat(asdict(kind()))])):
+                raise ConfigError(f"{kind.__name__} has no {name}; {advice}; {by_key}")
         init(self, *args, **settings)
 
     kind.__init__ = checked  # type: ignore[misc]
