@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first stops a run where it can be resumed, the second stops it at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first stops a run where it can be resumed, the second stops it at once.
 
 Outside a run, Ctrl-C ends the command at once, in one line.
 """
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokencredit.processes import Processes
 
-WATCHED = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)
+"""The signal of a closed terminal; Windows has none."""
+WATCHED = (signal.SIGINT, signal.SIGTERM, *([] if HANGUP is None else [HANGUP]))
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
@@ -84,8 +86,23 @@ class Signals:
         return signal.Signals(received).name if received else None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == HANGUP:
+            _leave_closed_terminal()
         if self.received is not None:
+            if number == HANGUP:  # of a closed terminal both the shell and the system may tell
+                return
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
         # Not print, which the signal may have interrupted.
         os.write(2, f"\n{self.received.name}: stopping after this iteration; again to stop at once\n".encode())
+
+
+def _leave_closed_terminal() -> None:
+    """Send the process's output nowhere if its terminal is gone, so that printing does not fail."""
+    for output in (1, 2):
+        try:
+            os.write(output, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output)
+            os.close(nowhere)
