@@ -253,6 +253,7 @@ class RunRecord:
         with ExitStack() as stack:
             folder = beside(target, "part")
             if self.main:
+                target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved stays away
                 self.folder.make_room(
                     f"checkpoints/{target.name}", size_of(state) + self.processes.count * size_of(process)
                 )
