@@ -76,6 +76,10 @@ class RunRecord:
         self.best = -math.inf
         """Best evaluation so far."""
         self.best_iteration = 0
+        self.failed = False
+        """True once the run has failed: nothing but resuming is then suggested."""
+        self.only_python = False
+        """True for a run with arguments from Python, which the command cannot resume."""
 
     def begin(self, config: Any, reserve: int, weights: int) -> None:
         """Create the folder, check its disk space, and write the configuration.
@@ -226,11 +230,18 @@ class RunRecord:
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
     def how_to_resume(self) -> str:
-        """The command that resumes this run."""
+        """How to resume this run: the command, or the call."""
+        if self.only_python:
+            return (
+                f"resume from Python with the same arguments and run.dir {str(self.folder.path)!r}: "
+                "train(resume_from_checkpoint=True)"
+            )
         return f"resume with: tokencredit {self.world.command} --resume {shlex.quote(str(self.folder.path))}"
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""
+        if self.failed:
+            return
         folder, page = self.folder.path, self.folder.path / "report.html"
         written = page.is_file()
         if written:

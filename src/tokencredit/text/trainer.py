@@ -108,6 +108,7 @@ class PPOTrainer:
             self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
+            self.record.only_python = bool(self.origin["given"])
             named = model is None or isinstance(model, str)
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named)
             self.rng = rng.torch_state()
