@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -305,3 +306,12 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
         assert (disk / "run" / "report.html").read_text().endswith("</html>")
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_signs_that_the_output_cannot_encode_are_escaped():
+    code = "from tokencredit.cli import main; main([]); from tokencredit.runs.console import Screen; Screen(1).say('→')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "\\u2192"

@@ -1,5 +1,7 @@
 """Ctrl-C outside a run's iterations: one line and exit code 130, wherever the process is."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -76,3 +78,38 @@ def test_a_program_of_its_own_keeps_its_handler():
     before = signal.getsignal(signal.SIGINT)
     with raising_interrupt():
         assert signal.getsignal(signal.SIGINT) is before
+
+
+WAIT = """
+import os, signal, sys, time
+from pathlib import Path
+from tokencredit.signals import Signals
+
+with Signals() as signals:
+    os.write(1, b"ready")
+    while not signals.received:
+        time.sleep(0.01)
+    print("a line", flush=True)
+    os.kill(os.getpid(), signal.SIGHUP)
+    Path(sys.argv[1]).write_text(signals.received.name)
+"""
+
+
+def test_a_closed_terminal_stops_a_run_after_its_iteration(tmp_path):
+    """Printing goes on without the terminal, and its second SIGHUP changes nothing."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.execv(sys.executable, [sys.executable, "-c", WAIT, str(tmp_path / "told")])
+    shown = b""
+    while not shown.endswith(b"ready"):
+        shown += os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "told").read_text() == "SIGHUP"
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing():
+    code = "import os, signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom tokencredit.signals import Signals\n"
+    code += "with Signals() as signals: os.kill(os.getpid(), signal.SIGHUP)\nassert signals.received is None"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""

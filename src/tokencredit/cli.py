@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ MEMORY_ADVICE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an encoding such as ASCII lacks signs that are printed
     # By default jsonargparse prints the configuration without the help texts.
     arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
     parser, commands = build_parser()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first stops a run where it can be resumed, the second stops it at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first stops a run where it can be resumed, the second stops it at once.
 
 Outside a run, Ctrl-C ends the command at once, in one line.
 """
@@ -10,14 +10,16 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokencredit.processes import Processes
 
-WATCHED = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)
+"""The signal of a closed terminal; Windows has none."""
+WATCHED = (signal.SIGINT, signal.SIGTERM, *([] if HANGUP is None else [HANGUP]))
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
@@ -37,8 +39,10 @@ def end_on_interrupt() -> None:
 
 def _end(_number: int, _frame: FrameType | None) -> None:
     # Neither print nor sys.exit, which may be what the signal interrupted.
-    os.write(2, b"\ntokencredit: interrupted\n" if os.isatty(2) else b"tokencredit: interrupted\n")
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, b"\ntokencredit: interrupted\n" if os.isatty(2) else b"tokencredit: interrupted\n")
+    finally:  # also if nobody reads stderr any more
+        os._exit(INTERRUPTED)
 
 
 @contextmanager
@@ -84,8 +88,24 @@ class Signals:
         return signal.Signals(received).name if received else None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == HANGUP:
+            _leave_closed_terminal()
         if self.received is not None:
+            if number == HANGUP:  # of a closed terminal both the shell and the system may tell
+                return
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
         # Not print, which the signal may have interrupted.
-        os.write(2, f"\n{self.received.name}: stopping after this iteration; again to stop at once\n".encode())
+        with suppress(OSError):  # nobody reads it any more
+            os.write(2, f"\n{self.received.name}: stopping after this iteration; again to stop at once\n".encode())
+
+
+def _leave_closed_terminal() -> None:
+    """Send the process's output nowhere if its terminal is gone, so that printing does not fail."""
+    for output in (1, 2):
+        try:
+            os.write(output, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output)
+            os.close(nowhere)

@@ -87,6 +87,18 @@ def test_an_audit_has_a_line():
     assert "audit" not in shown(lambda screen: screen.iteration(METRICS))
 
 
+@pytest.mark.parametrize(("states", "short"), [(0, True), (15, True), (16, False), (90, False)])
+def test_an_audit_with_too_little_time_says_so(states, short):
+    unknown = {"value": None, "low": None, "high": None}
+    estimators = {"gae": {"correlation": unknown, "sign_agreement": unknown}}
+    credit = {"tokens": states, "shown": "gae", "estimators": estimators}
+    settings = {"completions": 16, "continuations": 32}
+    audit = {"credit": credit, "critic": None, "iteration": 1, "continuations": 4.0, "seconds": 0.1}
+    out = shown(lambda screen: screen.audit(audit | {"settings": settings}))
+    assert f"{states} states of 16 completions or episodes" in out
+    assert ("raise --seconds" in out) == short
+
+
 def test_a_bar_with_the_numbers_on_a_terminal():
     out = shown(lambda screen: screen.iteration(METRICS), terminal=True)
     assert "3/40" in out

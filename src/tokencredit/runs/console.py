@@ -163,11 +163,14 @@ class Screen:
                 f"the critic explains {_number(explained['value'])} ({_range(explained)}) of the true values' "
                 f"variance; RMSE {_number(error)}, best constant {_number(critic['constant_rmse']['value'])}"
             )
+        rows = audit["settings"].get("completions", audit["settings"].get("episodes"))
         self.say(
-            f"{credit['tokens']} states of {audit['settings'].get('completions', audit['settings'].get('episodes'))} "
+            f"{credit['tokens']} states of {rows} "
             f"completions or episodes, {audit['continuations']:.0f} continuations per state, "
             f"{duration(audit['seconds'])}; this run's estimator is {credit['shown']}"
         )
+        if credit["tokens"] < rows:  # without a time limit each has at least one
+            self.say("the time limit was too short to measure the credit: raise --seconds")
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Show the findings on a run, most important first."""

@@ -158,7 +158,7 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     temporary, old = beside(target, "part"), beside(target, "old")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
     try:
         yield temporary
         mode = temporary.stat().st_mode & 0o666

@@ -104,15 +104,23 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
         _say_stopped(record)
         raise
     except (RunStopped, OSError) as error:
+        if not record.folder.path.is_dir():
+            raise RunStopped(
+                f"stopped in {_place(number)}: the run's folder {str(record.folder.path)!r} is gone, so nothing more "
+                "is written; if it was moved, resume the run with --resume and its new path"
+            ) from error
+        record.failed = True
         lines = [f"stopped in {_place(number)}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
         raise RunStopped("; ".join([*lines, record.how_to_resume()])) from error
     failure = record.nothing_learned() if stopped_by is None else None
+    record.failed = failure is not None
     try:
         summary = trainer.finish(stopped_by or (failure.stopped_by if failure else "iterations"))
     except KeyboardInterrupt:
         _say_stopped(record)
         raise
     if failure:
+        record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
         raise failure
     if request:
         record.screen.say(record.how_to_resume())

@@ -78,6 +78,8 @@ class RunRecord:
         self.best = -math.inf
         """Best evaluation so far."""
         self.best_iteration = 0
+        self.failed = False
+        """True once the run has failed: nothing but resuming is then suggested."""
 
     def begin(self, config: Any, reserve: int, weights: int) -> None:
         """Create the folder, check its disk space, and write the configuration.
@@ -230,11 +232,18 @@ class RunRecord:
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
     def how_to_resume(self) -> str:
-        """The command that resumes this run."""
+        """How to resume this run: the command, or the call."""
+        if self.from_python:
+            return (
+                f"resume from Python with the same arguments and run.dir {str(self.folder.path)!r}: "
+                "train(resume_from_checkpoint=True)"
+            )
         return f"resume with: tokencredit {self.world.command} --resume {shlex.quote(str(self.folder.path))}"
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""
+        if self.failed:
+            return
         folder, page = self.folder.path, self.folder.path / "report.html"
         written = page.is_file()
         if written:
@@ -257,6 +266,7 @@ class RunRecord:
         with ExitStack() as stack:
             folder = beside(target, "part")
             if self.main:
+                target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved stays away
                 self.folder.make_room(
                     f"checkpoints/{target.name}", size_of(state) + self.processes.count * size_of(process)
                 )
@@ -303,8 +313,8 @@ class RunRecord:
         if not skipped or any(map(math.isfinite, self.history.column("loss"))):
             return None
         return TooManyBadSteps(
-            f"nothing was learned in {len(self.history)} iterations: every step was skipped, since a reward, loss or "
-            f"gradient was not finite; {self.folder.path / 'bad_steps'} holds the batches, with the reasons"
+            f"nothing was learned in {len(self.history)} iterations: no optimizer step was taken, and rewards, losses "
+            f"or gradients were not finite; {self.folder.path / 'bad_steps'} holds the batches, with the reasons"
         )
 
     def end(self, stopped_by: str, save: Callable[[Path, Summary], None]) -> Summary:
