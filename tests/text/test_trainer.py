@@ -583,7 +583,7 @@ def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, 
     with pytest.raises(
         RunStopped,
         match=r"stopped in iteration 5: reward term 'odd' is (nan|inf) for the text 'This movie .*, in 2 steps in a "
-        r"row \(run\.max_bad_steps\); see .*bad_steps/000005-1; resume ",
+        r"row \(run\.max_bad_steps\); see .*bad_steps/000005-1; resume with: tokencredit train --resume",
     ):
         trainer.train()
     metrics = read_metrics(run)
