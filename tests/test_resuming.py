@@ -363,7 +363,7 @@ def test_a_reward_that_fails_costs_no_iteration(tmp_path):
         return iteration(number)
 
     trainer.iteration = falling
-    with pytest.raises(RunStopped, match=r"stopped in iteration 4: .*down.*; resume with: tokencredit train --resume"):
+    with pytest.raises(RunStopped, match=r"stopped in iteration 4: .*down.*; resume from Python with the same"):
         trainer.train()
     down[0] = False
     assert (tmp_path / "cut" / "checkpoints" / "000003").is_dir()
