@@ -24,7 +24,7 @@ from demo.grammar import reviews
 from tokencredit.report.reading import Run, read_run
 from tokencredit.settings.parsing import configure
 from tokencredit.signals import INTERRUPTED
-from tokencredit.sweep.plan import read_sweep
+from tokencredit.sweep.plan import read_settings, read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
 RECIPES = Path("recipes")
@@ -61,7 +61,10 @@ def run(study: str, seeds: int | None, jobs: int) -> int:
         missing = [size for size in SIZES if not (MODELS / size / "policy" / "README.md").is_file()]
         commands = [["-m", "demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
     sweep = ["-m", "tokencredit.cli", "sweep", str(RECIPES / STUDIES[study]), "--jobs", str(jobs)]
-    for command in [*commands, sweep + (["--seeds", str(seeds)] if seeds else [])]:
+    if seeds:
+        recipe = read_settings(RECIPES / STUDIES[study])
+        sweep += ["--seeds", str(min(seeds, len(recipe["seeds"])))]
+    for command in [*commands, sweep]:
         code = subprocess.run([sys.executable, *command], check=False).returncode
         if code:
             break
