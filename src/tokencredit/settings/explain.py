@@ -8,16 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import hint_of, no_group, shown, unknown_key, wrong_value
 from tokencredit.settings.renamed_keys import MOVED, renamed
 from tokencredit.settings.training import MOST_SEED
 from tokencredit.settings.yaml import flat, load_yaml, read_yaml
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser  # not installed everywhere
 
 OPTIONS = {
     "PositiveInt": "a whole number, at least 1",
