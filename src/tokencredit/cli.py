@@ -78,7 +78,7 @@ def set_up_torch() -> None:
     # With huge pages, new memory costs a quarter of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # OpenMP's threads wait for each other by spinning. Beside another busy process they spin through its turns too, and
-    # an iteration takes 4 times as long; with short waits it takes 1.5 times as long (benchmarks/RESULTS.md).
+    # an iteration takes 3.5 times as long; with short waits it takes 1.7 times as long (benchmarks/RESULTS.md).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
