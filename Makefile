@@ -26,7 +26,7 @@ train: .venv/installed-run  ## Train the built-in language model: the main job, 
 test: install lint types  ## Lint, types and all tests
 	$(BIN)/python -m pytest -n 2
 
-fast: install lint types  ## Lint, types and the quick tests: about 80 seconds with a warm mypy cache
+fast: install lint types  ## Lint, types and the quick tests: about two minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few
 
 fuzz: install  ## The tests with random inputs, with fresh and ten times as many inputs
