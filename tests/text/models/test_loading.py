@@ -14,10 +14,17 @@ from transformers import (
 )
 from transformers.activations import NewGELUActivation
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.models.building import build_policy, save_policy
-from tokencredit.text.models.loading import end_ids, fuse_gelu, load_language_model, max_prompt_length, resolve
+from tokencredit.text.models.loading import (
+    end_ids,
+    fuse_gelu,
+    load_language_model,
+    max_prompt_length,
+    resolve,
+    upload,
+)
 
 
 @pytest.fixture
@@ -212,3 +219,10 @@ def test_a_classifier_is_not_a_policy(model_folders, tmp_path):
     AutoTokenizer.from_pretrained(model_folders["llama"]).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"is not a causal language model: its weights lack lm_head\.weight$"):
         load_language_model(ModelConfig(name=str(tmp_path)))
+
+
+def test_an_upload_that_fails_says_where_the_policy_is(tmp_path, monkeypatch):
+    """Without a network; the exception is the HTTP library's."""
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(OSError(-2, "Name not known")))
+    with pytest.raises(RunStopped, match=r"^could not upload to run\.push_to_hub 'me/policy': .*the policy is in "):
+        upload(tmp_path, "me/policy")
