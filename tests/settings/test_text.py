@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from tokencredit.core.advantages import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS, AgentEstimatorName, EstimatorName
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentCriticConfig
 from tokencredit.settings.data import (
@@ -20,8 +20,6 @@ from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
-    AgentEstimatorName,
-    EstimatorName,
     EvalConfig,
     KLConfig,
     RolloutConfig,

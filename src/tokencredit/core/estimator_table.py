@@ -2,6 +2,19 @@
 
 from typing import Literal, NamedTuple
 
+AgentEstimatorName = Literal[
+    "gae",
+    "td",
+    "monte_carlo",
+    "n_step",
+    "decoupled_gae",
+    "length_adaptive_gae",
+    "total_return",
+    "reward_to_go",
+]
+EstimatorName = Literal[AgentEstimatorName, "uniform", "group_relative", "leave_one_out"]
+"""Names of the estimators below; those of agents need no score of a whole text."""
+
 
 class Estimator(NamedTuple):
     """Inputs of an advantage estimator besides rewards."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tokencredit.core.estimator_table import AgentEstimatorName
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
 from tokencredit.settings.training import (
     MOST_SEED,
     AdvantageSettings,
-    AgentEstimatorName,
     AuditSettings,
     OptimConfig,
     PPOSettings,

@@ -6,23 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS, EstimatorName
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import setting
 from tokencredit.settings.model import CriticTraining
 
-AgentEstimatorName = Literal[
-    "gae",
-    "td",
-    "monte_carlo",
-    "n_step",
-    "decoupled_gae",
-    "length_adaptive_gae",
-    "total_return",
-    "reward_to_go",
-]
-EstimatorName = Literal[AgentEstimatorName, "uniform", "group_relative", "leave_one_out"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
 MOST_SEED = 2**62
