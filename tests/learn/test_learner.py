@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
-from tokencredit.core.masked import whiten
 from tokencredit.core.vocab_projection import TokenStats
+from tokencredit.core.whitening import whiten
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss, Objective, Passes, PolicyOutputs

@@ -20,7 +20,8 @@ from tokencredit.control.environments import expected_warnings, make_envs
 from tokencredit.control.evaluation import Player, check_videos, episode_metrics, save_agent
 from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not_restored_message
 from tokencredit.control.setup import build_learner
-from tokencredit.core.masked import moments, whiten
+from tokencredit.core.masked import moments
+from tokencredit.core.whitening import whiten
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state

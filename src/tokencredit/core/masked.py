@@ -14,10 +14,6 @@ from tokencredit.core.checks import require_flags, require_tensors
 Reduce = Callable[[Tensor], Tensor]
 """All-reduce: sums a tensor elementwise over processes and returns the sum on each of them."""
 
-VARIANCE_GUARD = 1e-8
-"""Added to the variance that `whiten` divides by, in squared units of the numbers. Differences much below its root,
-1e-4, are noise, and stay small."""
-
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return `x` in float32, or unchanged if it is float64."""
@@ -95,44 +91,8 @@ def moments(
     Raises:
         ValueError: no element is true, here or (with `reduce`) on any process.
     """
-    total, mean, variance, _ = _moments_and_centred(x, mask, reduce, count)
+    total, mean, variance, _ = moments_and_centred(x, mask, reduce, count)
     return total, mean, variance
-
-
-def whiten(
-    x: Tensor,
-    mask: Tensor,
-    *,
-    shift_mean: bool = True,
-    reduce: Reduce | None = None,
-    count: Tensor | float | None = None,
-) -> Tensor:
-    """Whiten `x` over the mask: unit variance and, by default, zero mean.
-
-    yₜ = (xₜ − μ) / √(σ² + 1e-8), plus μ again when `shift_mean` is false; 0 outside the mask. The guard, as in TRL's
-    and verl's `masked_whiten`, keeps noise from becoming a signal: numbers about 1e-7 apart, such as the rounding of a
-    KL where all scores are equal, end about 1e-3 apart instead of 1. If `x` is constant up to rounding of its mean,
-    (x − μ) becomes exactly 0.
-
-    Args:
-        x: any shape.
-        mask: bool of the same shape.
-        shift_mean: true gives mean 0 (advantages); false keeps the mean (rewards, whose sign matters).
-        reduce: sums a tensor over processes; μ and σ are then over all processes.
-        count: as in `moments`.
-
-    Returns:
-        A tensor with the shape of `x`.
-
-    Raises:
-        ValueError: no element of the mask is true.
-    """
-    _, mean, variance, centred = _moments_and_centred(x, mask, reduce, count)
-    inverse = torch.where(above_rounding(variance.sqrt(), mean), (variance + VARIANCE_GUARD).rsqrt(), 0.0)
-    whitened = centred * inverse
-    if not shift_mean:
-        whitened = whitened + mean
-    return whitened.masked_fill(~mask, 0.0)
 
 
 def inverse_deviation(deviation: Tensor, mean: Tensor, guard: float = 0.0) -> Tensor:
@@ -170,7 +130,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
     return torch.where(total > 0, 1 - residual / total, torch.full_like(total, torch.nan))
 
 
-def _moments_and_centred(
+def moments_and_centred(
     x: Tensor, mask: Tensor, reduce: Reduce | None, known_count: Tensor | float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result of `moments`, and x − μ without the rounding error of μ."""

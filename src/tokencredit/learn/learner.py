@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokencredit.core.masked import whiten
+from tokencredit.core.whitening import whiten
 from tokencredit.learn.critic_steps import CriticSteps, unclipped
 from tokencredit.learn.experience import Experience, length_batches
 from tokencredit.learn.histogram import follow_returns, histogram_heads
