@@ -22,8 +22,8 @@ from tokencredit.text.data.datasets import column_values, read_dataset
 from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.critic import HEAD_FILE, TRUNK_FOLDER
 from tokencredit.text.models.loading import load_language_model, resolve
-from tokencredit.text.rewards.functions import similarity
 from tokencredit.text.rewards.models import load
+from tokencredit.text.rewards.ready_made import similarity
 
 POLICY, SENTIMENT = resolve("builtin:reviews", "policy"), resolve("builtin:reviews", "sentiment")
 

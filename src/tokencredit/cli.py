@@ -15,7 +15,7 @@ from tokencredit import __version__
 from tokencredit.commands import COMMANDS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.explain import explain, resumed_run
+from tokencredit.settings.parser_errors import explain, resumed_run
 from tokencredit.settings.parsing import Parser, new_parser, plainly, with_resumed
 from tokencredit.signals import INTERRUPTED, end_on_interrupt
 

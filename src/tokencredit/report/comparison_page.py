@@ -33,8 +33,8 @@ from tokencredit.report.comparison_stats import (
     varying,
 )
 from tokencredit.report.reading import REPORT, read_run
+from tokencredit.report.significance import verdict
 from tokencredit.report.templating import fill
-from tokencredit.report.verdict import verdict
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.history import WINDOW
 from tokencredit.runs.untrusted import visible

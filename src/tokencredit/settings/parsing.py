@@ -15,9 +15,9 @@ from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import KINDS, RewardTerm
-from tokencredit.settings.explain import explain, explain_file, named, resumed_run
 from tokencredit.settings.fields import no_group, refuse_idle, without_idle
 from tokencredit.settings.help import FIRST_KEYS, group_help, short_help
+from tokencredit.settings.parser_errors import explain, explain_file, named, resumed_run
 from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.text import PPOConfig

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import out_of_memory
 from tokencredit.runs.untrusted import visible
-from tokencredit.text.rewards.functions import RewardFunction
+from tokencredit.text.rewards.ready_made import RewardFunction
 
 T = TypeVar("T")
 

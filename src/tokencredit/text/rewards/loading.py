@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.rewards.functions import READY_MADE, RewardFunction
+from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 
 
 def load_function(spec: str, kwargs: Mapping[str, Any]) -> RewardFunction:

@@ -7,7 +7,7 @@ import torch
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.models.loading import resolve
-from tokencredit.text.rewards.functions import (
+from tokencredit.text.rewards.ready_made import (
     READY_MADE,
     count,
     distinct,

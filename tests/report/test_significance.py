@@ -8,7 +8,7 @@ import pytest
 
 from tokencredit.report.comparison_stats import Group
 from tokencredit.report.reading import Run
-from tokencredit.report.verdict import interval, rank_p, too_few, verdict
+from tokencredit.report.significance import interval, rank_p, too_few, verdict
 
 
 def group(label, *ends, iterations=3):
