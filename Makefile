@@ -24,9 +24,9 @@ train: .venv/installed-run  ## Train the built-in language model: the main job, 
 	$(BIN)/tokencredit train
 
 test: install lint types  ## Lint, types and all tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-fast: install lint types  ## Lint, types and the quick tests: about two minutes
+fast: install lint types  ## Lint, types and the quick tests: about a minute
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few
 
 fuzz: install  ## The tests with random inputs, with fresh and ten times as many inputs

@@ -135,6 +135,7 @@ def test_weights_of_a_sentence_embedder(bomb, tmp_path):
         similarity(str(folder))
 
 
+@pytest.mark.slow
 def test_modules_of_a_sentence_embedder(bomb, tmp_path):
     """Its list of modules may name classes, and the last of them may have weights of its own."""
     library = pytest.importorskip("sentence_transformers")

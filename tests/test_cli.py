@@ -85,6 +85,7 @@ def test_evaluate_measures_the_policy_and_the_base(run, capfd):
     assert "has no best/" in refused(capfd, "evaluate", str(folder), "--best")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_file", [True, False])
 def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, capsys):
     reward = "[{function: length, kwargs: {unit: words}}]"
@@ -171,6 +172,7 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
     assert message in refused(capsys, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -199,6 +201,7 @@ def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, ca
     assert message.format(file=file) in refused(capsys, "train", "--config", str(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["lrr: 1\n", "rewards: [{weight: 1}]\n", "kl: {coef: x}\n", "", "prompts: 3\n", "optim: {value_lr: 1}\n"]
 )
@@ -308,6 +311,7 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.slow
 def test_signs_that_the_output_cannot_encode_are_escaped():
     code = "from tokencredit.cli import main; main([]); from tokencredit.runs.console import Screen; Screen(1).say('→')"
     done = subprocess.run(

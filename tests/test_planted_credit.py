@@ -42,6 +42,7 @@ def test_one_word_decides_each_reward():
     assert world.deciding("falsify", "say", [SKY, SKY, SKY]) is None
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_chances_are_sums_over_all_words_before_the_deciding_one(lm):
     start, one, two = world.chances(lm, "say", 2)

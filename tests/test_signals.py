@@ -46,6 +46,7 @@ last = Last()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "ended"),
     [

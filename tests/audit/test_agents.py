@@ -222,6 +222,7 @@ def replays_of(args):
     return auditor, auditor._replays()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env",
     [
@@ -310,6 +311,7 @@ def test_what_shows_in_training_alone_leaves_an_audit_out(env, tmp_path):
     assert f"an audit is skipped: env.id {env.id} cannot be audited" in (folder / "events.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["Pendulum-v1", "CartPole-v1", "FrozenLake-v1"])
 @pytest.mark.parametrize("agent", [AgentConfig(hidden=[8]), AgentConfig("transformer", [8], heads=2, context=3)])
 def test_an_agent_sees_in_an_audit_what_it_sees_in_training(env, agent):
@@ -412,6 +414,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
     runs = []
@@ -439,6 +442,7 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
         audit_run(tmp_path / "with", trainer.args, settings, 1)
 
 
+@pytest.mark.slow
 def test_the_command_audits_an_agent(tmp_path, capsys):
     run = tmp_path / "run"
     ControlTrainer(small(run)).train()

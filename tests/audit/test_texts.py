@@ -181,6 +181,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_is_audited_and_left_as_it_was(kind, tmp_path):
     trainer = trainer_of(tmp_path, **KINDS[kind], audit=AuditConfig(every=1, completions=6, continuations=4))
@@ -260,6 +261,7 @@ SAMPLING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLING)
 def test_what_is_begun_goes_on_as_if_it_had_been_drawn(name, tmp_path):
     """The same tokens, ends and log-probs from the same random numbers, wherever sampling sets in."""
@@ -322,6 +324,7 @@ def noisy(completion_ids, **_):
     return [score(ids) + random.random() + float(torch.rand(())) for ids in completion_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [whole, noisy])
 def test_a_run_with_audits_is_bit_for_bit_the_run_without(reward, tmp_path):
     runs = []

@@ -91,6 +91,7 @@ def train(model: ActorCritic, batch: costs.Batch) -> None:
     (now.policy_loss + (0 if now.values is None else now.values.sum())).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", costs.SHAPES, ids=lambda shape: shape.name)
 def test_parameters_are_those_of_the_real_model(shape):
     with torch.device("meta"):
@@ -137,6 +138,7 @@ def counted(model: ActorCritic, run) -> float:
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 @pytest.mark.parametrize("critic", ["shared", "separate", "none"])
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
@@ -218,6 +220,7 @@ def saved_bytes(model: ActorCritic) -> int:
     return sum(size for place, size in kept.items() if place not in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
@@ -257,6 +260,7 @@ class LiveMemory(TorchDispatchMode):
         self.now -= self.sizes.pop(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)

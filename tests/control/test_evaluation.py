@@ -66,6 +66,7 @@ def test_what_cannot_be_filmed_is_refused_before_training(tmp_path):
         ControlTrainer(control_config(tmp_path / "run", env=EnvConfig("Memory-v0"), eval=EpisodesConfig(videos=1)))
 
 
+@pytest.mark.slow
 def test_evaluation_during_training_changes_no_training(tmp_path):
     runs = []
     for every in (0, 1):

@@ -46,6 +46,7 @@ def rewards(envs, steps):
     return [envs.step(np.zeros(envs.num_envs, int))[1].tolist() for _ in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["cut", "end"])
 @pytest.mark.parametrize(("rising", "returns"), [(False, [1, 1.99, 2.9701, 3.9404, 4.901]), (True, RISING)])
 def test_the_discounted_return_begins_anew_with_each_episode_however_the_last_one_ended(by, rising, returns):

@@ -219,6 +219,7 @@ def test_what_cannot_work_is_refused(changes, message, tmp_path):
         small(tmp_path, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoiled", ["reward", "gradient"])
 def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
     args = small(tmp_path / "run", run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
@@ -287,6 +288,7 @@ def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
     assert moved == {name for name in before if name.startswith("critic")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "reached"), [("shared", 0.6), ("separate", 0.95)])
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(kind, reached, tmp_path):
     """A policy gradient of one step, then many of its baseline on the same batch; a shared critic is one layer."""
@@ -379,6 +381,7 @@ def test_settings_of_continuous_actions_are_refused_for_discrete_ones(key, value
     ControlTrainer(small(tmp_path / "run", agent=AgentConfig(**{key: value}), env=EnvConfig("Pendulum-v1")))
 
 
+@pytest.mark.slow
 def test_a_transformers_ratio_starts_at_1_in_every_update(tmp_path):
     """PyTorch's encoder layers compute another way in evaluation mode."""
     agent = AgentConfig(policy="transformer", hidden=[16, 16], activation="gelu", context=4)

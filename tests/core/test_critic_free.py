@@ -83,6 +83,7 @@ def test_a_group_that_differs_by_noise_gets_hardly_any_credit():
     assert credit(1.0) == pytest.approx(0.5**0.5, rel=1e-3)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 8), st.floats(-7, 3), st.integers(0, 2**32))
 def test_no_group_gets_more_credit_than_its_scores_differ_by(size, magnitude, seed):
     scores = 10**magnitude * torch.randn(size, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -41,6 +41,7 @@ def test_exact_to_float32_rounding(rows, time, low, high, cuts, seed):
     assert (error <= 8 * torch.finfo(torch.float32).eps * size).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.95, 0.999, 1.0])
 def test_long_rows_are_as_exact_as_a_loop(decay):
     deltas = torch.randn(4, 16_384, generator=torch.Generator().manual_seed(0))

@@ -28,6 +28,7 @@ fractions = st.sampled_from([0.0, 1.0, 0.95]) | st.floats(0.0, 1.0)
 close = {"rtol": 1e-4, "atol": 1e-4}
 
 
+@pytest.mark.slow
 @given(rollouts(), fractions, fractions)
 @settings(max_examples=50)
 def test_gae_is_torchrl_s(rollout, gamma, lam):

@@ -115,6 +115,7 @@ def test_lengths_suit_a_short_completion():
         assert sum(mine) / len(mine) == pytest.approx(sum(words) / len(words), rel=0.05)
 
 
+@pytest.mark.slow
 def test_blame_is_as_varied_as_praise():
     vocabulary = [
         {word for r in reviews(5_000, seed=2, positive_share=share) for word in r.text.split()} for share in (0, 1)

@@ -535,6 +535,7 @@ def test_what_a_damaged_experience_holds_does_not_stay_in_the_buffer(world):
     assert [(error.term, error.row) for error in errors if error] == [("value loss of an earlier batch", None)]
 
 
+@pytest.mark.slow
 def test_a_buffer_of_other_batches_helps_a_critic_that_one_batch_misleads():
     """Returns of one state: ±1 with mean 0. The mean of five batches is nearer to it than that of the last one."""
     torch.manual_seed(0)

@@ -133,6 +133,7 @@ def test_more_completions_than_fit_are_left_out_and_counted(run, monkeypatch):
     assert [s["iteration"] for s in shown] == ["audit of iteration 3 (first 2 of 6)"] * 2
 
 
+@pytest.mark.slow
 def test_a_full_page_stays_small(run):
     sample = run.audit["samples"][0]
     long = {key: (value * 500)[:500] if isinstance(value, list) else value for key, value in sample.items()}

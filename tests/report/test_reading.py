@@ -128,6 +128,7 @@ def test_metrics_that_are_no_finite_numbers_count_as_missing(copy):
     assert row == {"iteration": 1, "a": 1.5} | dict.fromkeys(["reward", "kl", "length", "loss", "entropy", "lr"])
 
 
+@pytest.mark.slow
 def test_of_a_long_run_a_part_is_read(copy):
     row, sample = (json.loads((copy / name).read_text().splitlines()[0]) for name in ("metrics.jsonl", "samples.jsonl"))
     for name, record in (("metrics.jsonl", row), ("samples.jsonl", sample)):

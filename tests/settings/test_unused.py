@@ -268,6 +268,7 @@ def check_message(text, key, why):
     assert re.match(rf"{re.escape(key)} is .*, which has no effect {re.escape(why)}\b.*; leave it out$", text), text
 
 
+@pytest.mark.slow
 @pairs
 def test_a_setting_that_changes_nothing_is_refused_from_yaml(world, settings, key, why, tmp_path, capsys):
     file = tmp_path / "run.yaml"

@@ -53,6 +53,7 @@ def test_settings_are_read_back_as_they_were(value):
     assert text.startswith("b"), "in their order"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

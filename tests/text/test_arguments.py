@@ -22,6 +22,7 @@ def config(settings=None):
     return tc.PPOConfig.from_dict({"model.name": "./nowhere"} | (settings or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -106,6 +106,7 @@ def test_the_trainer_refuses_before_it_loads_anything():
         PPOTrainer(args=config, callbacks=[having("after_rolout")])
 
 
+@pytest.mark.slow
 def test_the_trainer_calls_each_method_in_turn(tmp_path):
     called = []
 

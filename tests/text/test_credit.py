@@ -321,6 +321,7 @@ def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenize
         assert batch.metrics(Processes()).get("masked") == share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["gae", "group_relative"])
 @pytest.mark.parametrize("kl", ["k1", "k3", "full"])
 def test_where_nothing_is_paid_nothing_moves(estimator, kl, tmp_path):
@@ -348,6 +349,7 @@ def test_a_term_that_scores_texts_is_seen_at_once_where_completions_bootstrap(tm
         trainer.iteration(1)
 
 
+@pytest.mark.slow
 def test_nothing_left_in_the_loss_takes_no_step(tmp_path):
     """Momentum and weight decay alone would move the weights."""
     args = small(
@@ -453,6 +455,7 @@ def test_a_bootstrap_with_a_score_of_whole_texts_stops_at_the_first_batch(tmp_pa
     assert not changed_weights(trainer.policy, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 1.0}, {"top_k": 3}, {"min_new_tokens": 4}])
 def test_entropy_and_kl_of_filtered_samples_are_named_for_what_they_are(filters, tmp_path):
     """The policy is made surer of itself than the reference; top_k then draws likely tokens alone."""

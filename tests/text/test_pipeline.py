@@ -143,6 +143,7 @@ def folders(tmp_path_factory, tokenizers):
     return parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "wordpiece", "bytes"])
 def test_a_classifier_reads_the_words_that_were_written(kind, folders, tokenizers, tmp_path):
     """After "The sky is", " blue" is a word of its own: for rewards, samples and whoever asks for whole texts."""

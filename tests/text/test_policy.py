@@ -90,6 +90,7 @@ def test_logprobs_and_values_are_those_of_the_runs_own_states(run):
     assert len(policy.values(text, sample["prompt"])) == len(sample["tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "wordpiece", "bytes"])
 @pytest.mark.parametrize(("prompt", "text"), [("The sky is", " blue."), ("I was sing", "ing"), ("", "The sky")])
 def test_a_text_is_tokenized_as_it_stands_after_its_prompt(kind, prompt, text, tokenizers, tmp_path):
@@ -114,6 +115,7 @@ def test_loading_draws_nothing_from_the_global_generators(run):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -66,6 +66,7 @@ def pretrain(args, **options):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CRITICS)
 def test_only_the_critics_own_parameters_learn(what, tmp_path):
     groups, learning, still = CRITICS[what]
@@ -193,6 +194,7 @@ def scores_with(batch, spoil):
     return score
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_finite_is_left_out_and_kept(tmp_path):
     score = scores_with(2, lambda scores: [math.nan, *scores[1:]])
     trainer = PPOTrainer(args=small(tmp_path / "run"), reward_funcs=score)

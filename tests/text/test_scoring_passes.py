@@ -44,6 +44,7 @@ def load(folders, architecture, critic="shared", **changes):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overhead", [0, 10_000])
 @torch.no_grad()
 def test_however_rows_are_cut_the_results_are_those_of_the_whole(
@@ -66,6 +67,7 @@ def test_a_critic_with_a_trunk_of_its_own_says_the_same_here_as_in_training(arch
     assert in_training[rollout.mask].abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 @torch.no_grad()
 def test_the_value_after_a_cut_is_that_of_the_text_read_so_far(critic, architecture, model_folders, rollout):

@@ -45,6 +45,7 @@ def batch(request, tmp_path):
     return trainer, scored, trainer.credit.give(scored)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(

@@ -171,6 +171,7 @@ def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_
     assert metrics["ratio_min"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_without_a_price_there_is_no_reference(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
     summary = trainer.train()
@@ -179,6 +180,7 @@ def test_without_a_price_there_is_no_reference(tmp_path):
     assert "kl" not in read_metrics(tmp_path / "run")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_by_its_name(estimator, tmp_path):
     args = small(
@@ -245,6 +247,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
         torch.testing.assert_close(now.policy_loss, expected[rollout.mask].sum(), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     kl = KLConfig(coef=0.1, target=1000.0, horizon=80)
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
@@ -253,6 +256,7 @@ def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     assert coefs == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_it_is_good_enough(tmp_path):
     run = RunConfig(dir=str(tmp_path / "run"), iterations=9)
     summary = PPOTrainer(args=small(tmp_path / "run", run=run, stop=StopConfig(reward=-1.0, patience=2))).train()
@@ -396,6 +400,7 @@ def test_evaluation_does_not_disturb_training(run, tmp_path):
     assert seen == without_times(read_metrics(run[0]))
 
 
+@pytest.mark.slow
 def test_the_arguments_of_trls_trainers(model_folders, tokenizer, tmp_path):
     """A loaded model, plain functions, data sets from Python, and columns that reach the reward."""
     model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
@@ -663,6 +668,7 @@ def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
     assert [(m["iteration"], m["bad_steps"]) for m in metrics] == [(1, 0), (2, 1), (3, 1)]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_costs_one_step(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     weight = trainer.policy.critic.head[-1].weight
@@ -695,6 +701,7 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_one_operation_for_the_gelu_changes_no_token_and_no_loss(tmp_path, monkeypatch):
     fused, fused_samples = PPOTrainer(args=small(tmp_path / "fused")).iteration(1)
     monkeypatch.setattr("tokencredit.text.models.loading.fuse_gelu", lambda model: None)

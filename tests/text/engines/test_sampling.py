@@ -138,6 +138,7 @@ def test_with_filters_the_entropy_of_the_whole_distribution_is_kept(filters, mod
     assert (rollout.entropy[rollout.mask] > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 1.0}])
 def test_without_filters_samples_estimate_the_entropy(filters, model, tokenizer):
     rollout = roll(model, tokenizer, uniforms(rows=64, time=6), ends=[1], **filters)

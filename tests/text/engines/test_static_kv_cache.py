@@ -68,6 +68,7 @@ def assert_same(dynamic, static):
         torch.testing.assert_close(getattr(static, name), getattr(dynamic, name), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 7, 100])
 def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, tokenizer):
     dynamic, static = both(model, tokenizer, every=every)
@@ -77,6 +78,7 @@ def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, token
     assert_same(dynamic, static)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"top_p": 0.9, "min_new_tokens": 5}, {"stop": ["the", "a"]}, {"stop": ["e"], "min_new_tokens": 9}]
 )
@@ -85,6 +87,7 @@ def test_filters_and_stops_end_the_same(settings, every, model, tokenizer):
     assert_same(*both(model, tokenizer, every=every, **settings))
 
 
+@pytest.mark.slow
 def test_prompts_that_are_shared_and_completions_that_have_begun(model, tokenizer):
     batch = prompts(tokenizer)
     batch = replace(batch, **{name: getattr(batch, name)[:3].repeat_interleave(4, dim=0) for name in ("ids", "mask")})
@@ -92,6 +95,7 @@ def test_prompts_that_are_shared_and_completions_that_have_begun(model, tokenize
     assert_same(*both(model, tokenizer, batch, started, per_prompt=4, every=5))
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_of_now(model, tokenizer):
     decoding = StaticDecoding(model)
     args = prompts(tokenizer), uniforms(), SamplingConfig(), tokenizer, range(40)
@@ -149,6 +153,7 @@ def decoding_step(model, tokenizer, cls, **settings):
     return state, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1, "min_new_tokens": 3}])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
@@ -173,6 +178,7 @@ def test_a_step_waits_for_nothing(cache, settings, model, tokenizer, counts, mon
         assert sum(seen.syncs.values()) == before + 1, "an .item() in a step is seen"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
 @torch.no_grad()
 def test_a_step_needs_no_number_of_a_tensor(half, model, tokenizer):
@@ -206,6 +212,7 @@ def lengths(prompts, completions):
     return [len(text) / 10 for text in completions]
 
 
+@pytest.mark.slow
 def test_runs_with_both_caches_agree(tokenizer, tmp_path):
     rewards = {}
     for cache in ("dynamic", "static"):
@@ -230,6 +237,7 @@ def test_a_model_that_cannot_be_decoded_so_is_refused(kind, tokenizer, tmp_path)
         train(tokenizer, tmp_path, "static", policy.lm)
 
 
+@pytest.mark.slow
 def test_attention_of_another_kind_is_told_apart(tokenizer):
     policy = build("qwen3", tokenizer)
     policy.lm.set_attn_implementation("eager")

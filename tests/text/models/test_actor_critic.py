@@ -111,6 +111,7 @@ def test_a_separate_critic_has_a_trunk_of_its_own(loaded):
     assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.critic.parameters())
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders):
     gradients = []
     for checkpointing in (False, True):
@@ -125,6 +126,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, model_folders)
         torch.testing.assert_close(without, with_checkpoints)
 
 
+@pytest.mark.slow
 def test_the_fast_attention_of_short_texts_is_as_near_to_float32_as_the_fused_kernel(loaded, monkeypatch):
     errors = torch.zeros(2)
     for seed in range(8):  # one draw of a head alone may favour either kernel by half

@@ -176,6 +176,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
 def test_kinds_that_would_not_be_trained_are_refused(kind, model_folders, tmp_path):
     config, name = REFUSED[kind]
@@ -191,6 +192,7 @@ def test_refused_kinds_exist():
     assert set(UNSUPPORTED) - {"SHADOW"} <= {kind.value for kind in peft.PeftType}, "SHADOW is newer than some versions"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["folder", "PeftModel", "frozen PeftModel", "another name", "Transformers"])
 def test_every_way_in_goes_on_with_the_adapter_that_is_there(way, lora_folder, adapted, tmp_path):
     if way == "folder":
@@ -213,6 +215,7 @@ def test_every_way_in_goes_on_with_the_adapter_that_is_there(way, lora_folder, a
     torch.testing.assert_close(logits(plain(tmp_path)), logits(models.policy.lm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["folder", "PeftModel", "Transformers"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_merged_adapter_is_part_of_the_weights(way, rank, lora_folder, adapted, tmp_path):

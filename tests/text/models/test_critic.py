@@ -43,6 +43,7 @@ def constant(prompts, completions):
     return [0.5] * len(completions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "uniform"])
 def test_a_constant_reward_moves_no_policy_without_a_critic(estimator, tmp_path):
     args = small(
@@ -84,6 +85,7 @@ class Counting(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_no_value_is_computed_without_a_critic(tmp_path):
     """Passes are counted: those of a separate critic's trunk are gone, and so are a shared head's two layers."""
     counts, trained, passes = {}, {}, {}
@@ -117,6 +119,7 @@ def test_no_value_is_computed_without_a_critic(tmp_path):
     assert trained["separate"] > 1.5 * lm
 
 
+@pytest.mark.slow
 def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
     summary = PPOTrainer(args=small(tmp_path / "run", **GROUPS)).train()
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
@@ -178,6 +181,7 @@ def test_a_saved_critic_that_does_not_fit_is_said(saved, asked, note, tmp_path):
     assert trainer.policy.critic.head[-1].weight.abs().sum() == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_head_is_refused(tmp_path):
     PPOTrainer(args=small(tmp_path / "a")).train()
     folder = tmp_path / "a" / "policy"
@@ -254,6 +258,7 @@ def test_every_loss_fits_the_returns(loss, kind, tmp_path):
     assert explained_variance(now, experience.returns, experience.mask) > 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 def test_a_histogram_s_values_are_0_at_first_then_the_same_in_every_pass_and_after_loading(head, detach, tmp_path):
@@ -279,6 +284,7 @@ def test_a_histogram_s_values_are_0_at_first_then_the_same_in_every_pass_and_aft
         assert torch.equal(rollout_values(again.policy, rollout, None), now)
 
 
+@pytest.mark.slow
 def test_a_histogram_s_gradient_reaches_the_trunk_unless_it_is_detached(tmp_path):
     for detach in (False, True):
         args = small(tmp_path / str(detach), critic=CriticConfig(loss="histogram", init="default", detach=detach))
@@ -326,6 +332,7 @@ class Shapes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("trunk_lr", [None, 3e-5])
 def test_a_separate_critics_trunk_has_the_policys_rate_or_its_own(name, trunk_lr, tmp_path):
@@ -426,6 +433,7 @@ def saved_encoder(kind, folder, tokenizer):
     tokenizer.save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "modernbert"])
 def test_a_critic_that_sees_the_future_is_refused(kind, tokenizer, tmp_path):
     saved_encoder(kind, tmp_path / "encoder", tokenizer)

@@ -77,6 +77,7 @@ def close(now, expected):
     torch.testing.assert_close(now, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detach", [False, True])
 def test_a_tap_reads_the_normalised_states_after_its_layers(folder, detach):
     policy, _, _ = built(folder, layers=1, head="linear", detach=detach)
@@ -119,6 +120,7 @@ def test_a_tap_moves_only_the_layers_beneath_it(folder):
         assert policy.critic.head.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_values_alone_compute_no_layer_above(folder, kind):
     policy, _, _ = built(folder, kind=kind, layers=1)
@@ -133,12 +135,14 @@ def test_values_alone_compute_no_layer_above(folder, kind):
         assert trunk.config.num_hidden_layers == len(layers_of(trunk)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_all_layers_are_the_same_as_null(folder, kind):
     values = [built(folder, kind=kind, layers=layers)[0].critic_outputs(batch()).values for layers in (None, 2)]
     assert torch.equal(*values)
 
 
+@pytest.mark.slow
 def test_a_cut_trunk_normalises_the_states_of_its_last_layer_and_is_loaded_as_it_was(folder, architecture, tmp_path):
     policy, tokenizer, _ = built(folder, layers=1, **SEPARATE)
     norm = getattr(trunk_of(policy.lm), NORMS.get(architecture, "norm"))
@@ -173,6 +177,7 @@ def random_policy(family, shape, tokenizer, **critic):
     return build_policy(lm, tokenizer, ModelConfig(name=""), CriticConfig(head="linear", **critic))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "shape"), [("opt", OPT), ("mamba", MAMBA), ("lfm2", SHAPE | HYBRID)])
 def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(family, shape, tokenizer, tmp_path):
     """OPT projects its last states and saves a part of what its configuration builds; Mamba counts its states anew."""
@@ -306,6 +311,7 @@ def test_completions_of_a_prompt_are_divided_among_the_members(tmp_path):
     assert "member" not in batch.scored.rollout.inputs()
 
 
+@pytest.mark.slow
 def test_a_members_gradient_is_that_of_a_critic_on_its_rows(tmp_path):
     """Up to the tokens that the loss is a mean over."""
     trainer = PPOTrainer(args=small(tmp_path, kind="separate", members=2, clip=None, head="linear"))
@@ -362,6 +368,7 @@ def test_members_with_a_clip_or_without_rows_are_refused(tmp_path):
         check_batch_size(args, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_frozen_attention_stays_bit_for_bit_and_all_else_learns(name, tmp_path):
     args = small(tmp_path, kind="separate", freeze="attention", lr=1e-2, epochs=1)

@@ -135,6 +135,7 @@ def test_a_trunk_with_a_mistake_is_refused(kind, message, tokenizer):
         check_policy("", loud(lm))
 
 
+@pytest.mark.slow
 def test_a_model_with_an_encoder_is_refused(tokenizer, tmp_path):
     config = T5Config(vocab_size=len(tokenizer), d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
     lm = T5ForConditionalGeneration(config)

@@ -108,6 +108,7 @@ def test_a_service_that_recovers_within_the_retries_is_no_matter(plan, service, 
     assert len(caplog.records) == len(plan)
 
 
+@pytest.mark.slow
 def test_a_service_that_hangs_is_asked_again(service, caplog):
     service.plan = ["hang", "hang"]
     # Many retries, because on a busy machine an honest answer may come too late as well.
@@ -116,6 +117,7 @@ def test_a_service_that_hangs_is_asked_again(service, caplog):
     assert "reward term 'judge' exceeded its timeout of 0.2 s; trying again in 0 s" in caplog.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -191,6 +193,7 @@ def test_a_number_that_is_not_finite_is_not_asked_for_again():
     assert len(failing.calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spent", SPENT)
 def test_a_reward_out_of_memory_stops_the_run_with_the_advice_for_it(spent, tmp_path):
     args = PPOConfig(
@@ -234,6 +237,7 @@ def test_a_coroutine_that_hangs_is_cancelled_and_called_again():
     assert cancelled.wait(60)
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_hangs_for_ever_is_given_up():
     async def hangs(completions):
         await asyncio.Event().wait()

@@ -194,6 +194,7 @@ def test_a_reward_model_with_a_pad_token_reads_the_end_of_sequence_as_it_did_in_
     assert scorer(PROMPTS, [" good", " b"]) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 @pytest.mark.parametrize(
     ("in_config", "in_tokenizer", "read"),
