@@ -33,6 +33,21 @@ if TYPE_CHECKING:
     from tokencredit.settings.model import CriticConfig as CriticConfig
     from tokencredit.settings.model import LoraConfig as LoraConfig
     from tokencredit.settings.model import ModelConfig as ModelConfig
+    from tokencredit.settings.model import TunedModelConfig as TunedModelConfig
+    from tokencredit.settings.offline import CompletionsConfig as CompletionsConfig
+    from tokencredit.settings.offline import DPOConfig as DPOConfig
+    from tokencredit.settings.offline import DPOLossConfig as DPOLossConfig
+    from tokencredit.settings.offline import DPOOptimConfig as DPOOptimConfig
+    from tokencredit.settings.offline import DPOPairsConfig as DPOPairsConfig
+    from tokencredit.settings.offline import HeldOutConfig as HeldOutConfig
+    from tokencredit.settings.offline import OfflineOptimConfig as OfflineOptimConfig
+    from tokencredit.settings.offline import OfflineRunConfig as OfflineRunConfig
+    from tokencredit.settings.offline import PairsConfig as PairsConfig
+    from tokencredit.settings.offline import RewardModelConfig as RewardModelConfig
+    from tokencredit.settings.offline import RewardModelLossConfig as RewardModelLossConfig
+    from tokencredit.settings.offline import RewardModelStartConfig as RewardModelStartConfig
+    from tokencredit.settings.offline import SFTConfig as SFTConfig
+    from tokencredit.settings.offline import SFTLossConfig as SFTLossConfig
     from tokencredit.settings.text import PPOConfig as PPOConfig
     from tokencredit.settings.training import AdvantageConfig as AdvantageConfig
     from tokencredit.settings.training import AuditConfig as AuditConfig
@@ -44,6 +59,7 @@ if TYPE_CHECKING:
     from tokencredit.settings.training import StopConfig as StopConfig
     from tokencredit.settings.training import UpdateConfig as UpdateConfig
     from tokencredit.text.callbacks import Callback as Callback
+    from tokencredit.text.offline.trainer import OfflineTrainer as OfflineTrainer
     from tokencredit.text.policy import load as load
     from tokencredit.text.rewards.calls import Term as Term
     from tokencredit.text.trainer import PPOTrainer as PPOTrainer
@@ -58,11 +74,15 @@ _NAMES = {
     "settings.control": "AgentAdvantageConfig AgentAuditConfig AgentConfig AgentCriticConfig AgentRunConfig "
     "AgentStopConfig AgentUpdateConfig ControlConfig EnvConfig EpisodesConfig",
     "settings.data": "ClassifierTerm FunctionTerm PromptsConfig RewardModelTerm ScoreConfig",
-    "settings.model": "CriticConfig LoraConfig ModelConfig",
+    "settings.model": "CriticConfig LoraConfig ModelConfig TunedModelConfig",
+    "settings.offline": "CompletionsConfig DPOConfig DPOLossConfig DPOOptimConfig DPOPairsConfig HeldOutConfig "
+    "OfflineOptimConfig OfflineRunConfig PairsConfig RewardModelConfig RewardModelLossConfig RewardModelStartConfig "
+    "SFTConfig SFTLossConfig",
     "settings.text": "PPOConfig",
     "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig "
     "StopConfig UpdateConfig",
     "text.callbacks": "Callback",
+    "text.offline.trainer": "OfflineTrainer",
     "text.policy": "load",
     "text.rewards.calls": "Term",
     "text.trainer": "PPOTrainer",

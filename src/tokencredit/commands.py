@@ -17,6 +17,7 @@ from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.fields import refuse_idle
+from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.settings.parsing import Parser, config_parser, configure, new_command, to_config
 from tokencredit.settings.run_file import read_config, run_config_file
 from tokencredit.settings.text import PPOConfig
@@ -52,12 +53,37 @@ def train(options: Namespace) -> None:
         processes.close()
 
 
+def train_offline(kind: type[OfflineSettings], options: Namespace) -> None:
+    """Run `tokencredit sft`, `reward-model` or `dpo`."""
+    resume = options.resume is not None
+    config = to_config(options, kind, options.no_code, begun=begun(options))
+    refuse_other_folder(config, options)
+    refuse_idle(config)
+    if os.environ.get("RANK", "0") == "0" and not resume:
+        RunFolder(config.run.dir).refuse_if_used()
+    if config.data.dataset is None:
+        raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.processes import Processes
+    from tokencredit.text.offline.trainer import OfflineTrainer
+
+    disable_progress_bar()
+    processes = Processes()
+    try:
+        trainer = OfflineTrainer(config)
+        with raising_interrupt():
+            trainer.train(resume_from_checkpoint=resume)
+    finally:
+        processes.close()
+
+
 def begun(options: Namespace) -> Path | None:
     """The config.yaml of the run that `--resume` continues, if any."""
     return None if options.resume is None else Path(options.resume) / "config.yaml"
 
 
-def refuse_other_folder(config: PPOConfig | ControlConfig, options: Namespace) -> None:
+def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, options: Namespace) -> None:
     """Raise `ConfigError` if `--resume` is given, and the run's folder is another."""
     if options.resume is not None and Path(str(config.run.dir)) != Path(options.resume):
         raise ConfigError(
@@ -330,6 +356,9 @@ def doctor(options: Namespace) -> None:
 COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = {
     "train": (partial(config_parser, PPOConfig), train),
     "control": (partial(config_parser, ControlConfig), control),
+    "sft": (partial(config_parser, SFTConfig), partial(train_offline, SFTConfig)),
+    "reward-model": (partial(config_parser, RewardModelConfig), partial(train_offline, RewardModelConfig)),
+    "dpo": (partial(config_parser, DPOConfig), partial(train_offline, DPOConfig)),
     "generate": (generate_parser, generate),
     "evaluate": (evaluate_parser, evaluate),
     "audit": (audit_parser, audit),

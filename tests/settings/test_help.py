@@ -1,5 +1,6 @@
 """The short help of the commands that train, and shell completion."""
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict
@@ -23,10 +24,10 @@ def test_the_help_fits_a_terminal_and_names_the_first_keys_with_their_defaults(w
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 110
     keys = FIRST_KEYS[world.config]
-    assert len(keys) == 20
+    assert 16 <= len(keys) <= 20
     assert all(f"  --{key} " in text for key in keys)
     default = flat(asdict(world.config()))
-    assert f"--optim.lr {default['optim.lr']:.4f}".rstrip("0") in text or "--optim.lr 0.00025" in text
+    assert f"--optim.lr {json.dumps(default['optim.lr'])} " in text
     assert f"--run.iterations {default['run.iterations']} " in text
     assert f"tokencredit {world.command} --help all" in text
 

@@ -71,7 +71,9 @@ def test_unknown_keys_of_a_runs_configuration_have_a_suggestion(tmp_path):
 def test_a_world_is_that_of_its_configuration():
     assert world_of(asdict(PPOConfig())) is TEXT
     assert world_of(asdict(ControlConfig())) is CONTROL
-    assert {world.config: world.name for world in WORLDS.values()} == {PPOConfig: "text", ControlConfig: "control"}
+    for world in WORLDS.values():
+        assert world_of(asdict(world.config())) is world
+    assert [world.name for world in WORLDS.values()] == ["text", "control", "sft", "reward-model", "dpo"]
     assert (TEXT.outcome, TEXT.evaluation) == ("reward", "eval/reward")
     assert (CONTROL.outcome, CONTROL.evaluation) == ("average_return", "eval/average_return")
 

@@ -90,7 +90,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
     ("keys", "message"),
     [
         ({"seed": [1]}, "unknown key seed; a sweep has world, base, grid"),
-        ({"world": "games"}, "world is 'games'; it must be text or control"),
+        ({"world": "games"}, "world is 'games'; it must be one of text, control, sft"),
         ({"world": ["text"]}, r"world is \['text'\]"),
         ({"dir": None}, "dir is None; give the folder"),
         ({"seeds": []}, r"seeds is \[\]; it must be a list of at least one"),

@@ -20,7 +20,7 @@ from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.history import final_mean, finite
 from tokencredit.runs.jsonl import is_number
-from tokencredit.settings.world import CONTROL, TEXT, World, world_of
+from tokencredit.settings.world import World, world_of
 from tokencredit.settings.yaml import flat
 
 POINTS = 500
@@ -157,16 +157,14 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     """The metric to compare by: the given one, or the headline metric.
 
     Raises:
-        ConfigError: language models and agents are mixed, or a run has no number for the metric.
+        ConfigError: kinds of runs are mixed without a metric, or a run has no number for the metric.
     """
     worlds: dict[World, Run] = {}
     for run in runs:
         worlds.setdefault(world_of(run.config), run)
-    if len(worlds) > 1:
-        text, agent = (str(worlds[world].path) for world in (TEXT, CONTROL))
-        raise ConfigError(
-            f"{text!r} trained a language model and {agent!r} an agent, whose metrics differ; compare runs of one kind"
-        )
+    if len(worlds) > 1 and metric is None:
+        kinds = [f"{str(run.path)!r} is a run of tokencredit {world.command}" for world, run in worlds.items()]
+        raise ConfigError(f"{' and '.join(kinds)}; their metrics differ: compare runs of one kind, or give --metric")
     wanted = metric or world_of(runs[0].config).headline
     found = [{k for row in run.metrics for k, v in row.items() if is_number(v) and k != "iteration"} for run in runs]
     lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]

@@ -27,6 +27,12 @@ SHOWN_METRICS = {
     "log_ratio": ("log-ratio", "to the reference model, in nats per completion; of filtered samples, so no KL"),
     "entropy": ("entropy", "of the policy, in nats per token; 0 is always the same token"),
     "length": ("length", "tokens per completion"),
+    "perplexity": ("perplexity", "e to the mean negative log-prob per token; 1 is perfect"),
+    "token_accuracy": ("token accuracy", "share of tokens that the model finds most likely"),
+    "accuracy": ("accuracy", "share of pairs whose chosen completion gets the higher score"),
+    "margin": ("margin", "score of the chosen completion minus that of the rejected one"),
+    "eval/loss": ("held-out loss", "the loss on rows that are not trained on"),
+    "eval/accuracy": ("held-out accuracy", "the accuracy on rows that are not trained on"),
     "clip_fraction": ("clipped", "share of the update's probability ratios outside the clip range"),
 }
 """Metrics of an iteration's line, by key: label and meaning."""

@@ -223,6 +223,7 @@ class RunRecord:
     def _judge(self, metrics: Mapping[str, float | None]) -> None:
         """Track the best evaluation."""
         value = metrics.get(self.world.evaluation)
+        value = None if value is None else -value if self.world.lower else value
         if value is not None and value > self.best:
             self.best, self.best_iteration = value, int(metrics["iteration"] or 0)
 
@@ -251,7 +252,7 @@ class RunRecord:
         named = {command.replace("RUN", shlex.quote(str(folder))): meaning for command, meaning in commands.items()}
         width = max(map(len, named))
         rows = [("report", str(page))] if written else []
-        rows += [("policy", str(folder / "policy"))]
+        rows += [(self.world.saved.replace("_", " "), str(folder / self.world.saved))]
         self.screen.pairs([*rows, *(("next", f"{command:<{width}}  {text}") for command, text in named.items())])
 
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
@@ -318,11 +319,11 @@ class RunRecord:
         )
 
     def end(self, stopped_by: str, save: Callable[[Path, Summary], None]) -> Summary:
-        """Save the policy with `save(folder, summary)`, write and show the summary, and return it."""
+        """Save the trained model with `save(folder, summary)`, write and show the summary, and return it."""
         seconds = time.perf_counter() - self.started
         summary = summarise(self.history, self.world, self.folder.path, seconds, stopped_by)
         if self.main:
-            with replacing(self.folder.path / "policy") as folder:
+            with replacing(self.folder.path / self.world.saved) as folder:
                 save(folder, summary)
             self.folder.write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
             self.screen.finish(summary, self.first_samples, self.last_samples)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import FunctionTerm
+from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.text import PPOConfig
 
 
-def foreign_code(config: PPOConfig | ControlConfig) -> list[str]:
+def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[str]:
     """Lines on the user code that a run of this configuration executes, each beginning with its key."""
     if isinstance(config, ControlConfig):
         module, colon, _ = config.env.id.rpartition(":")
         return [f"env.id imports the module {module}"] if colon else []
+    if isinstance(config, OfflineSettings):
+        name = config.model.name
+        return [f"model.trust_remote_code runs the code, if there is any, in {name}"] * config.model.trust_remote_code
     lines = [
         f"reward[{number}].function runs {term.function}"
         for number, term in enumerate(config.reward)
@@ -24,7 +28,7 @@ def foreign_code(config: PPOConfig | ControlConfig) -> list[str]:
     return lines
 
 
-def refuse_foreign_code(config: PPOConfig | ControlConfig) -> None:
+def refuse_foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> None:
     """Raise `ConfigError` if a run of this configuration would execute user code."""
     if lines := foreign_code(config):
         raise ConfigError(f"--no-code, but the configuration executes user code: {'; '.join(lines)}")

@@ -26,6 +26,9 @@ class PromptsConfig:
     """Split of the dataset."""
     column: str = setting("prompt", needs="dataset or train_dataset or eval_dataset")
     """Column of prompts: texts or conversations. All other columns are passed to the reward."""
+    template: str | None = setting(None, needs="dataset or train_dataset or eval_dataset")
+    """Jinja template that makes the prompt from the columns of a row, such as `Question: {{ instruction }}`; null takes
+    the prompt from `column`."""
     config_name: str | None = setting(None, needs="dataset")
     """Configuration (subset) of a hub dataset; null for its default."""
     shuffle: bool | None = None

@@ -1,4 +1,4 @@
-"""The short help of `tokencredit train` and `tokencredit control`: options, and the keys that people change first."""
+"""The short help of commands that train: options, and the keys that people change first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.text import PPOConfig
 
+OFFLINE_DATA = ("data.dataset", "data.column", "data.template", "data.held_out", "data.batch_size", "data.micro_batch")
+OFFLINE_MODEL = ("seed", "model.name", "model.lora.rank", *OFFLINE_DATA)
+OFFLINE_RUN = ("data.epochs", "optim.lr", "optim.schedule", "eval.every", "run.dir", "run.iterations", "run.save_every")
 FIRST_KEYS: dict[type, tuple[str, ...]] = {
     PPOConfig: (
         "seed",
@@ -59,6 +63,9 @@ FIRST_KEYS: dict[type, tuple[str, ...]] = {
         "run.dir",
         "run.iterations",
     ),
+    SFTConfig: (*OFFLINE_MODEL, "data.completion", "sft.loss_on", *OFFLINE_RUN),
+    RewardModelConfig: ("seed", "model.name", *OFFLINE_DATA, "data.chosen", "data.rejected", *OFFLINE_RUN),
+    DPOConfig: (*OFFLINE_MODEL, "data.chosen", "data.rejected", "dpo.loss", "dpo.beta", *OFFLINE_RUN),
 }
 """The keys that people change first, by configuration."""
 NARROWEST, WIDEST = 60, 120
@@ -86,7 +93,8 @@ def short_help(command: str, description: str, keys: Iterable[str], actions: Ite
     first = {f"--{key} {default_of(known[key])}".rstrip(): str(known[key].help) for key in keys}
     groups = {key.partition(".")[0]: None for key in known if "." in key}
     shown = {key.partition(".")[0] for key in keys}
-    further = ", ".join(group for group in groups if group not in shown)
+    further = [group for group in groups if group not in shown]
+    more = f"These groups have more keys{', and so have ' if further else ''}{', '.join(further)}"
     return "\n".join(
         [
             f"usage: {command} [--config FILE] [--KEY VALUE ...]",
@@ -99,7 +107,7 @@ def short_help(command: str, description: str, keys: Iterable[str], actions: Ite
             "the keys that are changed first, with their defaults:",
             *table(first_sentences(first)),
             "",
-            f"These groups have more keys, and so have {further}: {command} --help all",
+            f"{more}: {command} --help all",
             "",
         ]
     )

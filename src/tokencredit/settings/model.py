@@ -32,8 +32,8 @@ class LoraConfig:
 
 
 @dataclass
-class ModelConfig:
-    """The policy and its reference model."""
+class TunedModelConfig:
+    """Settings of a trained language model."""
 
     name: str = "builtin:reviews"
     """Model to train: a Hugging Face hub id, a folder, or `builtin:reviews`. It may be a PEFT adapter."""
@@ -50,11 +50,17 @@ class ModelConfig:
     jitter, is always off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, at the cost of one more forward pass per update step."""
+    trust_remote_code: bool = False
+    """Run code from the model's repository."""
+
+
+@dataclass
+class ModelConfig(TunedModelConfig):
+    """The policy and its reference model."""
+
     compile: bool = False
     """Compile training and scoring passes with `torch.compile`; needs a GPU or a C++ compiler, and about a minute at
     the start. Sampling is compiled only with `rollout.cache: static`."""
-    trust_remote_code: bool = False
-    """Run code from the model's repository."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import KINDS, RewardTerm
 from tokencredit.settings.fields import no_group, refuse_idle, without_idle
 from tokencredit.settings.help import FIRST_KEYS, group_help, short_help
+from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.parser_errors import explain, explain_file, named, resumed_run
 from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.run_file import run_config_file
@@ -60,11 +61,11 @@ register_type(
     type_check=lambda value, _: isinstance(value, RewardTerm),
 )
 
-Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
+Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
 
 RESUME = "Folder of an interrupted run to resume, with its configuration; flags override that."
 NOT_SETTINGS = ("config", "debug", "no_code", "resume")
-"""Options of `train` and `control` that are not keys of a configuration."""
+"""Options of commands that train which are not keys of a configuration."""
 
 
 def with_resumed(arguments: Sequence[str]) -> list[str]:
@@ -182,8 +183,8 @@ PARSERS: dict[type, Parser] = {}
 
 
 def _new_config_parser(kind: type[Any]) -> Parser:
-    trained = "a language model with PPO" if kind is PPOConfig else "an agent in a Gymnasium environment"
-    parser = new_command(f"Train {trained}.")
+    world = next(world for world in WORLDS.values() if world.config is kind)
+    parser = new_command(f"Train {world.trains}.")
     parser.add_argument("--config", action="config", help="YAML file of the keys below; flags after it override it.")
     parser.add_argument("--resume", help=RESUME)
     parser.add_class_arguments(kind)

@@ -11,12 +11,13 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import values, without_idle
+from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import WORLDS, other_world
 from tokencredit.settings.yaml import flat, read_yaml
 
-Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
+Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
 
 
 def run_config_file(run: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The two kinds of runs: language models, and agents in Gymnasium environments."""
+"""The kinds of runs: PPO of language models and of agents, and what learns from a data set."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.settings.text import PPOConfig
 
 
@@ -18,7 +19,7 @@ class World:
     """Name in a sweep file."""
     command: str
     """Subcommand that trains."""
-    config: type[PPOConfig] | type[ControlConfig]
+    config: type[PPOConfig] | type[ControlConfig] | type[OfflineSettings]
     headline: str
     """Metric that shows how well a run does."""
     deviation: str
@@ -29,6 +30,12 @@ class World:
     """Axis title of curves over that count."""
     length: str
     """Metric with the mean length of completions or episodes."""
+    trains: str
+    """Object of the command's description: it trains …."""
+    saved: str = "policy"
+    """Folder of the trained model, inside the run's."""
+    lower: bool = False
+    """The headline metric is a loss, of which less is better."""
 
     @property
     def outcome(self) -> str:
@@ -50,6 +57,7 @@ TEXT = World(
     unit="tokens",
     counted="tokens sampled",
     length="length",
+    trains="a language model with PPO",
 )
 CONTROL = World(
     name="control",
@@ -60,16 +68,56 @@ CONTROL = World(
     unit="steps",
     counted="environment steps",
     length="train/average_length",
+    trains="an agent in a Gymnasium environment",
 )
-WORLDS = {world.name: world for world in (TEXT, CONTROL)}
+SFT = World(
+    name="sft",
+    command="sft",
+    config=SFTConfig,
+    headline="loss",
+    deviation="loss_std",
+    unit="tokens",
+    counted="tokens read",
+    length="length",
+    trains="a language model on completions (supervised fine-tuning)",
+    lower=True,
+)
+REWARD_MODEL = World(
+    name="reward-model",
+    command="reward-model",
+    config=RewardModelConfig,
+    headline="accuracy",
+    deviation="accuracy_std",
+    unit="tokens",
+    counted="tokens read",
+    length="length",
+    trains="a reward model on preferences",
+    saved="reward_model",
+)
+DPO = World(
+    name="dpo",
+    command="dpo",
+    config=DPOConfig,
+    headline="accuracy",
+    deviation="accuracy_std",
+    unit="tokens",
+    counted="tokens read",
+    length="length",
+    trains="a language model on preferences (direct preference optimization)",
+)
+OFFLINE = (SFT, REWARD_MODEL, DPO)
+"""Kinds of runs that learn from a data set."""
+WORLDS = {world.name: world for world in (TEXT, CONTROL, *OFFLINE)}
+MARKERS = {"env": CONTROL, "sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "model": TEXT}
+"""Kinds of runs by a key that their configurations have; the first that a configuration has counts."""
 
 
 def world_of(config: Mapping[str, Any]) -> World:
     """The kind of run of a configuration in plain dicts."""
-    return CONTROL if "env" in config else TEXT
+    return next((world for key, world in MARKERS.items() if key in config), TEXT)
 
 
 def other_world(config: Mapping[str, Any], command: str) -> World | None:
     """The kind of run of a configuration if it is not this command's; None if it is, or is not clear."""
-    markers = {"env": CONTROL, "model": TEXT}
-    return next((world for key, world in markers.items() if key in config and world.command != command), None)
+    world = next((world for key, world in MARKERS.items() if key in config), None)
+    return world if world is not None and world.command != command else None

@@ -114,7 +114,7 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[Run]:
             raise ConfigError(f"unknown key {key}; a sweep has {', '.join(KEYS)}")
     kind, folder = sweep.get("world", "text"), sweep.get("dir")
     if not isinstance(kind, str) or kind not in WORLDS:
-        raise ConfigError(f"world is {kind!r}; it must be {' or '.join(WORLDS)}")
+        raise ConfigError(f"world is {kind!r}; it must be one of {', '.join(WORLDS)}")
     world = WORLDS[kind]
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"dir is {folder!r}; give the folder of the runs")

@@ -14,8 +14,8 @@ from tokencredit.runs.resuming import given_in_python
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
-from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
@@ -146,29 +146,10 @@ class Policy:
         ids: list[int] = self.tokenizer("", add_special_tokens=add_bos is None)["input_ids"]
         return [self.tokenizer.bos_token_id] if add_bos else ids
 
-    def _ids(self, text: str, prompt: str, prompt_ids: list[int]) -> list[int]:
-        """Token ids of a text after its prompt.
-
-        SentencePiece tokenizers prepend a space. If that changes the text, it is tokenized after its prompt or after a
-        line break, which does not merge with other tokens, and that prefix is removed.
-        """
-
-        def tokenized(text: str) -> list[int]:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-            return ids
-
-        detokenizer = Detokenizer(self.tokenizer, prompt_ids)
-        for lead in ("", prompt, "\n"):
-            first, both = tokenized(lead), tokenized(lead + text)
-            ids = both[len(first) :]
-            if both[: len(first)] == first and detokenizer.text(ids) == text:
-                return ids
-        return tokenized(text)
-
     def _read(self, text: str, prompt: str) -> Rollout:
         """The text as a rollout of one row; the prompt is tokenized like the run's prompts."""
         before = self.prompts(prompt, 1, 0).ids[0].tolist() if prompt else self._empty_prompt()
-        ids = before + self._ids(text, prompt, before)
+        ids = before + tokenize_after(self.tokenizer, text, prompt, before)
         start = len(before) or 1
         if len(ids) <= start:
             raise ConfigError(f"{text!r} has no token to score" + ("" if before else "; give a prompt before it"))

@@ -101,7 +101,7 @@ class PPOTrainer:
         with rng.preserved():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
             terms = setup.load_terms(args, reward_funcs, self.processes.device)
-            lm, self.tokenizer = run_models.load_start(args, model, processing_class)
+            lm, self.tokenizer = run_models.load_start(args.model, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             datasets = train_dataset, eval_dataset

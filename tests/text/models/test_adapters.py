@@ -78,7 +78,7 @@ def reference_logits(models):
 def models_of(name, peft_config=None, model=None, **changes):
     torch.manual_seed(1)
     args = PPOConfig(model=ModelConfig(name=str(name), **changes))
-    lm, tokenizer = load_start(args, model, None if model is None else load_tokenizer(args.model))
+    lm, tokenizer = load_start(args.model, model, None if model is None else load_tokenizer(args.model))
     return build_models(args, lm, tokenizer, CPU, peft_config)
 
 

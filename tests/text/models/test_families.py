@@ -16,7 +16,7 @@ from transformers import (
 
 from helpers.models import loud, random_lm
 from tokencredit.errors import ConfigError
-from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.sampling import sample
@@ -103,7 +103,7 @@ def test_a_check_at_the_start_finds_nothing_and_draws_nothing(lm, tokenizer):
 def test_a_model_that_would_train_on_other_numbers_is_refused(kind, tokenizer):
     shape, message = REFUSED[kind]
     with pytest.raises(ConfigError, match=message):
-        load_start(PPOConfig(), random_lm(kind, tokenizer, pad_token_id=0, **shape), tokenizer)
+        load_start(ModelConfig(), random_lm(kind, tokenizer, pad_token_id=0, **shape), tokenizer)
 
 
 class Forgetful(LlamaModel):
@@ -141,8 +141,8 @@ def test_a_model_with_an_encoder_is_refused(tokenizer, tmp_path):
     lm = T5ForConditionalGeneration(config)
     lm.config.eos_token_id = tokenizer.eos_token_id
     with pytest.raises(ConfigError, match=r"T5ForConditionalGeneration.* has an encoder"):
-        load_start(PPOConfig(), lm, tokenizer)
+        load_start(ModelConfig(), lm, tokenizer)
     lm.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot load .*T5Config.* AutoModelForCausalLM\.$"):
-        load_start(PPOConfig.from_dict({"model": {"name": str(tmp_path)}}), None, None)
+        load_start(ModelConfig(name=str(tmp_path)))

@@ -27,13 +27,14 @@ CHUNK = 1000
 """Rows per chunk of a column."""
 
 
-def read_dataset(name: str, *, split: str = "train", config_name: str | None = None) -> Rows:
+def read_dataset(name: str, *, split: str = "train", config_name: str | None = None, group: str = "prompts") -> Rows:
     """Read the rows of a data set: a list of dicts, or a `datasets.Dataset`, which reads from disk on access.
 
     Args:
         name: a .jsonl, .json, .csv or .parquet file, a folder written by `save_to_disk`, or a hub id.
         split: the split; a file has only train.
         config_name: the subset of a hub data set.
+        group: configuration group of these settings in messages.
 
     Raises:
         ConfigError: the data set, split or subset does not exist or cannot be read; the message names the file and
@@ -41,13 +42,13 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        rows = read_folder(path, split)
+        rows = read_folder(path, split, group)
     elif path.is_file() or path.suffix in READERS or path.is_absolute() or name.startswith((".", "~")):
-        rows = read_file(path, split)
+        rows = read_file(path, split, group)
     else:
-        return read_hub(name, split, config_name)
+        return read_hub(name, split, config_name, group)
     if config_name is not None:
-        raise ConfigError(f"prompts.config_name is {config_name!r}, but {name!r} is local; only the hub has subsets")
+        raise ConfigError(f"{group}.config_name is {config_name!r}, but {name!r} is local; only the hub has subsets")
     return rows
 
 
@@ -91,14 +92,14 @@ def column_values(rows: Rows, column: str) -> Iterator[list[Any]]:
         yield [row.get(column) for row in chunk] if isinstance(chunk, list) else list(chunk[column])
 
 
-def read_file(path: Path, split: str) -> Rows:
+def read_file(path: Path, split: str, group: str) -> Rows:
     """Read the rows of a file by its suffix."""
     if path.suffix not in READERS:
-        raise ConfigError(f"prompts.dataset is {str(path)!r}; it must end in one of {', '.join(READERS)}")
+        raise ConfigError(f"{group}.dataset is {str(path)!r}; it must end in one of {', '.join(READERS)}")
     if not path.is_file():
-        raise ConfigError(f"prompts.dataset is {str(path)!r}, which does not exist")
+        raise ConfigError(f"{group}.dataset is {str(path)!r}, which does not exist")
     if split != "train":
-        raise ConfigError(f"prompts.split is {split!r}, but {str(path)!r} is one file, whose only split is train")
+        raise ConfigError(f"{group}.split is {split!r}, but {str(path)!r} is one file, whose only split is train")
     return READERS[path.suffix](path)
 
 
@@ -191,11 +192,11 @@ def read_parquet(path: Path) -> Rows:
 READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
 
 
-def read_folder(path: Path, split: str) -> Rows:
+def read_folder(path: Path, split: str, group: str) -> Rows:
     """Open a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; its rows stay on disk."""
     if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
         raise ConfigError(
-            f"prompts.dataset is the folder {str(path)!r}, which Dataset.save_to_disk did not write; "
+            f"{group}.dataset is the folder {str(path)!r}, which Dataset.save_to_disk did not write; "
             f"name one of its files, which must end in one of {', '.join(READERS)}"
         )
     require_datasets(f"the folder {str(path)!r}")
@@ -210,7 +211,7 @@ def read_folder(path: Path, split: str) -> Rows:
         raise ConfigError(f"{path}: cannot read this saved data set: {error}") from error
     if split in splits:
         return plain(splits[split])
-    raise ConfigError(f"prompts.split is {split!r}; the splits of {str(path)!r} are {', '.join(splits)}")
+    raise ConfigError(f"{group}.split is {split!r}; the splits of {str(path)!r} are {', '.join(splits)}")
 
 
 def require_datasets(user: str) -> None:
@@ -231,29 +232,29 @@ def validated(dataset: Dataset) -> Dataset:
     return dataset
 
 
-def read_hub(name: str, split: str, config_name: str | None) -> Rows:
+def read_hub(name: str, split: str, config_name: str | None, group: str) -> Rows:
     """Load a data set from the hub, or from the Hugging Face cache if HF_HUB_OFFLINE is set."""
-    require_datasets(f"prompts.dataset {name!r}, which is not a local file or folder,")
+    require_datasets(f"{group}.dataset {name!r}, which is not a local file or folder,")
     from datasets import load_dataset
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     kinds = ", ".join(READERS)
-    instead = f"prompts.dataset may also name a file ({kinds}) or a folder written by Dataset.save_to_disk"
+    instead = f"{group}.dataset may also name a file ({kinds}) or a folder written by Dataset.save_to_disk"
     try:
         HfApi().dataset_info(name, timeout=HUB_TIMEOUT)
     except OfflineModeIsEnabled:
         pass  # load_dataset looks in the cache
     except Exception as error:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
         raise ConfigError(
-            f"prompts.dataset is {name!r}, which is not a local file or folder, and the hub request failed "
+            f"{group}.dataset is {name!r}, which is not a local file or folder, and the hub request failed "
             f"({_first_line(error)}); {instead}, and HF_HUB_OFFLINE=1 loads a copy from the cache"
         ) from error
     try:
         return load_dataset(name, config_name, split=split)
     except Exception as error:  # files of a hub data set may be wrong in any way; pass the library's message on
         raise ConfigError(
-            f"prompts.dataset {name!r} with prompts.split {split!r} and prompts.config_name {config_name!r} cannot be "
+            f"{group}.dataset {name!r} with {group}.split {split!r} and {group}.config_name {config_name!r} cannot be "
             f"loaded: {_first_line(error)}" + (f"; {instead}" if isinstance(error, ConnectionError) else "")
         ) from error
 

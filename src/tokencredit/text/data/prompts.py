@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -108,10 +109,12 @@ class Prompts:
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
         self.max_length = min((most for most in (config.max_length, limit) if most is not None), default=None)
-        self.rows = as_rows(rows, self.column)
         self.tokenizer, self.group, self.seed = tokenizer, group, seed
         self.texts = f"{group}.text"
         self.name = name or self.texts
+        self.rows = as_rows(rows, self.column)
+        if config.template is not None:
+            self.rows = self._filled(config.template)
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         self.other_columns, self.conversational = self._columns()
         self.kept = self._survey()
@@ -141,6 +144,22 @@ class Prompts:
         return (
             f"{dropped} of the {total} prompts of {self.name} have more than {self.max_length} tokens and are dropped"
         )
+
+    def _filled(self, template: str) -> list[dict[str, Any]]:
+        """The rows with prompts that a Jinja template makes of their columns, in the column of prompts."""
+        try:
+            fill = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(template)
+        except TemplateError as error:
+            raise ConfigError(f"{self.group}.template is not a Jinja template: {error}") from error
+        filled = []
+        for index, row in enumerate(self.rows):
+            try:
+                filled.append({**row, self.column: fill.render(row)})
+            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+                raise ConfigError(
+                    f"{self.group}.template fails on {self._label(index)}: {error}; its columns are {', '.join(row)}"
+                ) from error
+        return filled
 
     def _columns(self) -> tuple[list[str], bool]:
         """The other columns; True if the prompts are conversations."""
@@ -299,7 +318,7 @@ def load_prompts(
     if dataset is not None:
         rows, name = from_python(dataset, dataset_name), dataset_name
     elif config.dataset is not None:
-        rows = read_dataset(config.dataset, split=config.split, config_name=config.config_name)
+        rows = read_dataset(config.dataset, split=config.split, config_name=config.config_name, group=group)
         name = repr(config.dataset)
     else:
         rows, name = config.texts(), None

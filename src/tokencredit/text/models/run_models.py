@@ -61,28 +61,28 @@ def name_of(model: torch.nn.Module) -> str:
 
 
 def load_start(
-    args: PPOConfig, model: str | torch.nn.Module | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    args: ModelConfig, model: str | torch.nn.Module | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The language model that training starts from, and its tokenizer.
 
     A loaded model is used as it is. An adapter stays on its layers until `merged` adds it to the weights.
     """
     if model is None or isinstance(model, str):
-        lm, tokenizer = load_language_model(args.model, tokenizer)
+        lm, tokenizer = load_language_model(args, tokenizer)
     else:
         lm = adopt(model)
-        tokenizer = tokenizer or load_tokenizer(args.model)
-        check_language_model(args.model, lm, tokenizer)
-    if args.model.adapter == "merge" and attached(lm) is None:
-        raise ConfigError(f"model.adapter is merge, and {args.model.name!r} has no adapter; leave it out")
-    if args.model.adapter == "merge":  # the merged model is checked
+        tokenizer = tokenizer or load_tokenizer(args)
+        check_language_model(args, lm, tokenizer)
+    if args.adapter == "merge" and attached(lm) is None:
+        raise ConfigError(f"model.adapter is merge, and {args.name!r} has no adapter; leave it out")
+    if args.adapter == "merge":  # the merged model is checked
         return lm, tokenizer
     if attached(lm) is not None and on_head(lm):
         raise ConfigError(
-            f"the adapter of {args.model.name!r} adapts the output projection, where it would be ignored; "
+            f"the adapter of {args.name!r} adapts the output projection, where it would be ignored; "
             "set model.adapter: merge"
         )
-    check_policy(args.model.name, lm)
+    check_policy(args.name, lm)
     return lm, tokenizer
 
 
@@ -186,12 +186,12 @@ def load_run_models(
             f"{values.members}; its files are incomplete"
         )
     with preserved():
-        lm, tokenizer = _load_base(run, args, plain) if which == "base" else load_start(replace(args, model=model))
+        lm, tokenizer = _load_base(run, plain) if which == "base" else load_start(model)
         precision = choose_precision(args.model.dtype, width(lm), processes, run)
         base, notes = None, []
         if reference and args.kl.coef > 0:
             try:
-                base = ActorCritic(_load_base(run, args, plain)[0]).requires_grad_(False).to(precision.device)
+                base = ActorCritic(_load_base(run, plain)[0]).requires_grad_(False).to(precision.device)
             except ConfigError as error:
                 notes = [f"no KL to the model that the run started from: {error}"]
         policy, more = build_policy(lm, tokenizer, model, values)
@@ -200,14 +200,14 @@ def load_run_models(
     return Models(policy, base, tokenizer, precision, decoding, [*notes, *more, *last])
 
 
-def _load_base(run: Path, args: PPOConfig, model: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_base(run: Path, model: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that a run started from, and its tokenizer.
 
     Raises:
         ConfigError: it cannot be loaded, or `model.name` now names another model.
     """
     try:
-        lm, tokenizer = load_start(replace(args, model=model))
+        lm, tokenizer = load_start(model)
         origin = started_from(run)
         if origin is not None:
             check_origin(origin, fingerprint(lm, tokenizer) | {"given": origin["given"]}, model.name)

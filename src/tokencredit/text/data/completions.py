@@ -1,0 +1,86 @@
+"""Token ids of given completions, as if the policy had sampled them after their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.errors import ConfigError
+from tokencredit.text.engines.detokenizer import Detokenizer
+from tokencredit.text.rewards.texts import answer, messages, plain, prefilled
+
+
+def tokenize_after(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, prompt_ids: Sequence[int]) -> list[int]:
+    """Token ids of a text after a prompt, without special tokens.
+
+    SentencePiece tokenizers prepend a space. If that changes the text, it is tokenized after its prompt or after a line
+    break, which does not merge with other tokens, and that prefix is removed.
+
+    Args:
+        tokenizer: the policy's.
+        text: the text.
+        prompt: the prompt as the model reads it.
+        prompt_ids: the prompt's token ids.
+    """
+
+    def tokenized(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return ids
+
+    detokenizer = Detokenizer(tokenizer, list(prompt_ids))
+    for lead in ("", prompt, "\n"):
+        first, both = tokenized(lead), tokenized(lead + text)
+        ids = both[len(first) :]
+        if both[: len(first)] == first and detokenizer.text(ids) == text:
+            return ids
+    return tokenized(text)
+
+
+def rendered_after(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[dict[str, Any]],
+    text: str,
+    completion: str | list[dict[str, Any]],
+    chat_template_kwargs: dict[str, Any],
+) -> str:
+    """The text that a chat template adds for the assistant's messages after a conversation.
+
+    Args:
+        tokenizer: the policy's, with a chat template.
+        prompt: the conversation.
+        text: the conversation as rendered for the policy, with its generation prompt.
+        completion: the assistant's messages, or the text of one.
+        chat_template_kwargs: keyword arguments of the template.
+
+    Raises:
+        ConfigError: the template rejects the conversation, or renders its beginning differently with an answer, so
+            that the model would learn from a prompt that it never sees.
+    """
+    conversation = [*prompt, *messages(completion, "assistant")]
+    if prefilled(prompt):
+        conversation = [*prompt[:-1], answer(prompt, text, plain(completion))]
+    try:
+        whole = str(tokenizer.apply_chat_template(conversation, tokenize=False, **chat_template_kwargs))
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"the tokenizer's chat template rejects it: {error}") from error
+    if not whole.startswith(text):
+        at = next(i for i, (a, b) in enumerate(zip(text, whole + "\0" * len(text), strict=False)) if a != b)
+        raise ConfigError(
+            f"the chat template renders the prompt differently when an answer follows: {text[at : at + 20]!r} in the "
+            f"prompt, {whole[at : at + 20]!r} before the answer"
+        )
+    return whole[len(text) :]
+
+
+def ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Sequence[int]) -> list[int]:
+    """A completion's ids with an end-of-sequence token, the first of `ends`, unless it has one of them already.
+
+    Blanks after the end, such as a chat template's line break, are cut off: a policy stops before them.
+    """
+    last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in ends), 0)
+    if last and not str(tokenizer.decode(ids[last:])).strip():
+        return ids[:last]
+    return [*ids, ends[0]]

@@ -1,0 +1,221 @@
+"""Rows of a data set as token ids, in the columns that TRL's trainers read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.offline import LengthSettings, RowsSettings
+from tokencredit.text.data.completions import ended, rendered_after, tokenize_after
+from tokencredit.text.data.datasets import column_names, from_python, read_dataset
+from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
+from tokencredit.text.models.loading import end_ids, max_prompt_length
+from tokencredit.text.rewards.models import RewardModel
+from tokencredit.text.rewards.texts import prefilled
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
+
+Example = dict[str, Any]
+"""Token ids of a row by TRL's names of columns, such as `prompt_ids` and `chosen_ids`."""
+IGNORED = -100
+"""Label of a token without a loss, as everywhere in Transformers."""
+CHUNK = 1000
+"""Rows that are read at once."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row with its prompt as the policy reads it."""
+
+    name: str
+    """Name in messages."""
+    prompt: Prompt
+    text: str
+    """The prompt after the chat template."""
+    ids: list[int]
+    """The prompt's token ids."""
+    columns: dict[str, Any]
+    """The other columns."""
+
+    def completion(self, column: str) -> Prompt:
+        """The completion in a column: a text, or the assistant's messages.
+
+        Raises:
+            ConfigError: there is no such column, or it holds neither.
+        """
+        if column not in self.columns:
+            raise ConfigError(
+                f"{self.name} has no column {column!r}; beside the prompt it has {', '.join(self.columns) or 'none'}"
+            )
+        value: Any = self.columns[column]
+        if isinstance(value, str) or (not isinstance(self.prompt, str) and is_conversation(value)):
+            return cast(Prompt, value)
+        expected = "a text" + ("" if isinstance(self.prompt, str) else " or a list of the assistant's messages")
+        raise ConfigError(f"{self.name}, column {column!r}, is {value!r:.60}; it must be {expected}")
+
+
+def read_rows(
+    config: RowsSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    completion: str,
+    source: tuple[str | None, str],
+    rows: Rows | None = None,
+    group: str = "data",
+) -> Iterator[Row]:
+    """Read the rows of a data set.
+
+    Args:
+        config: settings of the columns.
+        tokenizer: the trained model's.
+        completion: column of completions. Without it, the last message of each conversation is its completion.
+        source: the data set and its split.
+        rows: rows from Python, in place of the data set.
+        group: configuration group of the source in messages.
+
+    Raises:
+        ConfigError: no data set is given, or it cannot be read.
+    """
+    dataset, split = source
+    if rows is not None:
+        found, name = from_python(rows, group), group
+    elif dataset is None:
+        raise ConfigError(
+            f"{group}.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id"
+        )
+    else:
+        found, name = read_dataset(dataset, split=split, config_name=config.config_name, group=group), repr(dataset)
+    found = with_answers(found, config.column, completion)
+    prompts = Prompts(found, tokenizer, config.prompts(), name=name, group="data")
+    for start in range(0, len(prompts.kept), CHUNK):
+        batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
+        for index, (prompt, text) in enumerate(zip(batch.prompts, batch.texts, strict=True)):
+            ids: list[int] = batch.ids[index][batch.mask[index]].tolist()
+            columns = {column: values[index] for column, values in batch.columns.items()}
+            yield Row(f"row {start + index + 1} of {name}", prompt, text, ids, columns)
+
+
+def with_answers(rows: Rows, column: str, completion: str) -> Rows:
+    """The rows; without a column of completions, the last message of each conversation becomes its completion."""
+    if len(rows) == 0 or completion in column_names(rows):
+        return rows
+    conversations: list[Any] = [row.get(column) for row in rows]
+    if not all(is_conversation(x) and len(x) > 1 and x[-1]["role"] == "assistant" for x in conversations):
+        return rows
+    return [{**row, column: x[:-1], completion: x[-1:]} for row, x in zip(rows, conversations, strict=True)]
+
+
+class Encoder:
+    """Token ids of prompts and completions, within the limits of a sequence."""
+
+    def __init__(
+        self,
+        config: LengthSettings,
+        lm: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        loss_on: str = "completion",
+    ):
+        """Find the longest sequence.
+
+        Args:
+            config: settings of the rows.
+            lm: the trained model.
+            tokenizer: its tokenizer.
+            loss_on: tokens with a loss in supervised fine-tuning: `completion` or `all`.
+        """
+        self.config, self.tokenizer, self.loss_on = config, tokenizer, loss_on
+        ends = end_ids(lm, tokenizer)
+        self.ends = sorted(ends, key=lambda end: end != tokenizer.eos_token_id)  # the tokenizer's own is appended
+        limits = [config.max_length, max_prompt_length(lm, 0)]
+        self.limit = min((x for x in limits if x is not None), default=None)
+
+    def with_completion(self, row: Row, column: str) -> Example | None:
+        """An example of supervised fine-tuning, `input_ids` and `labels`; None if it is dropped as too long."""
+        fitted = self.fitted(row, self.completion(row, column))
+        if fitted is None:
+            return None
+        prompt, completion = fitted
+        masked = prompt if self.loss_on == "all" else [IGNORED] * len(prompt)
+        return {"input_ids": prompt + completion, "labels": masked + completion}
+
+    def with_pair(self, row: Row, chosen: str, rejected: str) -> Example | None:
+        """An example of DPO, `prompt_ids`, `chosen_ids` and `rejected_ids`; None if it is dropped as too long."""
+        fitted = self.fitted(row, self.completion(row, chosen), self.completion(row, rejected))
+        return None if fitted is None else dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), fitted, strict=True))
+
+    def completion(self, row: Row, column: str) -> list[int]:
+        """Token ids of a row's completion with its end, which a true `…_truncated` column leaves out."""
+        completion = row.completion(column)
+        if isinstance(row.prompt, str):
+            answer = str(completion)
+        else:
+            try:
+                kwargs = self.config.chat_template_kwargs
+                answer = rendered_after(self.tokenizer, row.prompt, row.text, completion, kwargs)
+            except ConfigError as error:
+                raise ConfigError(f"{row.name}: {error}") from error
+        ids = tokenize_after(self.tokenizer, answer, row.text, row.ids)
+        return ids if row.columns.get(f"{column}_truncated") else ended(self.tokenizer, ids, self.ends)
+
+    def fitted(self, row: Row, *completions: list[int]) -> list[list[int]] | None:
+        """Token ids of the prompt and its completions, within the limit; None if the row is dropped.
+
+        Raises:
+            ConfigError: they are too long, or a completion is empty.
+        """
+        if not all(completions):
+            raise ConfigError(f"{row.name} has an empty completion")
+        longest = max(map(len, completions))
+        if self.limit is None or len(row.ids) + longest <= self.limit:
+            return [row.ids, *completions]
+        if self.config.overlong == "error":
+            raise ConfigError(
+                f"{row.name} has {len(row.ids) + longest} tokens; at most {self.limit} fit, by data.max_length or the "
+                "model's context; shorten it, or set data.overlong to drop or truncate"
+            )
+        if self.config.overlong == "drop":
+            return None
+        kept = max(self.limit - longest, 1)
+        return [row.ids[-kept:], *(completion[: self.limit - 1] for completion in completions)]
+
+
+def scored_pair(model: RewardModel, row: Row, chosen: str, rejected: str) -> Example:
+    """An example of a reward model: `chosen_ids` and `rejected_ids`, prompt included, as it reads texts to score."""
+    prompt = row.prompt[:-1] if prefilled(row.prompt) else row.prompt
+    columns = {"chosen_ids": chosen, "rejected_ids": rejected}
+    return {name: model.reader.encode(prompt, row.completion(column)) for name, column in columns.items()}
+
+
+def examples_of(rows: Iterator[Row], encode: Callable[[Row], Example | None]) -> tuple[list[Example], int]:
+    """The examples of all rows, and the number of rows that were dropped as too long.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    found = [encode(row) for row in rows]
+    examples = [example for example in found if example is not None]
+    if not examples:
+        raise ConfigError(f"all {len(found)} rows are longer than data.max_length or the model's context")
+    return examples, len(found) - len(examples)
+
+
+def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Examples to train on, and a share of them, at least one, that is held out; a seed draws it.
+
+    Raises:
+        ConfigError: none is left to train on.
+    """
+    if not share:
+        return list(examples), []
+    count = max(round(share * len(examples)), 1)
+    if count >= len(examples):
+        raise ConfigError(f"data.held_out is {share}, which leaves none of {len(examples)} rows to train on")
+    held = {int(index) for index in permutation(len(examples), seed, 0)[:count]}
+    return (
+        [example for index, example in enumerate(examples) if index not in held],
+        [example for index, example in enumerate(examples) if index in held],
+    )

@@ -1,0 +1,197 @@
+"""TRL's trainers as losses of token ids: collation, loss and metrics are theirs.
+
+The steps are not. `Trainer.train` writes checkpoints with pickles, and cannot stop and resume as runs do here, so
+`trainer.py` takes them. Nor is the tokenization: TRL tokenizes prompt and completion as one text, and a policy reads
+the prompt's own tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from tokencredit.errors import NotInstalled
+from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig
+from tokencredit.text.models.precision import Precision
+from tokencredit.text.offline.examples import Example
+
+NAMES = {
+    "mean_token_accuracy": "token_accuracy",
+    "mean_reward": "score_mean",
+    "min_reward": "score_min",
+    "max_reward": "score_max",
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "rewards/chosen": "chosen_log_ratio",
+    "rewards/rejected": "rejected_log_ratio",
+    "logps/chosen": "chosen_logprob",
+    "logps/rejected": "rejected_logprob",
+}
+"""Names of TRL's metrics here, where they differ."""
+LEFT_OUT = ("num_tokens", "logits/chosen", "logits/rejected", "epoch")
+"""TRL's metrics that runs do not record."""
+
+
+class Metrics(TrainerCallback):
+    """Keeps what a trainer logs last."""
+
+    def __init__(self) -> None:
+        """Start without metrics."""
+        self.last: dict[str, Any] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:  # noqa: ARG002
+        """Called by the trainer."""
+        self.last = dict(logs or {})
+
+
+class Loss:
+    """The loss of one of TRL's trainers, of SFTTrainer, RewardTrainer or DPOTrainer."""
+
+    def __init__(
+        self, config: OfflineSettings, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, precision: Precision
+    ):
+        """Build the trainer of a configuration.
+
+        Args:
+            config: the run's.
+            lm: the model to train.
+            tokenizer: its tokenizer.
+            precision: dtype of the passes.
+
+        Raises:
+            NotInstalled: TRL is missing.
+        """
+        self.precision, self.lm = precision, lm
+        self.metrics_log = Metrics()
+        self.trainer = build_trainer(config, lm, tokenizer, precision, self.metrics_log)
+        self.by_token = not isinstance(config, DPOConfig | RewardModelConfig)
+        """The loss is a mean over tokens, not over rows."""
+        self.beta = config.dpo.beta if isinstance(config, DPOConfig) else 1.0
+
+    def size(self, rows: Sequence[Example]) -> float:
+        """Number of tokens or rows whose mean the loss of these rows is."""
+        if not self.by_token:
+            return len(rows)
+        return sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
+
+    def __call__(self, model: Any, rows: Sequence[Example], size: float) -> Tensor:
+        """The part of these rows in the mean over a batch, times the number of processes, which average gradients.
+
+        Args:
+            model: the model, or its wrapper for data parallelism.
+            rows: a part of the batch.
+            size: the batch's size over all processes, by `size`.
+        """
+        inputs = self._inputs(rows)
+        with self.precision.autocast():
+            if self.by_token:
+                items = torch.tensor(size, device=self.precision.device)
+                loss: Tensor = self.trainer.compute_loss(model, inputs, num_items_in_batch=items)
+                return loss
+            mean: Tensor = self.trainer.compute_loss(model, inputs)
+            part: Tensor = mean * (len(rows) * self.trainer.accelerator.num_processes / size)
+            return part
+
+    @torch.no_grad()
+    def reference(self, rows: Sequence[Example]) -> list[Example]:
+        """The rows with their log-probs under the model as it is, in nats, for DPO."""
+        with quietly(), self.precision.autocast():
+            both = self.trainer.compute_ref_log_probs(self.lm, self._inputs(rows))
+        names = ("ref_chosen_logps", "ref_rejected_logps")
+        numbers = zip(*(x.float().tolist() for x in both), strict=True)
+        return [row | dict(zip(names, pair, strict=True)) for row, pair in zip(rows, numbers, strict=True)]
+
+    def _inputs(self, rows: Sequence[Example]) -> dict[str, Tensor]:
+        """The rows as a padded batch on the device."""
+        return {name: x.to(self.precision.device) for name, x in self.trainer.data_collator(list(rows)).items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Means of TRL's metrics over the passes since the last call, of training or evaluation by the model's mode."""
+        self.trainer.log({})
+        found = {name.removeprefix("eval_"): float(value) for name, value in self.metrics_log.last.items()}
+        per_nat = ("rewards/chosen", "rewards/rejected")  # TRL's are times β
+        return {
+            NAMES.get(name, name): value / self.beta if name in per_nat else value
+            for name, value in found.items()
+            if name not in LEFT_OUT
+        }
+
+
+def build_trainer(
+    config: OfflineSettings,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: Precision,
+    metrics: TrainerCallback,
+) -> Any:
+    """TRL's trainer of a configuration; its own data set stays empty of what is trained on."""
+    with quietly():
+        try:
+            trl: Any = import_module("trl")  # its lazy exports are not typed
+        except ImportError as error:
+            raise NotInstalled("training from a data set", "trl>=1.16") from error
+        from datasets import Dataset
+        from transformers import PrinterCallback
+
+        class TokenizedDPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
+            """DPO on rows that are tokenized, with their reference log-probs."""
+
+            def _prepare_dataset(self, dataset: Any, *rest: Any) -> Any:  # noqa: ARG002
+                return dataset
+
+            def _precompute_ref_logps(self, dataset: Any, *rest: Any) -> Any:  # noqa: ARG002
+                return dataset
+
+        with tempfile.TemporaryDirectory() as folder:
+            shared: dict[str, Any] = {
+                "output_dir": folder,
+                "use_cpu": precision.device.type == "cpu",
+                "bf16": False,  # the passes are in a context of their own
+                "report_to": "none",
+                "disable_tqdm": True,
+                "max_length": None,
+                "gradient_checkpointing": False,  # switched on in the model, if it is
+                "seed": config.seed,
+            }
+            end = tokenizer.eos_token_id
+            given: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [metrics]}
+            if isinstance(config, RewardModelConfig):
+                args = trl.RewardConfig(**shared, center_rewards_coefficient=config.reward_model.center)
+                rows = Dataset.from_list([{"chosen_ids": [end], "rejected_ids": [end]}])
+                trainer: Any = trl.RewardTrainer(lm, args, train_dataset=rows, **given)
+            elif isinstance(config, DPOConfig):
+                losses: dict[str, Any] = {"loss_type": [config.dpo.loss], "beta": config.dpo.beta}
+                if config.dpo.loss == "robust":
+                    losses["label_smoothing"] = config.dpo.label_noise
+                args = trl.DPOConfig(**shared, **losses, disable_dropout=False, precompute_ref_log_probs=True)
+                rows = Dataset.from_list([{"prompt_ids": [end], "chosen_ids": [end], "rejected_ids": [end]}])
+                trainer = TokenizedDPOTrainer(lm, args=args, train_dataset=rows, **given)
+            else:
+                args = trl.SFTConfig(**shared)
+                rows = Dataset.from_list([{"input_ids": [end, end], "labels": [end, end]}])
+                trainer = trl.SFTTrainer(lm, args, train_dataset=rows, **given)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A context without TRL's telemetry, and without the warnings of its and Transformers' deprecated names."""
+    import huggingface_hub.constants as hub
+
+    before = hub.HF_HUB_DISABLE_TELEMETRY
+    hub.HF_HUB_DISABLE_TELEMETRY = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        hub.HF_HUB_DISABLE_TELEMETRY = before

@@ -1,0 +1,272 @@
+"""Runs that learn from a data set: one iteration, and the run around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokencredit.errors import ConfigError, NotInstalled, OutOfMemory
+from tokencredit.learn import rng
+from tokencredit.learn.optim import build_optimizer, clip_gradients, hidden_matrices, schedule, set_rates
+from tokencredit.learn.state import (
+    load_optimizer_state,
+    load_trained_weights,
+    nbytes,
+    optimizer_state,
+    trainable,
+    trained_weights,
+)
+from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.learn.training_mode import training, training_modules
+from tokencredit.learn.update import drop_gradients
+from tokencredit.processes import Processes, out_of_memory
+from tokencredit.report.page import LARGEST, write_report
+from tokencredit.runs.loop import State, run
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import Summary, count
+from tokencredit.settings.offline import DPOConfig, OfflineSettings
+from tokencredit.settings.world import world_of
+from tokencredit.text.data.prompts import permutation
+from tokencredit.text.models.architecture import width
+from tokencredit.text.models.loading import check_origin, origin
+from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.offline.examples import Example
+from tokencredit.text.offline.losses import Loss
+from tokencredit.text.offline.setup import Model, load_examples, load_model
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
+
+
+class OfflineTrainer:
+    """Trains a model on a data set: supervised fine-tuning, a reward model, or DPO, by the kind of configuration."""
+
+    def __init__(self, args: OfflineSettings, train_dataset: Rows | None = None, eval_dataset: Rows | None = None):
+        """Load everything that a run needs; `train` creates its folder.
+
+        Args:
+            args: an `SFTConfig`, `RewardModelConfig` or `DPOConfig`.
+            train_dataset: rows in place of `data.dataset`, as a `datasets.Dataset` or a list of dicts.
+            eval_dataset: the same for held-out rows, in place of `eval.dataset`.
+
+        Raises:
+            ConfigError: a setting, model, row or folder cannot be used; the message names its key.
+        """
+        self.processes = Processes()
+        if args.data.batch_size % self.processes.count:
+            raise ConfigError(
+                f"data.batch_size is {args.data.batch_size}; it must be a multiple of the {self.processes.count} "
+                "processes"
+            )
+        with rng.preserved():
+            torch.manual_seed(args.seed)
+            self.model: Model = load_model(args)
+            lm = self.model.lm
+            precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
+            self.examples, self.held_out, self.notes = load_examples(args, self.model, train_dataset, eval_dataset)
+            self.args = args = with_length(args, len(self.examples))
+            self.record = RunRecord(args.run, self.processes, world_of(asdict(args)), precision.choices)
+            given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            self.origin = origin(lm, self.model.tokenizer, given)
+            self.record.from_python = self.origin["given"]
+            torch.nn.Module.to(lm, precision.device)
+            self.loss = Loss(args, lm, self.model.tokenizer, precision)
+            self.rng = rng.torch_state()
+        self.precision, self.notes = precision, [*precision.notes, *self.notes]
+        self.wrapped = self.processes.wrap(lm)
+        self.parameters = trainable(lm)
+        optim = args.optim
+        group = {"params": self.parameters, "lr": optim.lr, "weight_decay": optim.weight_decay}
+        projection = lm.get_output_embeddings()
+        excluded = [] if projection is None else list(projection.parameters())
+        hidden = hidden_matrices(lm, excluded) if optim.name == "muon" else ()
+        self.optimizer = build_optimizer([group], optim.name, hidden=hidden, eps=optim.eps)
+        self.schedule = schedule(**optim.rates(args.run.iterations))
+        self.training_modules = training_modules(lm)
+        self.stopping = EarlyStopping()
+        self.done = 0
+        """Iterations done, which is the position in the data."""
+        if isinstance(args, DPOConfig):
+            self._add_reference()
+
+    def train(self, resume_from_checkpoint: bool = False) -> Summary:
+        """Run all iterations, write the run's folder, and return its summary; raises as `PPOTrainer.train`."""
+        size = nbytes(self.model.lm.parameters())
+        with rng.preserved():
+            rng.set_torch_state(self.rng)
+            trained = nbytes(self.parameters)
+            return run(self, resume=resume_from_checkpoint, reserve=size + LARGEST + 2**20, weights=trained)
+
+    def overview(self) -> Iterator[tuple[str, str]]:
+        """Model, data, device and folder: pairs of a label and a text."""
+        size, trained = sum(p.numel() for p in self.model.lm.parameters()), sum(p.numel() for p in self.parameters)
+        partly = f", {count(trained)} trained" if trained < size else ""
+        yield "model", f"{self.args.model.name}, {count(size)} parameters{partly}"
+        held = f", {len(self.held_out):,} held out" if self.held_out else ""
+        name = self.args.data.dataset or "from Python"
+        yield "data", f"{len(self.examples):,} rows of {name}{held}"
+        jobs = f", {self.processes.count} processes" if self.processes.count > 1 else ""
+        yield "device", f"{self.precision.device}, {self.precision.dtype}{jobs}"
+        steps, batch = self.args.run.iterations, self.args.data.batch_size
+        passes = f"{steps * batch / len(self.examples):.3g} passes over the data"
+        yield "run", f"{self.record.folder.path}, {steps:,} iterations of {batch:,} rows: {passes}"
+
+    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Take one optimizer step; returns the iteration's metrics, and no samples."""
+        started = time.perf_counter()
+        rows = self._batch(number)
+        metrics: dict[str, float] = {"iteration": number}
+        rates = set_rates(self.optimizer, self.schedule(number - 1))
+        metrics |= self._step(number, rows) | {"lr": rates[0]}
+        if self.loss.by_token:
+            metrics["perplexity"] = math.exp(min(metrics["loss"], 20.0))
+        self.done = number
+        every = self.args.eval.every
+        if self.held_out and (number == self.args.run.iterations or (every and number % every == 0)):
+            metrics |= {f"eval/{name}": value for name, value in self.evaluate().items()}
+        metrics["seconds"] = time.perf_counter() - started
+        metrics["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
+        return metrics, []
+
+    def _batch(self, number: int) -> list[Example]:
+        """This process's rows of an iteration, in an order that is drawn anew for each pass over the data."""
+        size = self.args.data.batch_size
+        share = size // self.processes.count
+        first = (number - 1) * size + share * self.processes.rank
+        return [self.examples[self._position(first + i)] for i in range(share)]
+
+    def _position(self, place: int) -> int:
+        """Index of the example at a place of the endless sequence."""
+        epoch, offset = divmod(place, len(self.examples))
+        return int(permutation(len(self.examples), self.args.seed, epoch)[offset])
+
+    def _step(self, number: int, rows: Sequence[Example]) -> dict[str, float]:
+        """Take a step on a batch, unless its loss or gradient is not finite; returns its metrics."""
+        drop_gradients(self.parameters)
+        lm, optim = self.model.lm, self.args.optim
+        # TRL's metrics are those of training if the whole model is in training mode.
+        with training([lm, *self.training_modules]), self.precision.updates():
+            loss = self._passes(self.wrapped, rows)
+            measured = self.loss.metrics()
+        norm = float(clip_gradients(self.parameters, optim.max_grad_norm, optim.norm_order()))
+        read, sequences = self._sum(tokens(rows)), self._sum(sum(1 for row in rows for _ in texts(row)))
+        metrics = {"loss": loss, **measured, "grad_norm": norm, "tokens": read, "length": read / sequences}
+        if not self.processes.all(math.isfinite(loss + norm)):
+            ids = {f"row_{i}_{j}": torch.tensor(x) for i, row in enumerate(rows) for j, x in enumerate(texts(row))}
+            self.record.bad_step(number, "the loss or the gradient is not finite", ids)
+            return metrics | {"loss": math.nan, "steps": 0, "bad_steps": 1}
+        self.optimizer.step()
+        drop_gradients(self.parameters)
+        self.record.bad_in_a_row = 0
+        return metrics | {"steps": 1, "bad_steps": 0}
+
+    def _passes(self, model: torch.nn.Module, rows: Sequence[Example]) -> float:
+        """The mean loss of a batch over all processes, in micro-batches, with its gradient added."""
+        size = self._sum(self.loss.size(rows))
+        micro = self.args.data.micro_batch or len(rows)
+        total = 0.0
+        try:
+            for start in range(0, len(rows), micro):
+                loss = self.loss(model, rows[start : start + micro], size)
+                loss.backward()
+                total += float(loss.detach())
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise OutOfMemory("out of memory; lower data.micro_batch, or set model.gradient_checkpointing") from error
+        return self._sum(total) / self.processes.count
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics on the held-out rows, all of them in each process."""
+        rows, micro = self.held_out, self.args.data.micro_batch or self.args.data.batch_size
+        size = self.loss.size(rows)
+        parts = [float(self.loss(self.model.lm, rows[at : at + micro], size)) for at in range(0, len(rows), micro)]
+        return {"loss": sum(parts) / self.processes.count, **self.loss.metrics()}
+
+    def _sum(self, number: float) -> float:
+        """The sum of a number over all processes."""
+        return float(self.processes.sum(torch.tensor(float(number), device=self.precision.device)))
+
+    def _add_reference(self) -> None:
+        """Add to each row that the run will read its log-probs under the model as it is before training."""
+        steps, size = self.args.run.iterations, self.args.data.batch_size
+        wanted = sorted({self._position(place) for place in range(min(steps * size, len(self.examples)))})
+        micro = self.args.data.micro_batch or size
+        for start in range(0, len(wanted), micro):
+            part = wanted[start : start + micro]
+            for index, row in zip(part, self.loss.reference([self.examples[i] for i in part]), strict=True):
+                self.examples[index] = row
+        for start in range(0, len(self.held_out), micro):
+            self.held_out[start : start + micro] = self.loss.reference(self.held_out[start : start + micro])
+
+    def state(self) -> tuple[State, State]:
+        """Resumable state: the part that all processes share, and this process's own."""
+        shared = {
+            "origin": self.origin,
+            "weights": trained_weights(self.model.lm),
+            "optimizer": optimizer_state(self.optimizer),
+        }
+        return shared, {"random": rng.random_state()}
+
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the run loop's protocol)
+        """Restore the result of `state`, with its second part under `process`.
+
+        Raises:
+            ConfigError: the model, tokenizer or data differ from those that the run began with.
+        """
+        check_origin(state["origin"], self.origin, self.args.model.name)
+        try:
+            load_trained_weights(self.model.lm, state["weights"])
+            load_optimizer_state(self.optimizer, state["optimizer"])
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
+        rng.set_random_state(state["process"]["random"])
+        return ()
+
+    def rewind(self) -> bool:
+        """False: a step that failed may have drawn random numbers."""
+        return False
+
+    def finish(self, stopped_by: str) -> Summary:
+        """Write the model, the summary and the report, and return the summary."""
+        summary = self.record.end(stopped_by, self._save)
+        if self.processes.main and self.record.history:
+            try:
+                write_report(self.record.folder.path)
+            except NotInstalled as error:
+                self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
+        self.record.next_steps(self.model.next_steps)
+        return summary
+
+    def _save(self, folder: Path, summary: Summary) -> None:  # noqa: ARG002  (called by RunRecord.end)
+        self.model.save(folder)
+
+
+def with_length(args: OfflineSettings, rows: int) -> OfflineSettings:
+    """The configuration with `run.iterations` in place of `data.epochs`."""
+    if args.data.epochs is None:
+        return args
+    steps = max(math.ceil(args.data.epochs * rows / args.data.batch_size - 1e-9), 1)
+    return replace(args, data=replace(args.data, epochs=None), run=replace(args.run, iterations=steps))
+
+
+def texts(row: Example) -> Iterator[list[int]]:
+    """The sequences of token ids that a model reads for an example."""
+    if "input_ids" in row:
+        yield row["input_ids"]
+    else:
+        prompt = row.get("prompt_ids", [])
+        yield prompt + row["chosen_ids"]
+        yield prompt + row["rejected_ids"]
+
+
+def tokens(rows: Sequence[Example]) -> int:
+    """Number of tokens that a model reads for these examples."""
+    return sum(len(ids) for row in rows for ids in texts(row))
