@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tokencredit.settings.control import ControlConfig
@@ -108,8 +108,8 @@ DPO = World(
 OFFLINE = (SFT, REWARD_MODEL, DPO)
 """Kinds of runs that learn from a data set."""
 WORLDS = {world.name: world for world in (TEXT, CONTROL, *OFFLINE)}
-MARKERS = {"env": CONTROL, "sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "model": TEXT}
-"""Kinds of runs by a key that their configurations have; the first that a configuration has counts."""
+MARKERS = {"env": CONTROL, "sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "rollout": TEXT, "model": TEXT}
+"""Kinds of runs by keys of their configurations; the first that a configuration has counts."""
 
 
 def world_of(config: Mapping[str, Any]) -> World:
@@ -119,5 +119,5 @@ def world_of(config: Mapping[str, Any]) -> World:
 
 def other_world(config: Mapping[str, Any], command: str) -> World | None:
     """The kind of run of a configuration if it is not this command's; None if it is, or is not clear."""
-    world = next((world for key, world in MARKERS.items() if key in config), None)
-    return world if world is not None and world.command != command else None
+    own = next(({item.name for item in fields(x.config)} for x in WORLDS.values() if x.command == command), set())
+    return next((world for key, world in MARKERS.items() if key in config and key not in own), None)

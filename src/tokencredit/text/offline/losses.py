@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from tokencredit.errors import NotInstalled
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.offline.examples import Example
+from tokencredit.text.offline.examples import IGNORED, Example
 
 NAMES = {
     "mean_token_accuracy": "token_accuracy",
@@ -36,6 +36,8 @@ NAMES = {
     "logps/rejected": "rejected_logprob",
 }
 """Names of TRL's metrics here, where they differ."""
+PER_TOKEN = ("entropy", "token_accuracy")
+"""Metrics that are means over tokens; the others are means over rows."""
 LEFT_OUT = ("num_tokens", "logits/chosen", "logits/rejected", "epoch")
 """TRL's metrics that runs do not record."""
 
@@ -78,9 +80,7 @@ class Loss:
 
     def size(self, rows: Sequence[Example]) -> float:
         """Number of tokens or rows whose mean the loss of these rows is."""
-        if not self.by_token:
-            return len(rows)
-        return sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
+        return learned(rows) if self.by_token else len(rows)
 
     def __call__(self, model: Any, rows: Sequence[Example], size: float) -> Tensor:
         """The part of these rows in the mean over a batch, times the number of processes, which average gradients.
@@ -114,15 +114,35 @@ class Loss:
         return {name: x.to(self.precision.device) for name, x in self.trainer.data_collator(list(rows)).items()}
 
     def metrics(self) -> dict[str, float]:
-        """Means of TRL's metrics over the passes since the last call, of training or evaluation by the model's mode."""
+        """TRL's metrics of the last pass, over all processes; of training or evaluation, by the model's mode."""
         self.trainer.log({})
         found = {name.removeprefix("eval_"): float(value) for name, value in self.metrics_log.last.items()}
         per_nat = ("rewards/chosen", "rewards/rejected")  # TRL's are times β
         return {
             NAMES.get(name, name): value / self.beta if name in per_nat else value
             for name, value in found.items()
-            if name not in LEFT_OUT
+            if name not in LEFT_OUT and (self.by_token or name != "mean_token_accuracy")  # DPO's is of chosen tokens
         }
+
+
+def learned(rows: Sequence[Example]) -> int:
+    """Number of tokens that are learned from: those with a loss, or those of both completions."""
+    if rows and "labels" in rows[0]:
+        return sum(label != IGNORED for row in rows for label in row["labels"][1:])
+    return sum(len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in rows)
+
+
+def combined(parts: Sequence[tuple[dict[str, float], float, float]]) -> dict[str, float]:
+    """The metrics of a batch from those of its micro-batches, each with its numbers of rows and of learned tokens."""
+    found: dict[str, float] = {}
+    for name in parts[0][0]:
+        numbers = [metrics[name] for metrics, _, _ in parts]
+        if name in ("score_min", "score_max"):
+            found[name] = min(numbers) if name == "score_min" else max(numbers)
+            continue
+        weights = [tokens if name in PER_TOKEN else rows for _, rows, tokens in parts]
+        found[name] = sum(x * weight for x, weight in zip(numbers, weights, strict=True)) / sum(weights)
+    return found
 
 
 def build_trainer(

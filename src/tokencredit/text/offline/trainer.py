@@ -37,7 +37,7 @@ from tokencredit.text.models.architecture import width
 from tokencredit.text.models.loading import check_origin, origin
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.offline.examples import Example
-from tokencredit.text.offline.losses import Loss
+from tokencredit.text.offline.losses import Loss, combined, learned
 from tokencredit.text.offline.setup import Model, load_examples, load_model
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ class OfflineTrainer:
         lm, optim = self.model.lm, self.args.optim
         # TRL's metrics are those of training if the whole model is in training mode.
         with training([lm, *self.training_modules]), self.precision.updates():
-            loss = self._passes(self.wrapped, rows)
-            measured = self.loss.metrics()
+            loss, measured = self._passes(rows)
         norm = float(clip_gradients(self.parameters, optim.max_grad_norm, optim.norm_order()))
         read, sequences = self._sum(tokens(rows)), self._sum(sum(1 for row in rows for _ in texts(row)))
         metrics = {"loss": loss, **measured, "grad_norm": norm, "tokens": read, "length": read / sequences}
@@ -166,29 +165,34 @@ class OfflineTrainer:
         self.record.bad_in_a_row = 0
         return metrics | {"steps": 1, "bad_steps": 0}
 
-    def _passes(self, model: torch.nn.Module, rows: Sequence[Example]) -> float:
-        """The mean loss of a batch over all processes, in micro-batches, with its gradient added."""
+    def _passes(self, rows: Sequence[Example]) -> tuple[float, dict[str, float]]:
+        """The mean loss and the metrics of a batch over all processes, in micro-batches; adds its gradient."""
         size = self._sum(self.loss.size(rows))
         micro = self.args.data.micro_batch or len(rows)
-        total = 0.0
+        total, parts = 0.0, []
         try:
             for start in range(0, len(rows), micro):
-                loss = self.loss(model, rows[start : start + micro], size)
+                part = rows[start : start + micro]
+                loss = self.loss(self.wrapped, part, size)
                 loss.backward()
                 total += float(loss.detach())
+                parts.append((self.loss.metrics(), self._sum(len(part)), self._sum(learned(part))))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             raise OutOfMemory("out of memory; lower data.micro_batch, or set model.gradient_checkpointing") from error
-        return self._sum(total) / self.processes.count
+        return self._sum(total) / self.processes.count, combined(parts)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on the held-out rows, all of them in each process."""
         rows, micro = self.held_out, self.args.data.micro_batch or self.args.data.batch_size
-        size = self.loss.size(rows)
-        parts = [float(self.loss(self.model.lm, rows[at : at + micro], size)) for at in range(0, len(rows), micro)]
-        return {"loss": sum(parts) / self.processes.count, **self.loss.metrics()}
+        total, parts = 0.0, []
+        for start in range(0, len(rows), micro):
+            part = rows[start : start + micro]
+            total += float(self.loss(self.model.lm, part, self.loss.size(rows))) / self.processes.count
+            parts.append((self.loss.metrics(), len(part), learned(part)))
+        return {"loss": total, **combined(parts)}
 
     def _sum(self, number: float) -> float:
         """The sum of a number over all processes."""

@@ -1,0 +1,142 @@
+"""Rows of a data set as token ids."""
+
+import pytest
+
+from helpers.models import SHAPE, random_lm
+from tokencredit.errors import ConfigError
+from tokencredit.settings.offline import CompletionsConfig, DPOPairsConfig
+from tokencredit.text.offline.examples import Encoder, examples_of, read_rows, split
+
+ROWS = [{"prompt": "The film is", "completion": " bad."}, {"prompt": "I thought it was", "completion": " a great joy."}]
+
+
+@pytest.fixture(scope="module")
+def lm(tokenizer):
+    return random_lm("gpt2", tokenizer, **SHAPE)
+
+
+def read(rows, config, lm, tokenizer, column="completion", **options):
+    encoder = Encoder(config, lm, tokenizer, **options)
+    found = read_rows(config, tokenizer, column, (None, "train"), rows)
+    return examples_of(found, lambda row: encoder.with_completion(row, column))
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_loss_on_the_completion_and_its_end(lm, tokenizer):
+    examples, dropped = read(ROWS, CompletionsConfig(), lm, tokenizer)
+    prompt, completion = ids(tokenizer, "The film is"), [*ids(tokenizer, " bad."), tokenizer.eos_token_id]
+    assert examples[0] == {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
+    assert dropped == 0
+    everywhere, _ = read(ROWS, CompletionsConfig(), lm, tokenizer, loss_on="all")
+    assert everywhere[0]["labels"] == everywhere[0]["input_ids"] == prompt + completion
+
+
+def test_a_truncated_completion_has_no_end(lm, tokenizer):
+    (cut, whole), _ = read(
+        [ROWS[0] | {"completion_truncated": True}, ROWS[0] | {"completion_truncated": False}],
+        CompletionsConfig(),
+        lm,
+        tokenizer,
+    )
+    assert [*cut["input_ids"], tokenizer.eos_token_id] == whole["input_ids"]
+
+
+def test_a_template_makes_the_prompt(lm, tokenizer):
+    rows = [{"instruction": "Judge", "input": "", "completion": " bad"}, {"instruction": "Judge", "input": "it"}]
+    config = CompletionsConfig(template="{{ instruction }}{% if input %} {{ input }}{% endif %}:")
+    examples, _ = read([row | {"completion": " bad"} for row in rows], config, lm, tokenizer)
+    texts = [tokenizer.decode(example["input_ids"], skip_special_tokens=True) for example in examples]
+    assert texts == ["Judge: bad", "Judge it: bad"]
+    with pytest.raises(ConfigError, match=r"data\.template fails on row 2 of data: 'input' is undefined; its columns"):
+        read([rows[0], {"instruction": "Judge", "completion": "x"}], config, lm, tokenizer)
+    with pytest.raises(ConfigError, match=r"data\.template is not a Jinja template"):
+        read(rows, CompletionsConfig(template="{{ instruction"), lm, tokenizer)
+
+
+def test_a_template_reaches_no_python(lm, tokenizer):
+    config = CompletionsConfig(template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(ConfigError, match=r"data\.template fails on row 1 of data: access to attribute '__class__'"):
+        read(ROWS, config, lm, tokenizer)
+
+
+def test_rows_that_are_too_long(lm, tokenizer):
+    longest = max(len(x["input_ids"]) for x in read(ROWS, CompletionsConfig(), lm, tokenizer)[0])
+    with pytest.raises(ConfigError, match=rf"row 2 of data has {longest} tokens; at most {longest - 1} fit"):
+        read(ROWS, CompletionsConfig(max_length=longest - 1), lm, tokenizer)
+    examples, dropped = read(ROWS, CompletionsConfig(max_length=longest - 1, overlong="drop"), lm, tokenizer)
+    assert (len(examples), dropped) == (1, 1)
+    with pytest.raises(ConfigError, match="all 2 rows are longer"):
+        read(ROWS, CompletionsConfig(max_length=2, overlong="drop"), lm, tokenizer)
+    # The start of the prompt goes first; one token of it stays, and then the end of the completion goes.
+    whole = read(ROWS, CompletionsConfig(), lm, tokenizer)[0][1]
+    cut = read(ROWS, CompletionsConfig(max_length=longest - 1, overlong="truncate"), lm, tokenizer)[0][1]
+    assert cut == {name: values[1:] for name, values in whole.items()}
+    (_, short), _ = read(ROWS, CompletionsConfig(max_length=3, overlong="truncate"), lm, tokenizer)
+    begin = ids(tokenizer, " a great joy.")[:2]
+    assert short["input_ids"] == [ids(tokenizer, "I thought it was")[-1], *begin]
+    assert short["labels"] == [-100, *begin]
+
+
+def test_pairs_share_their_prompt(lm, tokenizer):
+    config = DPOPairsConfig()
+    encoder = Encoder(config, lm, tokenizer)
+    rows = [{"prompt": "The film is", "chosen": " bad.", "rejected": " great."}]
+    found = read_rows(config, tokenizer, "chosen", (None, "train"), rows)
+    (example,), _ = examples_of(found, lambda row: encoder.with_pair(row, "chosen", "rejected"))
+    assert example == {
+        "prompt_ids": ids(tokenizer, "The film is"),
+        "chosen_ids": [*ids(tokenizer, " bad."), tokenizer.eos_token_id],
+        "rejected_ids": [*ids(tokenizer, " great."), tokenizer.eos_token_id],
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "data has no rows"),
+        ([{"prompt": "a"}], "row 1 of data has no column 'completion'; beside the prompt it has none"),
+        ([{"prompt": "a", "completion": 3}], "row 1 of data, column 'completion', is 3; it must be a text"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "row 2 of data, column 'completion', is None"),
+        ([{"question": "a", "completion": "b"}], r"data\.column is 'prompt'; the columns of data are"),
+        ([{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}], "the tokenizer has no chat template"),
+    ],
+)
+def test_rows_that_cannot_be_used(rows, message, lm, tokenizer):
+    with pytest.raises(ConfigError, match=message):
+        read(rows, CompletionsConfig(), lm, tokenizer)
+
+
+def test_a_data_set_is_needed(lm, tokenizer):
+    with pytest.raises(ConfigError, match=r"data\.dataset is missing; give a \.jsonl"):
+        read(None, CompletionsConfig(), lm, tokenizer)
+
+
+def test_the_last_message_of_a_conversation_is_its_completion(lm, tokenizer):
+    from copy import deepcopy
+
+    chat = deepcopy(tokenizer)
+    chat.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    conversation = [{"role": "user", "content": "Good?"}, {"role": "assistant", "content": "Bad."}]
+    (example,), _ = read([{"messages": conversation}], CompletionsConfig(column="messages"), lm, chat)
+    learned = [token for token, label in zip(example["input_ids"], example["labels"], strict=True) if label != -100]
+    assert chat.decode(example["input_ids"]) == f"user: Good?\nassistant: Bad.\n{chat.eos_token}"
+    assert chat.decode(learned) == f" Bad.\n{chat.eos_token}"
+
+
+def test_a_share_is_held_out_by_the_seed():
+    examples = [{"n": i} for i in range(20)]
+    train, held = split(examples, 0.25, seed=1)
+    assert (len(train), len(held)) == (15, 5)
+    assert sorted(x["n"] for x in (*train, *held)) == list(range(20))
+    assert split(examples, 0.25, seed=1) == (train, held)
+    assert split(examples, 0.25, seed=2) != (train, held)
+    assert split(examples, 0.0, seed=1) == (examples, [])
+    assert len(split(examples, 0.001, seed=1)[1]) == 1
+    with pytest.raises(ConfigError, match=r"data\.held_out is 0\.99, which leaves none of 20 rows"):
+        split(examples, 0.99, seed=1)

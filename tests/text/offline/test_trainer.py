@@ -1,0 +1,230 @@
+"""Runs that learn from a data set, and what they hand over."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from chaos import assert_same
+from helpers.commands import COMMAND, TWO_PROCESSES, python, refused
+from helpers.files import read_metrics, without_times
+from helpers.models import SHAPE, random_lm
+from tokencredit.cli import main
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.report.reading import read_run
+from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
+from tokencredit.text.offline.trainer import OfflineTrainer
+
+pytestmark = pytest.mark.slow
+KINDS = {"sft": SFTConfig, "reward-model": RewardModelConfig, "dpo": DPOConfig}
+
+
+@pytest.fixture
+def data(tmp_path, answers, preferences):
+    """The data set of each command."""
+    files = {}
+    for command, rows in {"sft": answers, "reward-model": preferences, "dpo": preferences}.items():
+        files[command] = tmp_path / f"{command}.jsonl"
+        files[command].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return files
+
+
+def settings(folder, **more):
+    return {
+        "model.dtype": "float32",
+        "data.batch_size": 4,
+        "optim.lr": 1e-3,
+        "run": {"dir": str(folder), "iterations": 4, "trackers": [], "save_every": 2},
+    } | more
+
+
+def flags(values):
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+
+
+def options(folder, file, **more):
+    given = {"data.dataset": str(file), "run.dir": str(folder), "run.iterations": 4, "run.save_every": 2}
+    return flags(
+        {"model.dtype": "float32", "data.batch_size": 4, "optim.lr": 1e-3, "run.trackers": [], **given, **more}
+    )
+
+
+@pytest.mark.parametrize("command", KINDS)
+def test_a_run_learns_and_leaves_a_run_folder(command, data, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main([command, *options(folder, data[command], **{"data.held_out": 0.25, "run.iterations": 12})]) == 0
+    shown = capsys.readouterr().out
+    assert "data    9 rows of" in shown
+    assert "3 held out" in shown
+    run = read_run(folder)
+    assert [row["iteration"] for row in run.metrics] == list(range(1, 13))
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
+    assert run.metrics[-1]["eval/loss"] < run.metrics[0]["loss"]
+    assert "eval/loss" not in run.metrics[0]
+    assert run.summary["stopped_by"] == "iterations"
+    saved = "reward_model" if command == "reward-model" else "policy"
+    kind = AutoModelForSequenceClassification if command == "reward-model" else AutoModelForCausalLM
+    assert kind.from_pretrained(folder / saved).config.model_type == "gpt2"
+    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "metrics.jsonl", "report.html", "checkpoints"}
+    assert [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")] == []
+    assert main(["report", str(folder)]) == main(["doctor", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("command", KINDS)
+def test_a_resumed_run_is_the_same_to_the_last_bit(command, data, tmp_path):
+    lora = {} if command == "reward-model" else {"model.lora.rank": 2, "model.lora.dropout": 0.2}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main([command, *options(whole, data[command], **lora)]) == 0
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "000004")
+    (cut / "summary.json").unlink()
+    assert main([command, "--resume", str(cut)]) == 0
+    assert_same(whole, cut)
+
+
+def test_epochs_become_iterations(answers, tmp_path):
+    config = SFTConfig.from_dict(
+        settings(tmp_path / "run", **{"data.epochs": 2, "run": {"dir": str(tmp_path / "run")}})
+    )
+    trainer = OfflineTrainer(config, train_dataset=answers)
+    assert (trainer.args.run.iterations, trainer.args.data.epochs) == (6, None)
+    seen = [tuple(row["input_ids"]) for number in (1, 2, 3) for row in trainer._batch(number)]
+    assert sorted(seen) == sorted(tuple(row["input_ids"]) for row in trainer.examples)
+    assert [row["input_ids"] for row in trainer._batch(4)] != [row["input_ids"] for row in trainer._batch(1)]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_kept(answers, tmp_path):
+    trainer = OfflineTrainer(SFTConfig.from_dict(settings(tmp_path / "run")), train_dataset=answers)
+    trainer.model.lm.transformer.ln_f.weight.data[0] = math.nan
+    with pytest.raises(RunStopped, match=r"not finite, in 3 steps in a row \(run\.max_bad_steps\)"):
+        trainer.train()
+    assert len(list((tmp_path / "run" / "bad_steps").iterdir())) == 3
+
+
+def test_other_data_in_python_are_told_from_those_of_the_command(answers, data, tmp_path):
+    config = SFTConfig.from_dict(settings(tmp_path / "run"))
+    OfflineTrainer(config, train_dataset=answers, eval_dataset=answers[:2]).train()
+    assert "eval/loss" in read_metrics(tmp_path / "run")[-1]
+    with pytest.raises(ConfigError, match=r"data\.dataset is missing"):
+        OfflineTrainer(config)
+
+
+@pytest.mark.parametrize("command", KINDS)
+def test_mistakes_leave_nothing_behind(command, data, tmp_path, capsys):
+    assert refused(capsys, command).startswith("data.dataset is missing; give a .jsonl")
+    missing = options(tmp_path / "run", tmp_path / "none.jsonl")
+    assert refused(capsys, command, *missing).endswith("none.jsonl', which does not exist")
+    assert refused(
+        capsys, command, *options(tmp_path / "run", data[command], **{"data.column": "question"})
+    ).startswith("data.column is 'question'; the columns of")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_from_sft_starts_ppo_a_reward_model_and_dpo(data, tmp_path):
+    sft = tmp_path / "sft"
+    assert main(["sft", *options(sft, data["sft"], **{"model.lora.rank": 2})]) == 0
+    adapter = str(sft / "policy")
+    assert (sft / "policy" / "adapter_config.json").is_file()
+    small = flags({"rollout.batch_size": 8, "rollout.max_new_tokens": 6, "run.iterations": 1, "run.trackers": []})
+    assert main(["train", "--model.name", adapter, *small, "--run.dir", str(tmp_path / "ppo")]) == 0
+    rm = tmp_path / "rm"
+    assert main(["reward-model", *options(rm, data["reward-model"], **{"model.name": adapter})]) == 0
+    assert main(["dpo", *options(tmp_path / "dpo", data["dpo"], **{"model.name": adapter})]) == 0
+    assert (tmp_path / "dpo" / "policy" / "adapter_config.json").is_file()
+
+
+def test_a_merged_adapter_is_the_trunk_of_a_reward_model(data, tmp_path):
+    sft = tmp_path / "sft"
+    assert main(["sft", *options(sft, data["sft"], **{"model.lora.rank": 2, "run.iterations": 20})]) == 0
+    start = {"model.name": str(sft / "policy"), "run.iterations": 1, "optim.lr": 1e-12}
+    assert main(["reward-model", *options(tmp_path / "rm", data["reward-model"], **start)]) == 0
+    from tokencredit.text.models.loading import resolve
+
+    name = "transformer.h.0.attn.c_attn.weight"
+    before = load_file(f"{resolve('builtin:reviews', 'policy')}/model.safetensors")[name]
+    after = load_file(tmp_path / "rm" / "reward_model" / "model.safetensors")[name]
+    change = after - before
+    assert 1e-4 < change.norm() < before.norm()
+    assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2, "it is the adapter's"
+
+
+def test_a_reward_model_is_a_reward_and_a_policy_of_ppo_starts_dpo(data, tmp_path):
+    rm = tmp_path / "rm"
+    assert main(["reward-model", *options(rm, data["reward-model"], **{"run.iterations": 20})]) == 0
+    reward = json.dumps([{"reward_model": str(rm / "reward_model"), "name": "learned"}])
+    small = flags({"rollout.batch_size": 8, "rollout.max_new_tokens": 6, "run.iterations": 1, "run.trackers": []})
+    assert main(["train", "--reward", reward, *small, "--run.dir", str(tmp_path / "ppo")]) == 0
+    assert abs(read_metrics(tmp_path / "ppo")[0]["reward"]) > 0
+    start = {"model.name": str(tmp_path / "ppo" / "policy")}
+    assert main(["dpo", *options(tmp_path / "dpo", data["dpo"], **start)]) == 0
+
+
+def test_an_architecture_of_each_kind(architecture, model_folders, answers, preferences, tmp_path):
+    for kind, rows in ((SFTConfig, answers), (RewardModelConfig, preferences), (DPOConfig, preferences)):
+        more = {"model.name": str(model_folders[architecture]), "model.dtype": "float32"}
+        config = kind.from_dict(settings(tmp_path / kind.__name__, **more))
+        OfflineTrainer(config, train_dataset=rows).train()
+        losses = [row["loss"] for row in read_metrics(tmp_path / kind.__name__)]
+        assert all(map(math.isfinite, losses))
+
+
+def test_gradient_checkpointing_changes_no_loss(answers, tmp_path):
+    for name, on in {"plain": False, "again": True}.items():
+        config = SFTConfig.from_dict(settings(tmp_path / name, **{"model.gradient_checkpointing": on}))
+        OfflineTrainer(config, train_dataset=answers).train()
+    plain, again = ([row["loss"] for row in read_metrics(tmp_path / name)] for name in ("plain", "again"))
+    assert plain == pytest.approx(again, rel=1e-5)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+@pytest.mark.parametrize("command", KINDS)
+def test_two_processes_train_as_one_does(command, data, tmp_path):
+    more = {"data.held_out": 0.25, "data.micro_batch": 2}
+    assert main([command, *options(tmp_path / "one", data[command], **more)]) == 0
+    arguments = options(tmp_path / "two", data[command], **more)
+    done = python(*TWO_PROCESSES, *COMMAND, command, *arguments, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("iteration 4/4") == 1
+    one, two = (without_times(read_metrics(tmp_path / name)) for name in ("one", "two"))
+    for alone, together in zip(one, two, strict=True):
+        assert alone.keys() == together.keys()
+        for name, value in alone.items():
+            if (name, alone["iteration"]) == ("accuracy", 1):
+                continue  # DPO's margins are 0 then, up to rounding
+            assert together[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_runs_are_compared_swept_and_kept_apart(data, tmp_path, capsys):
+    sweep = tmp_path / "sweep.yaml"
+    base = {"data.dataset": str(data["dpo"]), "run.iterations": 2, "run.trackers": [], "model.dtype": "float32"}
+    sweep.write_text(
+        json.dumps(
+            {
+                "world": "dpo",
+                "dir": str(tmp_path / "out"),
+                "base": base,
+                "grid": {"dpo.loss": ["sigmoid", "ipo"]},
+                "seeds": [1],
+            }
+        )
+    )
+    assert main(["sweep", str(sweep)]) == 0
+    runs = sorted(str(path.parent) for path in (tmp_path / "out").rglob("summary.json"))
+    assert len(runs) == 2
+    assert main(["compare", *runs, "--out", str(tmp_path / "page")]) == 0
+    assert main(["sft", *options(tmp_path / "sft", data["sft"])]) == 0
+    capsys.readouterr()
+    assert main(["compare", runs[0], str(tmp_path / "sft"), "--out", str(tmp_path / "mixed")]) == 2
+    assert "is a run of tokencredit dpo and" in capsys.readouterr().err
+    together = ["--metric", "loss", "--out", str(tmp_path / "mixed")]
+    assert main(["compare", runs[0], str(tmp_path / "sft"), *together]) == 0
+
+
+def test_a_model_without_an_end_is_refused(tmp_path, tokenizer, answers):
+    random_lm("gpt2", tokenizer, **SHAPE).save_pretrained(tmp_path / "lm")
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        OfflineTrainer(SFTConfig.from_dict({"model.name": str(tmp_path / "lm")}), train_dataset=answers)
