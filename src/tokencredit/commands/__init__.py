@@ -1,0 +1,27 @@
+"""The subcommands of `tokencredit`: the arguments of each, and what it does. Nothing heavy is imported at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from jsonargparse import Namespace
+
+from tokencredit.commands import models, results, training
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.parsing import Parser, config_parser
+from tokencredit.settings.text import PPOConfig
+
+COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = {
+    "train": (partial(config_parser, PPOConfig), training.train),
+    "control": (partial(config_parser, ControlConfig), training.control),
+    "generate": (models.generate_parser, models.generate),
+    "evaluate": (models.evaluate_parser, models.evaluate),
+    "audit": (results.audit_parser, results.audit),
+    "play": (results.play_parser, results.play),
+    "report": (results.report_parser, results.report),
+    "compare": (results.compare_parser, results.compare),
+    "sweep": (training.sweep_parser, training.sweep),
+    "doctor": (results.doctor_parser, results.doctor),
+}
+"""Subcommands: parser and function."""
