@@ -7,7 +7,7 @@ from functools import partial
 
 from jsonargparse import Namespace
 
-from tokencredit.commands import models, results, training
+from tokencredit.commands import models, preferences, results, training
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.parsing import Parser, config_parser
 from tokencredit.settings.text import PPOConfig
@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "control": (partial(config_parser, ControlConfig), training.control),
     "generate": (models.generate_parser, models.generate),
     "evaluate": (models.evaluate_parser, models.evaluate),
+    "pairs": (preferences.pairs_parser, preferences.pairs),
     "audit": (results.audit_parser, results.audit),
     "play": (results.play_parser, results.play),
     "report": (results.report_parser, results.report),

@@ -75,8 +75,6 @@ def evaluate(options: Namespace) -> None:
         raise ConfigError("evaluate needs RUN, the folder of a run, or --model MODEL")
     if options.run is not None and options.model is not None:
         raise ConfigError("RUN and --model are both given; leave one of them out")
-    if options.base and options.best:
-        raise ConfigError("--base and --best are both given; leave one of them out")
     if options.run is not None:
         run_config_file(Path(options.run))
     settings = to_options(evaluate_parser(), options, EvaluateOptions)
@@ -96,6 +94,8 @@ def evaluate(options: Namespace) -> None:
 
 def which_of(options: Namespace) -> str:
     """The model of a run that `--base` and `--best` choose."""
+    if options.base and options.best:
+        raise ConfigError("--base and --best are both given; leave one of them out")
     return "base" if options.base else "best" if options.best else "policy"
 
 

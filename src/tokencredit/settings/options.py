@@ -128,3 +128,21 @@ class EvaluateOptions(ScoringOptions):
         own = self.sampling(config.eval)
         samples, best_of = self.samples or own.samples, self.best_of or own.best_of
         return replace(config, eval=replace(own, samples=samples, best_of=best_of))
+
+
+@dataclass
+class PairsOptions(ScoringOptions):
+    """Options of `tokencredit pairs`."""
+
+    samples: int = setting(4, at_least=2)
+    """Completions per group; a group has one prompt."""
+    groups: int | None = setting(None, at_least=1)
+    """Number of groups, through the prompts in turn; null for one per prompt."""
+    pairs: Literal["best-worst", "all"] = "best-worst"
+    """Pairs of a group: the best against the worst completion, or all."""
+    margin: float = setting(0.0, at_least=0)
+    """Least difference of the rewards of a pair; equal rewards never make one."""
+    noise: float = setting(0.0, at_least=0, at_most=1)
+    """Probability that a preference is flipped, as label noise; rows then have the field `flipped`."""
+    batch_size: int = setting(64, at_least=1)
+    """Completions sampled at once, at least one group; lower it when memory runs out."""

@@ -28,7 +28,12 @@ OPTIONS = {
     "Seed": f"a whole number, at least 0 and at most {MOST_SEED}",
 }
 """Types of the commands' options, in words."""
-ARGUMENTS = {"run": "RUN, the folder of a run", "runs": "RUN, the folder of each run", "file": "FILE, a sweep file"}
+ARGUMENTS = {
+    "run": "RUN, the folder of a run",
+    "model": "MODEL, the folder of a run or a model, or a hub id",
+    "runs": "RUN, the folder of each run",
+    "file": "FILE, a sweep file",
+}
 """Positional arguments of the commands, in words."""
 TERMS = "a list of terms, such as --reward '[{function: f.py:f}]', or reward: [{function: f.py:f}] in a file"
 

@@ -16,6 +16,7 @@ from tokencredit.errors import RunStopped
 from tokencredit.processes import Processes
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.batch import text_metrics
@@ -111,15 +112,15 @@ def load_pipeline(
     return models, replace(build_pipeline(source.config, models, terms, processes), kl=kl)
 
 
-def describe(source: Source, which: str, reference: Source | None) -> dict[str, Any]:
-    """A source, its prompts, rewards and seed, in plain dicts for a file of results."""
+def describe(source: Source, which: str, reference: Source | None, prompts: PromptsConfig) -> dict[str, Any]:
+    """A source, its rewards and seed, and prompts, in plain dicts for a file of results."""
     config = source.config
     return {
         "model": source.name,
         "which": which if source.run is not None else None,
         "reference": None if reference is None else reference.name,
         "seed": config.seed,
-        "prompts": asdict(config.eval.prompts or config.prompts),
+        "prompts": asdict(prompts),
         "reward": [asdict(term) for term in config.reward],
     }
 
@@ -128,7 +129,9 @@ def write_metrics(
     file: Path, source: Source, which: str, reference: Source | None, metrics: Mapping[str, float]
 ) -> None:
     """Write an evaluation's metrics with its settings as JSON; null replaces a metric that is not finite."""
-    sampling = {name: value for name, value in asdict(source.config.eval).items() if name not in ("every", "prompts")}
+    config = source.config
+    about = describe(source, which, reference, config.eval.prompts or config.prompts)
+    sampling = {name: value for name, value in asdict(config.eval).items() if name not in ("every", "prompts")}
     numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    result = describe(source, which, reference) | {"sampling": sampling, "metrics": numbers}
+    result = about | {"sampling": sampling, "metrics": numbers}
     write_file(file, json.dumps(result, indent=2, allow_nan=False) + "\n")
