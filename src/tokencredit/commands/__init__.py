@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "generate": (models.generate_parser, models.generate),
     "evaluate": (models.evaluate_parser, models.evaluate),
     "pairs": (preferences.pairs_parser, preferences.pairs),
+    "label": (preferences.label_parser, preferences.label),
     "audit": (results.audit_parser, results.audit),
     "play": (results.play_parser, results.play),
     "report": (results.report_parser, results.report),
