@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
+from shutil import which
 
 import pytest
 from hypothesis import settings
@@ -92,3 +93,21 @@ def model_folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
         random_lm(name, tokenizer, **shape).save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders
+
+
+@pytest.fixture(scope="session")  # set up before `run_folder`, so that nothing trains for a browser that is missing
+def browser():
+    """Debian's chromium, without a screen; without it, CI fails and other machines skip."""
+    from selenium import webdriver
+
+    if not (which("chromium") and which("chromedriver")):
+        missing = "no chromium or no chromedriver on the PATH; on Debian: apt-get install chromium chromium-driver"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
+    options = webdriver.ChromeOptions()
+    options.binary_location = which("chromium")
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(which("chromedriver")))
+    yield driver
+    driver.quit()

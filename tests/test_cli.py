@@ -14,7 +14,8 @@ import tokencredit
 from helpers.commands import HEAVY, command, imported, refused
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
-from tokencredit.commands import COMMANDS, audit_parser
+from tokencredit.commands import COMMANDS
+from tokencredit.commands.results import audit_parser
 from tokencredit.settings.training import MOST_SEED
 
 QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.iterations", "2", "--run.show_every", "1"]

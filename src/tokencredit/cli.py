@@ -22,6 +22,8 @@ from tokencredit.signals import INTERRUPTED, end_on_interrupt
 FAILED, BAD_ARGUMENTS = 1, 2
 """Exit codes: a run that failed; invalid arguments."""
 MEMORY_ADVICE = {
+    "evaluate": "; lower --samples or --max_new_tokens",
+    "pairs": "; lower --batch_size or --max_new_tokens",
     "generate": "; lower --samples or --max_new_tokens",
     "audit": "; lower --completions or --continuations",
     "play": "; lower --episodes",

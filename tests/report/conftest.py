@@ -1,10 +1,7 @@
 import json
-import os
 import shutil
-from shutil import which
 
 import pytest
-from selenium import webdriver
 
 from tokencredit.report.page import write_report
 from tokencredit.settings.model import ModelConfig
@@ -52,19 +49,3 @@ def audited_folder(trainer, tmp_path_factory):
     (folder / "audit.json").write_text(json.dumps(found, allow_nan=False))
     write_report(folder)
     return folder
-
-
-@pytest.fixture(scope="session")  # set up before `run_folder`, so that nothing trains for a browser that is missing
-def browser():
-    """Debian's chromium, without a screen; without it, CI fails and other machines skip."""
-    if not (which("chromium") and which("chromedriver")):
-        missing = "no chromium or no chromedriver on the PATH; on Debian: apt-get install chromium chromium-driver"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
-    options = webdriver.ChromeOptions()
-    options.binary_location = which("chromium")
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(which("chromedriver")))
-    yield driver
-    driver.quit()

@@ -1,6 +1,6 @@
 import pytest
 
-from tokencredit.runs.untrusted import visible
+from tokencredit.runs.untrusted import visible, visible_lines
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,7 @@ from tokencredit.runs.untrusted import visible
 )
 def test_untrusted_text_cannot_act_on_the_terminal(text, expected):
     assert visible(text) == expected
+
+
+def test_line_breaks_may_stay():
+    assert visible_lines("a\x1b\n\nb\r\u2028c") == "a\\x1b\n\nb\\r\\u2028c"

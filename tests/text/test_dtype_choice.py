@@ -14,9 +14,10 @@ from tokencredit.report.comparison_stats import group_runs
 from tokencredit.report.reading import read_run
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, RolloutConfig, UpdateConfig
-from tokencredit.text.evaluation import evaluate_run
+from tokencredit.text.evaluation import evaluate_source
 from tokencredit.text.models import precision
 from tokencredit.text.policy import load
 from tokencredit.text.trainer import PPOTrainer
@@ -104,7 +105,7 @@ def test_whoever_reads_the_run_goes_by_its_choice(copy):
     for which in ("policy", "base"):
         assert load(folder, which).pipeline.precision.dtype == dtype
     assert read_run(folder).config["model"]["dtype"] == dtype
-    assert evaluate_run(folder, read_config(folder / "config.yaml", PPOConfig), "policy")["eval/reward"] >= 0
+    assert evaluate_source(read_source(str(folder)))["eval/reward"] >= 0
 
 
 def test_the_same_configuration_may_choose_otherwise_on_another_machine(run, tmp_path, monkeypatch):

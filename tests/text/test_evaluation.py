@@ -7,16 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.commands import refused
 from helpers.configs import quiet, text_config
+from helpers.models import SHAPE, random_lm
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, UpdateConfig
-from tokencredit.text.evaluation import evaluate, evaluate_run
+from tokencredit.text.evaluation import evaluate, evaluate_source
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.policy import load
 from tokencredit.text.rewards.calls import Term
@@ -46,16 +49,14 @@ def run(request, tmp_path_factory):
 def test_it_says_what_the_runs_own_evaluation_said(run):
     folder, _ = run
     own = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    config = read_config(folder / "config.yaml", PPOConfig)
-    metrics = evaluate_run(folder, config, "policy")
+    metrics = evaluate_source(read_source(str(folder)))
     # Not bit for bit: how a matrix product rounds depends on where in memory its operands lie.
     assert metrics == pytest.approx({k: v for k, v in own.items() if k.startswith("eval/")}, rel=1e-5)
 
 
 def test_the_starting_model_is_no_nat_from_itself(run):
     folder, trainer = run
-    config = read_config(folder / "config.yaml", PPOConfig)
-    kl = evaluate_run(folder, config, "base")["eval/kl"]
+    kl = evaluate_source(read_source(str(folder)), "base")["eval/kl"]
     if trainer.args.model.dtype == "bfloat16":
         assert kl == 0.0, "both sides are full passes"
     assert kl == pytest.approx(0.0, abs=1e-5)
@@ -79,10 +80,99 @@ def test_it_runs_on_the_gpu_that_the_run_used(run):
     assert load(folder).pipeline.precision.device.type == "cuda"
 
 
+def figures(capsys):
+    """The metrics that the command has printed."""
+    return {name: float(value) for name, value in (line.rsplit(maxsplit=1) for line in _lines(capsys))}
+
+
+def _lines(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("model.dtype auto")]
+
+
+LENGTH = "[{function: length, name: characters, kwargs: {unit: characters}}]"
+BARE = ["--prompts.text", "A film", "--samples", "4", "--max_new_tokens", "4", "--dtype", "float32"]
+
+
+def test_a_run_is_judged_by_another_reward_and_by_other_prompts(run, capsys):
+    folder, _ = run
+    assert main(["evaluate", str(folder), "--reward", LENGTH, *BARE[:-2]]) == 0
+    other = figures(capsys)
+    assert "reward/NEGATIVE" not in other
+    assert other["reward"] == other["reward/characters"] > 1
+    assert other["length"] <= 4
+    assert "kl" in other, "its own reference is kept"
+
+
+def test_any_model_is_evaluated_as_a_runs_policy_is(run, model_folders, tmp_path, capsys):
+    """The policy's folder by itself, with the run's own settings and its base as the reference."""
+    folder, _ = run
+    metrics = evaluate_source(read_source(str(folder)))
+    capsys.readouterr()
+    settings = ["--samples", "8", "--max_new_tokens", "12", "--dtype", folder.name, "--prompts.text"]
+    settings += ["This movie was really", "--reward", "[{classifier: builtin:reviews}]"]
+    out = tmp_path / "metrics.json"
+    model = ["--model", str(folder / "policy"), "--reference", "builtin:reviews"]
+    assert main(["evaluate", *model, *settings, "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert written["metrics"] == pytest.approx(metrics, rel=1e-5)
+    assert (written["model"], written["reference"]) == (model[1], "builtin:reviews")
+    assert (written["sampling"]["samples"], written["seed"]) == (8, 1)
+    assert main(["evaluate", "--model", str(folder), *settings]) == 0, "a run's folder is its policy"
+    assert figures(capsys)["reward"] == pytest.approx(metrics["eval/reward"], rel=1e-3)
+
+
+def test_a_model_is_no_nat_from_itself_and_some_from_another(architecture, model_folders, capsys):
+    bare = ["evaluate", "--model", str(model_folders[architecture]), "--reward", LENGTH, *BARE]
+    assert main(bare) == 0
+    assert "kl" not in figures(capsys)
+    assert main([*bare, "--reference", str(model_folders[architecture])]) == 0
+    assert figures(capsys)["kl"] == pytest.approx(0, abs=1e-4)
+    assert main([*bare, "--reference", "builtin:reviews"]) == 0
+    assert figures(capsys)["kl"] > 0.1
+
+
+def test_the_seed_decides_what_is_sampled(model_folders, capsys):
+    bare = ["evaluate", "--model", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--seed"]
+    seen = []
+    for seed in ("1", "1", "2"):
+        assert main([*bare, seed]) == 0
+        seen.append(figures(capsys))
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_settings_come_from_a_file_too(model_folders, tmp_path, capsys):
+    file = tmp_path / "judge.yaml"
+    file.write_text(f"reward: {LENGTH}\nprompts: {{text: A film}}\nsamples: 4\nmax_new_tokens: 4\n")
+    assert main(["evaluate", "--model", str(model_folders["gpt2"]), "--config", str(file)]) == 0
+    assert figures(capsys)["length"] <= 4
+
+
+def test_a_run_of_another_trainer_is_its_policy_with_its_start_as_the_reference(run, tmp_path, capsys):
+    """As `tokencredit sft` writes it: no prompts and no reward in its configuration."""
+    folder, _ = run
+    other = tmp_path / "sft"
+    shutil.copytree(folder / "policy", other / "policy")
+    (other / "config.yaml").write_text("model: {name: builtin:reviews, dtype: float32}\nsft: {loss_on: all}\n")
+    assert main(["evaluate", str(other), "--reward", LENGTH, *BARE]) == 0
+    assert "kl" in figures(capsys)
+    assert "has no reward of its own; give --reward" in refused(capsys, "evaluate", str(other))
+    (other / "config.yaml").write_text("model: {name: builtin:reviews}\nreward_model: {}\n")
+    assert "as a reward it is {reward_model: " in refused(capsys, "evaluate", str(other), "--reward", LENGTH)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(model_folders, tokenizers, tmp_path, capsys):
+    tokenizer = tokenizers["bytes"]
+    random_lm("gpt2", tokenizer, **SHAPE).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    bare = ["--model", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--reference", str(tmp_path)]
+    assert "whose tokenizer has other ids for" in refused(capsys, "evaluate", *bare)
+
+
 def evaluated(run, tmp_path, **changes):
     """Evaluate the run's policy with other settings."""
     folder, _ = run
-    return evaluate_run(folder, replace(read_config(folder / "config.yaml", PPOConfig), **changes), "policy")
+    source = read_source(str(folder))
+    return evaluate_source(replace(source, config=replace(source.config, **changes)))
 
 
 def test_prompts_that_do_not_fit_are_refused_before_anything_is_sampled(run, tmp_path):
@@ -118,7 +208,7 @@ def test_a_missing_critic_is_said_and_not_made_up(run, tmp_path):
     (tmp_path / "copy" / "policy" / "value_head.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has no critic, though critic\.kind of the run is separate"):
         load(tmp_path / "copy")
-    assert evaluate_run(tmp_path / "copy", read_config(folder / "config.yaml", PPOConfig), "policy"), "it needs none"
+    assert evaluate_source(read_source(str(tmp_path / "copy"))), "it needs none"
 
 
 def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(tmp_path, capsys):
@@ -137,6 +227,10 @@ def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(
     assert main(["evaluate", str(folder)]) == 2
     told = capsys.readouterr().err
     assert "was begun in Python with reward_funcs, train_dataset, which its folder does not hold" in told
+    assert "give --reward '[{function: …}]' and --prompts.text or --prompts.dataset, or evaluate it there" in told
+    assert "begun in Python with train_dataset, which" in refused(capsys, "evaluate", str(folder), "--reward", LENGTH)
+    assert main(["evaluate", str(folder), "--reward", LENGTH, *BARE]) == 0
+    assert "characters" in capsys.readouterr().out
     assert main(["generate", str(folder)]) == 2
     assert "prompts came from Python (train_dataset), and its folder does not hold them" in capsys.readouterr().err
     assert main(["generate", str(folder), "--prompt", "A film", "-n", "2"]) == 0

@@ -102,14 +102,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a file atomically."""
-        target = self.path / name
-        temporary = beside(target, "part")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            flush(temporary)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_file(self.path / name, text)
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Append a line of JSON per record: all lines, or none if the disk is full.
@@ -145,6 +138,33 @@ class RunFolder:
         for name, size in sizes.items():
             if (self.path / name).exists():
                 os.truncate(self.path / name, size)
+
+
+def write_file(target: Path, text: str) -> None:
+    """Write a file atomically."""
+    temporary = beside(target, "part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_new_file(option: str, file: str, ending: str) -> Path:
+    """The path of a file that a command will write, checked before its work begins.
+
+    Raises:
+        ConfigError: it has another ending, exists already, or its folder does not.
+    """
+    path = Path(file)
+    if path.suffix != ending:
+        raise ConfigError(f"{option} is {file!r}; it must be a file that ends in {ending}")
+    if path.exists():
+        raise ConfigError(f"{option} is {file!r}, which exists already; give another file, or move it away")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} is {file!r}, and its folder does not exist; make it first")
+    return path
 
 
 @contextmanager

@@ -6,3 +6,8 @@ from __future__ import annotations
 def visible(text: str) -> str:
     """Text that is safe on a terminal: unprintable characters (escape codes, direction marks) are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def visible_lines(text: str) -> str:
+    """Text of several lines, each of them `visible`."""
+    return "\n".join(map(visible, text.split("\n")))

@@ -25,10 +25,17 @@ OPTIONS = {
     "PositiveInt": "a whole number, at least 1",
     "NonNegativeInt": "a whole number, at least 0",
     "PositiveFloat": "a number above 0",
+    "Port": "a whole number, at least 0 and at most 65535",
     "Seed": f"a whole number, at least 0 and at most {MOST_SEED}",
 }
 """Types of the commands' options, in words."""
-ARGUMENTS = {"run": "RUN, the folder of a run", "runs": "RUN, the folder of each run", "file": "FILE, a sweep file"}
+ARGUMENTS = {
+    "run": "RUN, the folder of a run",
+    "pairs": "FILE, a JSONL file of pairs",
+    "model": "MODEL, the folder of a run or a model, or a hub id",
+    "runs": "RUN, the folder of each run",
+    "file": "FILE, a sweep file",
+}
 """Positional arguments of the commands, in words."""
 TERMS = "a list of terms, such as --reward '[{function: f.py:f}]', or reward: [{function: f.py:f}] in a file"
 

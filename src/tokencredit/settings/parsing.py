@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from tokencredit.settings.data import KINDS, RewardTerm
 from tokencredit.settings.fields import no_group, refuse_idle, without_idle
 from tokencredit.settings.help import FIRST_KEYS, group_help, short_help
 from tokencredit.settings.offline import OfflineSettings
+from tokencredit.settings.options import ScoringOptions
 from tokencredit.settings.parser_errors import explain, explain_file, named, resumed_run
 from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.run_file import run_config_file
@@ -62,6 +63,8 @@ register_type(
 )
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
+
+Options = TypeVar("Options", bound=ScoringOptions)
 
 RESUME = "Folder of an interrupted run to resume, with its configuration; flags override that."
 NOT_SETTINGS = ("config", "debug", "no_code", "resume")
@@ -109,8 +112,8 @@ class Parser(ArgumentParser):
     kind: type | None = None
 
     def format_help(self, *args: Any) -> str:
-        """The help: a short one if it parses a configuration."""
-        if self.kind is None:
+        """The help: a short one if it parses the configuration of a run."""
+        if self.kind not in FIRST_KEYS:
             return self.whole_help(*args)
         command = next(f"tokencredit {world.command}" for world in WORLDS.values() if world.config is self.kind)
         return short_help(command, str(self.description), FIRST_KEYS[self.kind], self._actions)
@@ -190,6 +193,21 @@ def _new_config_parser(kind: type[Any]) -> Parser:
     parser.add_class_arguments(kind)
     parser.kind = kind
     return parser
+
+
+def options_parser(kind: type[Any], description: str) -> Parser:
+    """The parser of a command whose options are the fields of a dataclass, as flags and in a file."""
+    parser = new_command(description)
+    parser.add_argument("--config", action="config", help="YAML file of the keys below; flags after it override it.")
+    parser.add_class_arguments(kind)
+    parser.kind = kind
+    return parser
+
+
+def to_options(parser: Parser, options: Namespace, kind: type[Options]) -> Options:
+    """The dataclass of a parser of `options_parser`; raises `ConfigError` for a value that is refused."""
+    settings = vars(parser.instantiate(options))
+    return kind(**{item.name: settings[item.name] for item in fields(kind)})
 
 
 def to_config(options: Namespace, kind: type[Config], no_code: bool = False, begun: Path | None = None) -> Config:

@@ -1,21 +1,27 @@
-"""Evaluate a policy on held-out prompts, with its own sampling settings."""
+"""Evaluate a model on prompts, with sampling settings of their own: in training, and as a command."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import RunStopped
 from tokencredit.processes import Processes
-from tokencredit.runs.resuming import given_in_python
+from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig
+from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.source import Source
+from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.batch import text_metrics
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.models.run_models import load_run_models
+from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.rewards.terms import build_terms, term_metrics
 from tokencredit.text.setup import build_pipeline, evaluation_prompts
@@ -68,34 +74,64 @@ def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, flo
     return metrics
 
 
-def evaluate_run(run: Path, config: PPOConfig, which: str) -> dict[str, float]:
-    """Evaluate a run's policy like the run's own evaluations, print one line per metric, and return the metrics.
+def evaluate_source(source: Source, which: str = "policy", reference: Source | None = None) -> dict[str, float]:
+    """Evaluate a model like a run's own evaluations, print one line per metric, and return the metrics.
 
     Args:
-        run: the run's folder.
-        config: its configuration.
-        which: `policy`, `best`, or `base` for the model it started from.
+        source: a run, or a model by name, with the configuration of prompts, rewards and evaluation.
+        which: of a run, `policy`, `best`, or `base` for the model it started from.
+        reference: reference model of the KL; None for the run's own, if it has one.
 
     Raises:
-        ConfigError: the run has no such policy, or its rewards or prompts came from Python.
+        ConfigError: a model cannot be loaded, or prompts or rewards cannot.
         RunStopped: a reward is not finite.
     """
-    given = [name for name in given_in_python(run) if name in ("reward_funcs", "train_dataset", "eval_dataset")]
-    if given:
-        raise ConfigError(
-            f"{str(run)!r} was begun in Python with {', '.join(given)}, which its folder does not hold; evaluate it "
-            "there: PPOTrainer(…).evaluate(), or with eval.every during training"
-        )
-    processes = Processes()
-    models = load_run_models(run, config, which, processes, reference=True)
-    terms = build_terms(config.reward, processes.device)
+    config, processes = source.config, Processes()
+    models, pipeline = load_pipeline(source, which, reference, processes)
     prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
     for line in filter(None, [*models.notes, prompts.dropped()]):
         print(visible(line))
     try:
-        metrics = evaluate(build_pipeline(config, models, terms, processes), prompts, config.eval, seed=config.seed)
+        metrics = evaluate(pipeline, prompts, config.eval, seed=config.seed)
     except UnusableBatch as error:
         raise RunStopped(str(error)) from error
     for metric, value in metrics.items():
         print(f"{visible(metric.removeprefix('eval/')):<24} {value:.4g}")
     return metrics
+
+
+def load_pipeline(
+    source: Source, which: str, reference: Source | None, processes: Processes
+) -> tuple[Models, Pipeline]:
+    """A source's models and pipeline with its reward terms; arguments and errors as in `evaluate_source`."""
+    models = load_source(source, which, processes, reference=reference is None)
+    kl = source.config.kl
+    if reference is not None:
+        models, kl = with_reference(models, reference, processes), KLConfig()
+    terms = build_terms(source.config.reward, processes.device)
+    return models, replace(build_pipeline(source.config, models, terms, processes), kl=kl)
+
+
+def describe(source: Source, which: str, reference: Source | None, prompts: PromptsConfig) -> dict[str, Any]:
+    """A source, its rewards and seed, and prompts, in plain dicts for a file of results."""
+    config = source.config
+    return {
+        "model": source.name,
+        "which": which if source.run is not None else None,
+        "reference": None if reference is None else reference.name,
+        "seed": config.seed,
+        "prompts": asdict(prompts),
+        "reward": [asdict(term) for term in config.reward],
+    }
+
+
+def write_metrics(
+    file: Path, source: Source, which: str, reference: Source | None, metrics: Mapping[str, float]
+) -> None:
+    """Write an evaluation's metrics with its settings as JSON; null replaces a metric that is not finite."""
+    config = source.config
+    about = describe(source, which, reference, config.eval.prompts or config.prompts)
+    sampling = {name: value for name, value in asdict(config.eval).items() if name not in ("every", "prompts")}
+    numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    result = about | {"sampling": sampling, "metrics": numbers}
+    write_file(file, json.dumps(result, indent=2, allow_nan=False) + "\n")

@@ -101,6 +101,8 @@ class Pipeline:
     processes: Processes
     budget: int | None = None
     """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
+    finite: bool = True
+    """Raise for scores that are not finite, instead of returning them."""
 
     def sample(
         self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
@@ -194,7 +196,8 @@ class Pipeline:
         lengths = rollout.mask.sum(1).tolist()
         scores, reason = None, "a reward term is not finite in another process"
         try:
-            scores = score(self.terms, prompts.questions(), prompts.answers(completions), columns, lengths)
+            answers = prompts.answers(completions)
+            scores = score(self.terms, prompts.questions(), answers, columns, lengths, finite=self.finite)
         except NonFiniteReward as error:
             reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:

@@ -57,8 +57,8 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr("tokencredit.text.rewards.calls.FIRST_BACKOFF", 0.0)
 
 
-def rate(terms, prompts=PROMPTS, completions=COMPLETIONS, lengths=(2, 3), **columns):
-    return score(terms, prompts, completions, columns, lengths)
+def rate(terms, prompts=PROMPTS, completions=COMPLETIONS, lengths=(2, 3), finite=True, **columns):
+    return score(terms, prompts, completions, columns, lengths, finite=finite)
 
 
 def gives(*values, name="given", weight=1.0):
@@ -652,6 +652,13 @@ def test_a_reward_that_is_not_finite_names_term_and_text(bad):
         rate([gives(0.5, bad, name="odd")])
     with pytest.raises(NonFiniteReward, match=rf"reward term 'odd' is {bad} for the text .*loved"):
         rate([gives([0.5, bad], None, name="odd")])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_finite_are_returned_where_they_are_wanted(bad):
+    scores = rate([gives(0.5, bad, name="odd"), Term("one", 2.0, lambda completions: [1.0, 1.0])], finite=False)
+    assert scores.totals[0] == 2.5
+    assert str(scores.totals[1]) == str(bad)
 
 
 def test_a_mistake_in_the_settings_stays_one():

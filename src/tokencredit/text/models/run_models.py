@@ -15,6 +15,7 @@ from tokencredit.learn.rng import preserved
 from tokencredit.processes import Processes
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
@@ -150,6 +151,51 @@ def choose_decoding(
     if cache == "static":
         raise ConfigError(f"rollout.cache is static, which this model does not support: {decoding}; set it to dynamic")
     return None, [f"rollout.cache auto: dynamic, which is slower on a GPU, since {decoding}"]
+
+
+def load_source(source: Source, which: str, processes: Processes, *, reference: bool = False) -> Models:
+    """Load a run's or a named model to sample from, without a critic.
+
+    Args:
+        source: the model.
+        which: `policy`, `best`, or `base` for the model that the run started from; a named model is `policy`.
+        processes: the job.
+        reference: also load the reference model, if the run has one.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or is not a run and `which` asks for another of the run's models.
+    """
+    args = source.config
+    if source.run is not None:
+        return load_run_models(source.run, args, which, processes, reference=reference)
+    if which != "policy":
+        raise ConfigError(f"--{which} needs a run; {source.name!r} is a model")
+    with preserved():
+        lm, tokenizer = load_start(args.model)
+        precision = choose_precision(args.model.dtype, width(lm), processes, None)
+        policy, notes = build_policy(lm, tokenizer, args.model, CriticConfig(kind="none"))
+    policy.requires_grad_(False).to(precision.device)
+    decoding, more = choose_decoding(args, policy, precision)
+    return Models(policy, None, tokenizer, precision, decoding, [*notes, *more])
+
+
+def with_reference(models: Models, reference: Source, processes: Processes) -> Models:
+    """The models with the policy of another source as the reference model.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has other ids for the policy's tokens.
+    """
+    other = load_source(reference, "policy", processes)
+    ids, own = other.tokenizer.get_vocab(), models.tokenizer.get_vocab()
+    different = {token: i for token, i in own.items() if ids.get(token) != i}
+    if different:
+        token, i = min(different.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"--reference is {reference.name!r}, whose tokenizer has other ids for {len(different)} of the model's "
+            f"{len(own)} tokens, such as {ids.get(token)} for {token!r}, which is {i} in the model; give a reference "
+            "with the same vocabulary"
+        )
+    return replace(models, reference=other.policy)
 
 
 def load_run_models(

@@ -170,6 +170,8 @@ def score(
     completions: Sequence[Text],
     columns: Mapping[str, Sequence[Any]],
     lengths: Sequence[int],
+    *,
+    finite: bool = True,
 ) -> Scores:
     """Score completions by all terms.
 
@@ -183,24 +185,25 @@ def score(
         columns: further arguments that functions may take by name, one entry per completion: the data set's columns,
             `completion_ids`, and `ref_logprobs` if there is a reference model.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
+        finite: raise for numbers that are not finite, instead of returning them.
 
     Raises:
         RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
             number, None or a list of `lengths[i]` numbers for each completion; or all values are None.
-        NonFiniteReward: a number is NaN or infinite, or their sum is in float32.
+        NonFiniteReward: a number is NaN or infinite, or their sum is in float32, unless `finite` is false.
         MemoryError, RuntimeError: a function ran out of memory; see `processes.out_of_memory`.
         ConfigError: a function requires a column that does not exist.
     """
     arguments = {**columns, "prompts": prompts, "completions": completions}
-    read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths)
+    read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
     calls = [start_call(term, arguments, functools.partial(read, term.name)) for term in terms]
     values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
     if not any(value is not None for column in values.values() for value in column):
         raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")
-    return _add(terms, values, lengths)
+    return _add(terms, values, lengths, finite)
 
 
-def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequence[int]) -> Scores:
+def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequence[int], finite: bool) -> Scores:
     totals = [0.0] * len(lengths)
     dense = [[0.0] * length for length in lengths]
     summed: dict[str, list[float | None]] = {}
@@ -212,14 +215,19 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
                 totals[row] += term.weight * value
         summed[term.name] = [sum(value) if isinstance(value, list) else value for value in values[term.name]]
     largest = max((abs(x) for row in (totals, *dense) for x in row), default=0.0)
-    if largest > LARGEST:
+    if finite and largest > LARGEST:
         raise NonFiniteReward(f"the weighted sum of the rewards reaches {largest:g}, which is infinite in float32")
     kinds = {isinstance(value, list) for column in values.values() for value in column if value is not None}
     return Scores(totals, dense if True in kinds else None, summed, of_texts=False in kinds)
 
 
 def _read(
-    name: str, result: Any, prompts: Sequence[Text], completions: Sequence[Text], lengths: Sequence[int]
+    name: str,
+    result: Any,
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    lengths: Sequence[int],
+    finite: bool,
 ) -> list[Value]:
     """Check a term's result and convert it to plain numbers."""
     result = _listed(result)
@@ -239,9 +247,9 @@ def _read(
                 raise RewardError(
                     f"reward term {name!r} gave {len(value)} numbers for the {length} tokens of the text {text!r}"
                 )
-            values.append([_number(name, _listed(x), text) for x in value])
+            values.append([_number(name, _listed(x), text, finite) for x in value])
         else:
-            values.append(_number(name, value, text))
+            values.append(_number(name, value, text, finite))
     return values
 
 
@@ -250,10 +258,10 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _number(name: str, value: Any, text: str) -> float:
+def _number(name: str, value: Any, text: str, finite: bool) -> float:
     if not isinstance(value, Real):
         raise RewardError(f"reward term {name!r} is {value!r} for the text {text!r}; it must be a number")
-    if not math.isfinite(value):
+    if finite and not math.isfinite(value):
         raise NonFiniteReward(f"reward term {name!r} is {value} for the text {text!r}")
     return float(value)
 

@@ -1,0 +1,1 @@
+"""Preferences: pairs of completions ranked by a reward, and labels by hand."""

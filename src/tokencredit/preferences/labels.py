@@ -1,0 +1,202 @@
+"""Labels by hand: the pairs of a file, the file of labels, and what is asked next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import write_file
+from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.untrusted import visible_lines
+from tokencredit.text.rewards.texts import Text, content
+
+LABELS = ("A", "B", "tie", "skip")
+START = b'{"pair": "'
+"""Start of each line of a file of labels."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two completions of a prompt, in the order in which they are shown."""
+
+    key: str
+    """Digest of prompt and completions, the same in either order."""
+    prompt: Text
+    a: Text
+    b: Text
+
+
+def read_pairs(file: Path, seed: int) -> list[Pair]:
+    """The distinct pairs of a JSONL file of preferences, each in an order that the seed decides.
+
+    Raises:
+        ConfigError: there is no such file, it has no pair, or a line is not one; the message names it.
+    """
+    pairs: dict[str, Pair] = {}
+    for where, row in _lines(file):
+        for name in ("prompt", "chosen", "rejected"):
+            if not is_text(row.get(name)):
+                raise ConfigError(f"{where} has no {name} that is a text or a conversation")
+        first, second = row["chosen"], row["rejected"]
+        both = sorted((first, second), key=json.dumps)
+        key = hashlib.sha256(json.dumps([row["prompt"], both], sort_keys=True).encode()).hexdigest()[:16]
+        if random.Random(f"{seed} {key}").random() < 0.5:
+            first, second = second, first
+        pairs.setdefault(key, Pair(key, row["prompt"], first, second))
+    if not pairs:
+        raise ConfigError(f"{file} has no pairs; `tokencredit pairs` writes them")
+    return list(pairs.values())
+
+
+@dataclass
+class Labels:
+    """The labels of a file, to which each new one is appended at once; the last label of a pair counts."""
+
+    file: Path
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By key of the pair, in the order of labelling."""
+
+    @classmethod
+    def open(cls, file: Path) -> Labels:
+        """Read a file of labels, if there is one, and remove a last line that was not written to its end.
+
+        Raises:
+            ConfigError: a line is not a label, which the message names, or the file's folder does not exist.
+        """
+        labels = cls(file)
+        if not file.parent.is_dir():
+            raise ConfigError(f"the folder of {file} does not exist; make it first")
+        if not file.exists():
+            return labels
+        written = file.read_bytes()
+        whole = written[: written.rfind(b"\n") + 1]
+        cut = written[len(whole) :]
+        if not cut.startswith(START) and not START.startswith(cut):
+            raise ConfigError(f"{file} is not a file of labels; give another one")
+        for where, row in _lines(file, whole):
+            texts = all(is_text(row.get(name)) for name in ("prompt", "a", "b"))
+            if row.get("label") not in LABELS or not isinstance(row.get("pair"), str) or not texts:
+                raise ConfigError(f"{where} is not a label; give another file of labels")
+            labels._keep(row)
+        if cut:  # its process was killed
+            os.truncate(file, len(whole))
+        return labels
+
+    def add(self, pair: Pair, label: str) -> None:
+        """Append a label and flush it to the disk."""
+        row = {"pair": pair.key, "label": label, "prompt": pair.prompt, "a": pair.a, "b": pair.b}
+        line = (json.dumps(row) + "\n").encode()
+        with self.file.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(before)
+                raise
+        self._keep(row)
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.rows.pop(row["pair"], None)
+        self.rows[row["pair"]] = row
+
+    def preferences(self) -> list[dict[str, Any]]:
+        """Rows of prompt, chosen and rejected, of the pairs labelled A or B."""
+        order = {"A": ("a", "b"), "B": ("b", "a")}
+        chosen = [(row, *order[row["label"]]) for row in self.rows.values() if row["label"] in order]
+        return [{"prompt": row["prompt"], "chosen": row[one], "rejected": row[other]} for row, one, other in chosen]
+
+
+def export(labels: Labels, out: Path) -> int:
+    """Write the preferences of labels as JSON lines; returns their number.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    rows = labels.preferences()
+    if not rows:
+        raise ConfigError(f"{labels.file} has no pair that is labelled A or B; label some first")
+    write_file(out, "".join(json.dumps(row) + "\n" for row in rows))
+    return len(rows)
+
+
+class Session:
+    """The pairs of a file in turn, until each has a label."""
+
+    def __init__(self, pairs: Sequence[Pair], labels: Labels):
+        self.pairs, self.labels = {pair.key: pair for pair in pairs}, labels
+        self._again: str | None = None
+
+    def current(self) -> Pair | None:
+        """The pair to label; None if all have a label."""
+        if self._again is not None:
+            return self.pairs[self._again]
+        return next((pair for key, pair in self.pairs.items() if key not in self.labels.rows), None)
+
+    def label(self, label: str) -> None:
+        """Label the current pair."""
+        if (pair := self.current()) is not None:
+            self.labels.add(pair, label)
+            self._again = None
+
+    def back(self) -> None:
+        """Return to the pair that was labelled before the current one, if there is one."""
+        done = [key for key in self.labels.rows if key in self.pairs]
+        if self._again is not None:
+            done = done[: done.index(self._again)]
+        self._again = done[-1] if done else self._again
+
+    def given(self) -> str | None:
+        """The label that the current pair has already; None for a new one."""
+        return None if self._again is None else str(self.labels.rows[self._again]["label"])
+
+    def counts(self) -> dict[str, int]:
+        """Number of pairs by label, and how many are left."""
+        found = Counter(row["label"] for key, row in self.labels.rows.items() if key in self.pairs)
+        return {label: found[label] for label in LABELS} | {"left": len(self.pairs) - found.total()}
+
+
+def is_text(value: Any) -> bool:
+    """True for a text, or a conversation: messages with a role and a content."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    blocks = value.get("content")
+    if blocks is None or isinstance(blocks, str):
+        return True
+    return isinstance(blocks, list) and all(
+        isinstance(block, dict) and isinstance(block.get("text", ""), str) for block in blocks
+    )
+
+
+def readable(text: Text) -> str:
+    """A text, or a conversation with the role of each message, escaped line by line."""
+    if not isinstance(text, str):
+        text = "\n".join(f"{message['role']}: {content(message)}" for message in text)
+    return visible_lines(text)
+
+
+def _lines(file: Path, text: bytes | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The location and object of each line of a file, or of its text."""
+    if text is None:
+        if not file.is_file():
+            raise ConfigError(f"{str(file)!r} is not a file; give a file of pairs, such as `tokencredit pairs` writes")
+        text = file.read_bytes()
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        if line.strip():
+            where = f"{file}, line {number}"
+            yield where, read_object(where, line)

@@ -1,0 +1,148 @@
+"""Options of the commands that sample from a model and score it: prompts, rewards, sampling.
+
+Imported before anything heavy, so neither torch nor transformers may be imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.code_policy import refuse_foreign_code
+from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.source import Source
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import MOST_SEED, SamplingConfig
+
+Sampling = TypeVar("Sampling", bound=SamplingConfig)
+
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+"""Options of `ScoringOptions` that are sampling settings."""
+FROM_PYTHON = {"reward": ("reward_funcs",), "prompts": ("train_dataset", "eval_dataset")}
+"""Options, and the arguments of `PPOTrainer` in whose place a run's folder has none."""
+
+
+@dataclass
+class ScoringOptions:
+    """Prompts, rewards and sampling; null and empty stand for the run's own settings."""
+
+    seed: int | None = setting(None, at_least=0, at_most=MOST_SEED)
+    """Seed of all randomness; null for the run's, or 1."""
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    """Prompts, with the keys of `tokencredit train`; the run's without a text or dataset."""
+    reward: list[RewardTerm] = field(default_factory=list)
+    """Reward terms, as in `tokencredit train`; empty for the run's."""
+    reference: str | None = None
+    """Reference model of the KL: folder of a run or a model, or a hub id; null for the run's own, or none."""
+    max_new_tokens: int | None = setting(None, at_least=1)
+    """Longest completion, in tokens; null for the run's, or 24."""
+    temperature: float | None = setting(None, above=0)
+    """Sampling temperature; null for the run's, or 1."""
+    top_k: int | None = setting(None, at_least=1)
+    """Top-k sampling; null for the run's, or none."""
+    top_p: float | None = setting(None, above=0, at_most=1)
+    """Nucleus sampling; null for the run's, or none."""
+    min_p: float | None = setting(None, above=0, at_most=1)
+    """Min-p sampling; null for the run's, or none."""
+    stop: list[str] | None = None
+    """Stop strings; null for the run's, or none."""
+    dtype: Literal["float32", "bfloat16", "auto"] | None = None
+    """Compute dtype; null for the run's, or auto, which is bfloat16 where that is faster."""
+    trust_remote_code: bool = False
+    """Run code from the model's repository."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot work."""
+        check(self)
+        if not self.given("prompts") and self.prompts != PromptsConfig():
+            raise ConfigError(f"prompts has neither text nor dataset; give {flag('prompts')}")
+        if "" in (self.stop or ()):
+            raise ConfigError("stop has an empty text, which would end every completion; leave it out")
+        refuse_idle(self, rows=())
+
+    def given(self, key: str) -> bool:
+        """True if these options have prompts or rewards of their own."""
+        return bool(self.prompts.text or self.prompts.dataset if key == "prompts" else self.reward)
+
+    def sampling(self, own: Sampling) -> Sampling:
+        """Sampling settings: a run's own with those that are given."""
+        given = {key: value for key in SAMPLING if (value := getattr(self, key)) is not None}
+        longest = given.get("max_new_tokens", own.max_new_tokens)
+        return replace(own, **given, min_new_tokens=min(own.min_new_tokens, longest))
+
+    def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
+        """The source's configuration with prompts, rewards, seed and dtype that are given.
+
+        Args:
+            source: the model.
+            python: names of the arguments from Python that the run's folder does not hold.
+            no_code: refuse rewards and models that would execute user code.
+
+        Raises:
+            ConfigError: prompts or rewards are neither given nor the run's own, or user code is refused.
+        """
+        missing = [key for key in FROM_PYTHON if not self.given(key)]
+        lost = {key: names for key in missing if (names := [name for name in FROM_PYTHON[key] if name in python])}
+        if lost:
+            arguments = ", ".join(", ".join(names) for names in lost.values())
+            raise ConfigError(
+                f"{source.name!r} was begun in Python with {arguments}, which its folder does not hold; give "
+                f"{' and '.join(map(flag, lost))}, or evaluate it there: PPOTrainer(…).evaluate(), or with eval.every "
+                "during training"
+            )
+        if missing and not source.scored:
+            raise ConfigError(f"{source.name!r} has no {missing[0]} of its own; give {flag(missing[0])}")
+        config, model = source.config, source.config.model
+        if self.given("prompts"):
+            config = replace(config, prompts=self.prompts, eval=replace(config.eval, prompts=None))
+        trust = self.trust_remote_code or model.trust_remote_code
+        model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
+        seed = config.seed if self.seed is None else self.seed
+        config = replace(config, seed=seed, model=model, reward=self.reward or config.reward)
+        if no_code:
+            refuse_foreign_code(config)
+        return config
+
+
+def flag(key: str) -> str:
+    """The option that gives prompts or rewards, in words."""
+    examples = {"reward": "--reward '[{function: …}]'", "prompts": "--prompts.text or --prompts.dataset"}
+    return examples[key]
+
+
+@dataclass
+class EvaluateOptions(ScoringOptions):
+    """Options of `tokencredit evaluate`."""
+
+    samples: int | None = setting(None, at_least=1)
+    """Number of prompts; null for the run's, or 64."""
+    best_of: int | None = setting(None, at_least=1)
+    """Completions per prompt; null for the run's, or 1."""
+
+    def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
+        """As `ScoringOptions.configure`, with the settings of the evaluation."""
+        config = super().configure(source, python, no_code)
+        own = self.sampling(config.eval)
+        samples, best_of = self.samples or own.samples, self.best_of or own.best_of
+        return replace(config, eval=replace(own, samples=samples, best_of=best_of))
+
+
+@dataclass
+class PairsOptions(ScoringOptions):
+    """Options of `tokencredit pairs`."""
+
+    samples: int = setting(4, at_least=2)
+    """Completions per group; a group has one prompt."""
+    groups: int | None = setting(None, at_least=1)
+    """Number of groups, through the prompts in turn; null for one per prompt."""
+    pairs: Literal["best-worst", "all"] = "best-worst"
+    """Pairs of a group: the best against the worst completion, or all."""
+    margin: float = setting(0.0, at_least=0)
+    """Least difference of the rewards of a pair; equal rewards never make one."""
+    noise: float = setting(0.0, at_least=0, at_most=1)
+    """Probability that a preference is flipped, as label noise; rows then have the field `flipped`."""
+    batch_size: int = setting(64, at_least=1)
+    """Completions sampled at once, at least one group; lower it when memory runs out."""
