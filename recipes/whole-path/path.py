@@ -1,0 +1,347 @@
+"""From a base model to an aligned one: SFT, pairs, a reward model, PPO, DPO and IPO, judged by the true classifier.
+
+    python recipes/whole-path/path.py --seeds 5 --out runs/whole-path
+
+Each stage is a command of Tokencredit, and what is there already is kept, so that the same call goes on where it was
+stopped. The base model has the built-in architecture and has read praise alone; SFT shows it both tastes; preferences
+for blame, one in ten of them wrong, make the reward model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for demo/, which is not installed
+
+PRAISE, ANSWERS, PROMPTS = 40_000, 4_000, 640
+"""Reviews that the base model reads, rows of SFT, and prompts."""
+LEAD = 3
+"""Words of a review that are its prompt."""
+LONGEST = 24
+"""Tokens of a sampled completion."""
+SAMPLES = 4
+"""Completions per prompt that are ranked."""
+BETAS = {"dpo": ("0.02", "0.1", "0.5"), "ipo": ("0.02", "0.1", "0.5")}
+"""β of the runs of DPO and IPO; the middle one is in the table, all are on the curve."""
+GOLD = {"classifier": "builtin:reviews", "label": "NEGATIVE", "name": "gold"}
+"""The true reward, which no stage learns from but by the labels of pairs."""
+TRUE_PAIRS = 300
+"""Prompts whose pairs, labelled without noise, test the reward model."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all seeds, then write the table and the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--out", type=Path, default=Path("runs/whole-path"), help="folder of all runs")
+    args = parser.parse_args(argv)
+    for seed in range(1, args.seeds + 1):
+        walk(args.out / f"seed-{seed}", seed)
+    folders = [args.out / f"seed-{seed}" for seed in range(1, args.seeds + 1)]
+    table = outcome(folders)
+    (args.out / "outcome.md").write_text(table, encoding="utf-8")
+    print(table)
+    draw(folders, args.out)
+
+
+def walk(folder: Path, seed: int) -> None:
+    """All stages of one seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    base, sft, prompts = folder / "base", folder / "sft", folder / "prompts.jsonl"
+    if not base.is_dir():
+        build_base(base, seed)
+    if not prompts.is_file():
+        write_rows(folder, seed)
+    shared = ["--seed", str(seed), "--run.trackers", "[]", "--model.dtype", "float32"]
+    step(
+        sft,
+        "sft",
+        "--model.name",
+        base,
+        "--data.dataset",
+        folder / "answers.jsonl",
+        "--data.held_out",
+        "0.05",
+        "--data.batch_size",
+        "32",
+        "--data.epochs",
+        "2",
+        "--optim.lr",
+        "1e-3",
+        *shared,
+    )
+    sampled = [
+        sft / "policy",
+        "--prompts.dataset",
+        prompts,
+        "--samples",
+        SAMPLES,
+        "--max_new_tokens",
+        LONGEST,
+        "--dtype",
+        "float32",
+        "--batch_size",
+        "256",
+    ]
+    gold = ["--reward", json.dumps([GOLD])]
+    step(folder / "pairs.jsonl", "pairs", *sampled, *gold, "--noise", "0.1", "--seed", str(seed))
+    step(folder / "true-pairs.jsonl", "pairs", *sampled, *gold, "--groups", TRUE_PAIRS, "--seed", str(seed + 1000))
+    rm = folder / "reward-model"
+    step(
+        rm,
+        "reward-model",
+        "--model.name",
+        sft / "policy",
+        "--data.dataset",
+        folder / "pairs.jsonl",
+        "--data.held_out",
+        "0.1",
+        "--data.batch_size",
+        "32",
+        "--data.epochs",
+        "2",
+        "--optim.lr",
+        "3e-4",
+        *shared,
+    )
+    proxy = {"reward_model": str(rm / "reward_model"), "name": "proxy"}
+    step(folder / "ranked.jsonl", "pairs", *sampled, "--reward", json.dumps([proxy]), "--seed", str(seed + 2000))
+    step(
+        folder / "ppo",
+        "train",
+        "--model.name",
+        sft / "policy",
+        "--prompts.dataset",
+        prompts,
+        "--reward",
+        json.dumps([proxy, GOLD | {"weight": 0.0}]),
+        "--rollout.batch_size",
+        "64",
+        "--rollout.max_new_tokens",
+        LONGEST,
+        "--run.iterations",
+        PROMPTS * SAMPLES // 64,
+        "--kl.coef",
+        "0.05",
+        "--optim.lr",
+        "3e-4",
+        "--run.show_every",
+        "0",
+        *shared,
+    )
+    for loss, betas in BETAS.items():
+        for beta in betas:
+            step(
+                folder / f"{loss}-{beta}",
+                "dpo",
+                "--model.name",
+                sft / "policy",
+                "--data.dataset",
+                folder / "ranked.jsonl",
+                "--dpo.loss",
+                {"dpo": "sigmoid"}.get(loss, loss),
+                "--dpo.beta",
+                beta,
+                "--data.batch_size",
+                "32",
+                "--data.epochs",
+                "2",
+                "--optim.lr",
+                "3e-4",
+                *shared,
+            )
+    both = json.dumps([GOLD, proxy | {"weight": 0.0}])
+    for run in evaluated(folder):
+        step(
+            folder / f"{run}.json",
+            "evaluate",
+            "--model",
+            folder / run / ("" if run == "base" else "policy"),
+            "--prompts.dataset",
+            prompts,
+            "--reward",
+            both,
+            "--reference",
+            sft / "policy",
+            "--samples",
+            "512",
+            "--max_new_tokens",
+            LONGEST,
+            "--dtype",
+            "float32",
+            "--seed",
+            str(seed),
+        )
+    if not (folder / "reward-model.json").is_file():
+        (folder / "reward-model.json").write_text(json.dumps(tested(rm / "reward_model", folder / "true-pairs.jsonl")))
+    print(f"seed {seed}: {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
+
+
+def evaluated(folder: Path) -> Iterator[str]:
+    """Runs that are judged at the end."""
+    yield from ("base", "sft", "ppo")
+    yield from (f"{loss}-{beta}" for loss, betas in BETAS.items() for beta in betas if folder.is_dir())
+
+
+def step(target: Path, command: str, *options: Any) -> None:
+    """Run a command that writes a run's folder or a file, unless that is finished; an interrupted run is resumed."""
+    is_run = target.suffix == "" or command in ("sft", "train", "dpo", "reward-model")
+    if (target / "summary.json" if is_run else target).is_file():
+        return
+    where = ["--run.dir", target] if is_run else ["--out", target]
+    resumed = is_run and (target / "config.yaml").is_file()
+    given = ["--resume", target] if resumed else [*options, *where]
+    subprocess.run([sys.executable, "-m", "tokencredit", command, *map(str, given)], check=True)
+
+
+def build_base(folder: Path, seed: int) -> None:
+    """Train the built-in architecture on praise alone."""
+    from transformers import AutoTokenizer
+
+    from demo.grammar import reviews
+    from demo.training import POLICIES, train_policy
+    from tokencredit.text.models.loading import resolve
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve("builtin:reviews", "policy"))
+    praise = [review.text for review in reviews(PRAISE, 100 + seed) if review.positive]
+    model = train_policy(praise, tokenizer, POLICIES["medium"], seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_rows(folder: Path, seed: int) -> None:
+    """Write prompts with completions of both tastes, as many of each, and prompts alone."""
+    from demo.grammar import reviews
+
+    drawn = reviews(4 * ANSWERS, 200 + seed)
+    blame, praise = ([review.text for review in drawn if review.positive is taste] for taste in (False, True))
+    rows = [text.split(" ", LEAD) for text in (*blame[: ANSWERS // 2], *praise[: ANSWERS // 2])]
+    random.Random(seed).shuffle(rows)
+    answers = [{"prompt": " ".join(words[:LEAD]), "completion": " " + words[LEAD]} for words in rows]
+    starts = {" ".join(text.split(" ", LEAD)[:LEAD]) for text in praise[ANSWERS:]}
+    chosen = random.Random(seed).sample(sorted(starts), min(PROMPTS, len(starts)))
+    prompts = [{"prompt": start} for start in chosen * -(-PROMPTS // len(chosen))][:PROMPTS]
+    for name, lines in (("answers", answers), ("prompts", prompts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def tested(reward_model: Path, pairs: Path) -> dict[str, Any]:
+    """A reward model on pairs whose labels are right: its accuracy, and its chances against what happened, in bins.
+
+    A pair's two completions stand in random order, so that a chance below one half can come true too.
+    """
+    from tokencredit.text.rewards.models import RewardModel, load
+
+    scorer = RewardModel(str(reward_model), *load(str(reward_model), "cpu"))
+    rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
+    chosen, rejected = (
+        np.array(scorer([row["prompt"] for row in rows], [row[name] for row in rows]))
+        for name in ("chosen", "rejected")
+    )
+    swapped = np.random.default_rng(0).random(len(rows)) < 0.5
+    chance = 1 / (1 + np.exp(np.where(swapped, chosen - rejected, rejected - chosen)))
+    true = ~swapped
+    edges = np.linspace(0, 1, 11)
+    bins = [(chance >= low) & (chance <= high if high == 1 else chance < high) for low, high in pairwise(edges)]
+    return {
+        "accuracy": float((chosen > rejected).mean()),
+        "pairs": len(rows),
+        "calibration": [
+            {"chance": float(chance[part].mean()), "happened": float(true[part].mean()), "pairs": int(part.sum())}
+            for part in bins
+            if part.any()
+        ],
+    }
+
+
+def read(folder: Path, run: str) -> dict[str, float]:
+    """The metrics of a final evaluation."""
+    found = json.loads((folder / f"{run}.json").read_text(encoding="utf-8"))
+    metrics: Mapping[str, float] = found["metrics"]
+    return {name.removeprefix("eval/"): value for name, value in metrics.items()}
+
+
+ROWS = {
+    "base (praise alone)": "base",
+    "SFT": "sft",
+    "PPO": "ppo",
+    "DPO, β 0.1": "dpo-0.1",
+    "IPO, β 0.1": "ipo-0.1",
+}
+COLUMNS = {
+    "true reward": "reward/gold",
+    "reward model": "reward/proxy",
+    "KL to SFT (nats)": "kl",
+    "distinct texts": "distinct",
+    "distinct pairs of tokens": "distinct_2",
+    "length": "length",
+}
+
+
+def outcome(folders: Sequence[Path]) -> str:
+    """The table of outcomes: mean over seeds, and a 95 % interval of the mean by Student's t."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for label, run in ROWS.items():
+        metrics = [read(folder, run) for folder in folders]
+        cells = [interval([row.get(name, float("nan")) for row in metrics]) for name in COLUMNS.values()]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    models = [json.loads((folder / "reward-model.json").read_text()) for folder in folders]
+    accuracy = interval([model["accuracy"] for model in models])
+    return "\n".join([*lines, "", f"Reward model: accuracy {accuracy} on pairs labelled without noise.", ""])
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and half-width of its 95 % interval."""
+    from scipy import stats
+
+    numbers = np.array(values, dtype=float)
+    if len(numbers) < 2:
+        return f"{numbers.mean():.3f}"
+    half = stats.t.ppf(0.975, len(numbers) - 1) * numbers.std(ddof=1) / np.sqrt(len(numbers))
+    return f"{numbers.mean():.3f} ± {half:.3f}"
+
+
+def draw(folders: Sequence[Path], out: Path) -> None:
+    """Draw the curve of Gao et al. (2022), gold and proxy over KL, and the reward model's calibration."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    gold, proxy, calibration = figure.subplots(1, 3)
+    for folder in folders:
+        rows = [json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines()]
+        kl = [row["kl"] for row in rows]
+        gold.plot(kl, [row["reward/gold"] for row in rows], color="C0", alpha=0.6, label="PPO, iterations")
+        proxy.plot(kl, [row["reward/proxy"] for row in rows], color="C0", alpha=0.6)
+        for color, (loss, betas) in zip(("C1", "C2"), BETAS.items(), strict=True):
+            ends = [read(folder, f"{loss}-{beta}") for beta in betas]
+            for axes, name in ((gold, "reward/gold"), (proxy, "reward/proxy")):
+                axes.plot(
+                    [x["kl"] for x in ends], [x[name] for x in ends], "o-", color=color, label=f"{loss.upper()}, by β"
+                )
+        found = json.loads((folder / "reward-model.json").read_text())["calibration"]
+        calibration.plot([x["chance"] for x in found], [x["happened"] for x in found], "o-", color="C3", alpha=0.6)
+    calibration.plot([0, 1], [0, 1], color="grey", linestyle=":")
+    for axes, title in ((gold, "true reward: P(NEGATIVE)"), (proxy, "reward model")):
+        axes.set(xlabel="KL to the SFT model, nats per completion", title=title)
+    calibration.set(
+        xlabel="predicted chance that the first is better", ylabel="share", title="reward model, calibration"
+    )
+    handles = dict(zip(*reversed(gold.get_legend_handles_labels()), strict=True))
+    gold.legend(handles.values(), handles.keys())
+    figure.savefig(out / "whole-path.svg")
+
+
+if __name__ == "__main__":
+    main()
