@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "train": (partial(config_parser, PPOConfig), training.train),
     "control": (partial(config_parser, ControlConfig), training.control),
     "generate": (models.generate_parser, models.generate),
+    "chat": (models.chat_parser, models.chat),
     "evaluate": (models.evaluate_parser, models.evaluate),
     "pairs": (preferences.pairs_parser, preferences.pairs),
     "label": (preferences.label_parser, preferences.label),
