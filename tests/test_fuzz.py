@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
+from tokencredit.preferences.labels import Labels, read_pairs, readable
 from tokencredit.report.audit_file import OF_CRITIC as CRITIC
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import REPORT, read_run
@@ -444,5 +445,35 @@ def test_prompts_in_a_saved_folder(part, folder, tokenizer):
         file.write_bytes(data)
         with tried(f"prompts in a saved folder's {part}"):
             look(place, tokenizer)
+
+    fuzz()
+
+
+ANSWERS = [{"role": "assistant", "content": text} for text in "ab"]
+PREFERENCE = {"prompt": TALKS[0]["prompt"], "chosen": [ANSWERS[0]], "rejected": [ANSWERS[1]], "reward_chosen": 1.0}
+LABEL = {"pair": "0123456789abcdef", "label": "A", "prompt": "p", "a": [ANSWERS[0]], "b": "b"}
+
+
+@pytest.mark.parametrize("real", [PREFERENCE, LABEL], ids=["pairs", "labels"])
+def test_pairs_and_labels(real, folder):
+    """A refused file of labels is left as it was; one that is read only loses a line without an end."""
+    rows = st.lists(swapped(real), min_size=1, max_size=3).map(lines)
+    file = folder / "rows.jsonl"
+
+    @FUZZ
+    @given(damaged(lines([real, real]), [rows]))
+    def fuzz(data):
+        file.write_bytes(data)
+        with tried("pairs"):
+            for pair in read_pairs(file, 1):
+                assert all(readable(text).replace("\n", "").isprintable() for text in (pair.prompt, pair.a, pair.b))
+        with tried("labels"):
+            try:
+                labels = Labels.open(file)
+                assert json.dumps(labels.preferences())
+            except ConfigError:
+                assert file.read_bytes() == data
+                raise
+            assert file.read_bytes() == data[: data.rfind(b"\n") + 1]
 
     fuzz()

@@ -25,6 +25,27 @@ def random_lm(family, tokenizer, **config):
     return loud(AutoModelForCausalLM.from_config(config).eval())
 
 
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def with_chat_template(folder):
+    """Make the folder of the built-in model with a chat template, and return it."""
+    from transformers import AutoTokenizer
+
+    from tokencredit.text.models.loading import resolve
+
+    origin = resolve("builtin:reviews", "policy")
+    tokenizer = AutoTokenizer.from_pretrained(origin)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / file).symlink_to(f"{origin}/{file}")
+    return folder
+
+
 def copy_weights(module):
     """A copy of a module's parameters, by name."""
     return {name: x.detach().clone() for name, x in module.named_parameters()}

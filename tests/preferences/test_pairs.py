@@ -5,18 +5,13 @@ import math
 
 import pytest
 from datasets import load_dataset
-from transformers import AutoTokenizer
 
 from helpers.commands import refused
 from helpers.files import read_jsonl
+from helpers.models import with_chat_template
 from tokencredit.cli import main
 from tokencredit.preferences.pairs import choose
-from tokencredit.text.models.loading import resolve
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 LENGTH = "[{function: length, kwargs: {unit: characters}}]"
 SMALL = ["--max_new_tokens", "6", "--dtype", "float32", "--reward", LENGTH]
 FILM = ["--prompts.text", "This movie was really"]
@@ -137,12 +132,7 @@ def test_scores_that_are_not_finite_and_completions_without_one_are_left_out(tmp
 @pytest.mark.slow
 def test_conversations_keep_their_format(tmp_path):
     """With a prefilled answer too: the completion goes on with it, and the prompt is without it."""
-    folder = tmp_path / "chat"
-    tokenizer = AutoTokenizer.from_pretrained(resolve("builtin:reviews", "policy"))
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    for file in ("config.json", "generation_config.json", "model.safetensors"):
-        (folder / file).symlink_to(f"{resolve('builtin:reviews', 'policy')}/{file}")
+    folder = with_chat_template(tmp_path / "chat")
     user, prefill = {"role": "user", "content": "Good?"}, {"role": "assistant", "content": "I think"}
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ([user], [user, prefill])))

@@ -2,23 +2,18 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers.configs import quiet
+from helpers.models import with_chat_template
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RolloutConfig, UpdateConfig
-from tokencredit.text.models.loading import resolve
 from tokencredit.text.policy import Policy, load
 from tokencredit.text.trainer import PPOTrainer
-
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 
 
 def write(run, config, prompt, chat=False, samples=2, which="base"):
@@ -32,12 +27,7 @@ def write(run, config, prompt, chat=False, samples=2, which="base"):
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """The built-in model with a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    tokenizer = AutoTokenizer.from_pretrained(resolve("builtin:reviews", "policy"))
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    for file in ("config.json", "generation_config.json", "model.safetensors"):
-        (folder / file).symlink_to(f"{resolve('builtin:reviews', 'policy')}/{file}")
+    folder = with_chat_template(tmp_path_factory.mktemp("chat"))
     return PPOConfig(model=ModelConfig(name=str(folder)))
 
 

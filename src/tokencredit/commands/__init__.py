@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "reward-model": (partial(config_parser, RewardModelConfig), partial(training.offline, RewardModelConfig)),
     "dpo": (partial(config_parser, DPOConfig), partial(training.offline, DPOConfig)),
     "generate": (models.generate_parser, models.generate),
+    "chat": (models.chat_parser, models.chat),
     "evaluate": (models.evaluate_parser, models.evaluate),
     "pairs": (preferences.pairs_parser, preferences.pairs),
     "label": (preferences.label_parser, preferences.label),

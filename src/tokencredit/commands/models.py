@@ -1,7 +1,8 @@
-"""Commands that sample from models: `generate` and `evaluate`."""
+"""Commands that sample from models: `generate`, `chat` and `evaluate`."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,49 @@ def generate(options: Namespace) -> None:
     prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
     for text in prompts.continued(policy.complete(prompts, longest, options.temperature, options.seed)):
         print(visible(text))
+
+
+def chat_parser() -> Parser:
+    """The parser of `tokencredit chat`."""
+    parser = new_command("Send the same messages to models, side by side.")
+    parser.add_argument("model", help="Folder of a run or a model, or a hub id.")
+    parser.add_argument("--base", action="store_true", help="Also show the model that the run started from.")
+    parser.add_argument(
+        "--beside", nargs="+", type=str, default=[], metavar="MODEL", help="Further models: runs, folders or hub ids."
+    )
+    parser.add_argument("--message", help="Answer this one message; by default those of standard input.")
+    parser.add_argument(
+        "--max_new_tokens", type=PositiveInt | None, help="Longest reply, in tokens; by default the run's, or 128."
+    )
+    parser.add_argument(
+        "--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's, or 1."
+    )
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness, the same for each model.")
+    return parser
+
+
+def chat(options: Namespace) -> None:
+    """Run `tokencredit chat`."""
+    if options.message is not None and not options.message.strip():
+        raise ConfigError("--message is empty; give a text, or leave it out to read standard input")
+    sources = [(read_source(name, options.no_code), "policy") for name in (options.model, *options.beside)]
+    if options.base:
+        if sources[0][0].run is None:
+            raise ConfigError(f"--base needs a run; {options.model!r} is a model")
+        sources.insert(0, (sources[0][0], "base"))
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.text import chat as chats
+
+    disable_progress_bar()
+    settings = options.max_new_tokens, options.temperature, options.seed
+    speakers = [chats.load_speaker(source, which, *settings) for source, which in sources]
+    console = Console(highlight=False)
+    if options.message is not None:
+        chats.show(speakers, chats.answer(speakers, options.message), console)
+    else:
+        chats.chat(speakers, chats.typed(), console, lambda reason: print(visible(reason), file=sys.stderr))
 
 
 @cache
