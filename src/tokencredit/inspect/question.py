@@ -100,8 +100,8 @@ def choose(seen: Prediction, text: Text, up: Sequence[int], down: Sequence[int])
     change[[*up, *down]] = 0  # a token in one set is not chosen for the other
     sets = [list(up) or _top(change), list(down) or _top(-change)]
     chosen = [
-        "up: chosen" if up else f"up: the {len(sets[0])} tokens that gained most",
-        "down: chosen" if down else f"down: the {len(sets[1])} tokens that lost most",
+        "up: chosen" if up else "up: the tokens that gained most",
+        "down: chosen" if down else "down: the tokens that lost most",
     ]
     if not all(sets):  # no probability moved
         likely = [i for i in seen.tuned[row].argsort(descending=True).tolist() if i not in {*up, *down}]
@@ -128,12 +128,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, option: str, words: Sequence[s
     """
     found = []
     for word in words:
-        spellings = [word] if word.startswith(" ") else [f" {word}", word]
+        spellings = [word] if word.startswith(" ") or not word else [f" {word}", word]
         ids = [tokenizer(x, add_special_tokens=False)["input_ids"] for x in spellings]
         single = next((x[0] for x in ids if len(x) == 1), None)
         if single is None:
             parts = ", ".join(repr(tokenizer.decode([i])) for i in ids[0])
-            raise ConfigError(f"{option} {word!r} is not one token of the model's: {parts or 'none'}; give one of them")
+            raise ConfigError(f"{option} {word!r} is {len(ids[0])} tokens ({parts}); give words of one token each")
         found.append(single)
     return found
 
