@@ -106,7 +106,7 @@ def read_inspect(file: Path) -> dict[str, Any] | None:
     prompt: Any = inspection.get("prompt_length")
     limit = len(inspection["tokens"])
     if not (is_count(prompt) and 0 < prompt < limit):
-        raise ConfigError(f"{file}: prompt_length is not a count from 1 to {limit - 1}")
+        raise _invalid(file, "prompt_length", f"a count from 1 to {limit - 1}")
     _check(file, inspection, _fields_of_text(inspection, limit, prompt))
     return inspection
 
@@ -178,4 +178,8 @@ def _check(file: Path, inspection: Mapping[str, Any], fields: Mapping[str, tuple
     """Raise `ConfigError` for a missing or invalid field."""
     for key, (fits, wanted) in fields.items():
         if key not in inspection or not fits(inspection[key]):
-            raise ConfigError(f"{file}: {key} is not {wanted}; run `tokencredit inspect` again")
+            raise _invalid(file, key, wanted)
+
+
+def _invalid(file: Path, key: str, wanted: str) -> ConfigError:
+    return ConfigError(f"{file}: {key} is not {wanted}; run `tokencredit inspect` again")
