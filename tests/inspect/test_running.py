@@ -14,7 +14,7 @@ from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, OptimConfig, RolloutConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
@@ -51,9 +51,8 @@ def run(tmp_path_factory, model_folders):
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory, model_folders):
     model = ModelConfig(name=str(model_folders["gpt2"]), dtype="float32", lora=LoraConfig(rank=2))
-    return train(
-        tmp_path_factory.mktemp("run") / "lora", model_folders["gpt2"], model=model, critic=CriticConfig(kind="none")
-    )
+    without = {"critic": CriticConfig(kind="none"), "advantage": AdvantageConfig(estimator="reward_to_go")}
+    return train(tmp_path_factory.mktemp("run") / "lora", model_folders["gpt2"], model=model, **without)
 
 
 def test_the_command_writes_the_file(run, capsys):
