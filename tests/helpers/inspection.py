@@ -81,7 +81,10 @@ def inspection(tokens=TEXT, prompt_length=7, asked=9, layers=2, heads=3, critic=
                 {"name": row["name"], "relative_norm": draw.random() / 10, "effective_rank": 7.5, "parameters": 4096}
                 for row in parts
             ],
-            "tokens_up": [{"token": " bad", "base": 0.0123, "tuned": 0.61}, {"token": " dull", "base": 0, "tuned": 0.2}],
+            "tokens_up": [
+                {"token": " bad", "base": 0.0123, "tuned": 0.61},
+                {"token": " dull", "base": 0, "tuned": 0.2},
+            ],
             "tokens_down": [{"token": " good", "base": 0.5, "tuned": 0.004}],
         },
     }
@@ -106,15 +109,13 @@ def attribution(draw, layers, heads):
 
 def patching(draw, components, total):
     """Heads and MLPs, each with shares that follow from its log-odds."""
-    rows = []
+    rows, (base, tuned, change) = [], total.values()
     for row in components:
         if row["kind"] in ("head", "mlp"):
-            patched, ablated = (
-                end + draw.gauss(0, 0.5) * total["difference"] for end in (total["base"], total["tuned"])
-            )
-            share, lost = (patched - total["base"]) / total["difference"], (total["tuned"] - ablated) / total["difference"]
+            patched, ablated = (end + draw.gauss(0, 0.5) * change for end in (base, tuned))
+            shares = {"share": (patched - base) / change, "ablated_share": (tuned - ablated) / change}
             where = {key: row[key] for key in ("name", "kind", "layer", "head")}
-            rows.append({**where, "patched": patched, "share": share, "ablated": ablated, "ablated_share": lost})
+            rows.append({**where, "patched": patched, "ablated": ablated, **shares})
     return rows
 
 

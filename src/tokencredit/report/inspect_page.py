@@ -18,8 +18,6 @@ WORDS = 6
 """Maximum tokens of each set of the question in its short form."""
 LISTED = 10
 """Rows of a ranking above its fold."""
-DIGITS = 4
-"""Significant digits of the numbers in the page's data."""
 
 
 def render(inspect: Mapping[str, Any]) -> str:
@@ -174,16 +172,14 @@ def moved(weights: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]], S
 
 
 def views(inspect: Mapping[str, Any]) -> dict[str, Any]:
-    """The page's data: what its script draws, with short texts and rounded numbers."""
-    return {key: compact(inspect[key]) for key in ("tokens", "question", "lens", "attention", "critic")}
+    """The page's data: what its script draws, with short texts."""
+    return {key: shortened(inspect[key]) for key in ("tokens", "question", "lens", "attention", "critic")}
 
 
-def compact(value: Any) -> Any:
-    """The same lists and objects with short texts and rounded numbers."""
+def shortened(value: Any) -> Any:
+    """The same lists and objects with short texts."""
     if isinstance(value, Mapping):
-        return {key: compact(entry) for key, entry in value.items()}
+        return {key: shortened(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return list(map(compact, value))
-    if isinstance(value, str):
-        return short(value)
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        return list(map(shortened, value))
+    return short(value) if isinstance(value, str) else value

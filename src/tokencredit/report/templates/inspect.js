@@ -1,6 +1,6 @@
 const { tokens, question, lens, attention, critic } = data;
 const MODELS = ["base", "tuned"];
-const quoted = (token) => `“${token || "∅"}”`;
+const quoted = (token) => `“${token.trim() || token || "∅"}”`;
 const largest = (lists) => Math.max(...lists.flat().map(Math.abs)) || 1;
 
 function shade(element, share) { // from −1, purple, to 1, orange
@@ -49,14 +49,13 @@ function reveal(box, column) {
 }
 
 function lensColumn(column) { // both models after each layer, at one position
-  const bar = (model, i) => {
-    const track = make("div", { className: "bars", ariaHidden: "true" }, make("div", {}, make("i", { className: model })));
-    track.querySelector("i").style.width = `${100 * lens[model].probability[i][column]}%`;
-    return make("td", {}, track);
+  const cells = (model, i) => {
+    const [token, probability, rank] = ["token", "probability", "rank"].map((key) => lens[model][key][i][column]);
+    const cell = make("td", { className: "token shaded", textContent: token || "∅" });
+    shade(cell, probability);
+    return [cell, make("td", { textContent: format(probability) }), make("td", { textContent: format(rank) })];
   };
-  const cells = (model, i) => [make("td", { className: "column", textContent: lens[model].token[i][column] || "∅" }), bar(model, i),
-    ...["probability", "rank"].map((key) => make("td", { textContent: format(lens[model][key][i][column]) }))];
-  const titles = ["layer", ...MODELS.flatMap((model) => [`${model}: token`, "", "probability", "rank"]), "KL"];
+  const titles = ["layer", ...MODELS.flatMap((model) => [model, "probability", "rank"]), "KL"];
   by("column").replaceChildren(
     make("thead", {}, make("tr", {}, ...titles.map((textContent) => make("th", { scope: "col", textContent })))),
     make("tbody", {}, ...lens.layers.map((layer, i) => make("tr", {}, make("th", { scope: "row", textContent: layer }),
@@ -111,7 +110,7 @@ function attentionView() {
     const head = grid[i][j], scale = largest([head.base, head.tuned]);
     cells.flat().forEach((cell) => cell.setAttribute("aria-selected", cell === cells[i][j]));
     by("head").textContent = `${name(head)}, from ${quoted(tokens[from])}`;
-    by("head-tokens").replaceChildren(...MODELS.map((model) => strip(`${model}, darkest ${format(scale)}`, to, head[model], scale, (k) => {
+    by("head-tokens").replaceChildren(...MODELS.map((model) => strip(`${model}, strongest ${format(scale)}`, to, head[model], scale, (k) => {
       numbers.textContent = `${quoted(tokens[to[k]])}: attention ${format(head.base[k])} in the base model, ${format(head.tuned[k])} in the tuned one`;
     })));
     say(i, j);
@@ -125,7 +124,7 @@ function attentionView() {
   choose(layers.indexOf(first.layer), columns.indexOf(first.head));
   numbers.textContent = "";
   const scale = largest(MODELS.map((model) => input_gradient[model]));
-  by("gradient").replaceChildren(...MODELS.map((model) => strip(`${model}, darkest ${format(scale)}`, to, input_gradient[model], scale, (k) => {
+  by("gradient").replaceChildren(...MODELS.map((model) => strip(`${model}, strongest ${format(scale)}`, to, input_gradient[model], scale, (k) => {
     numbers.textContent = `${quoted(tokens[to[k]])}: gradient × input ${format(input_gradient.base[k])} in the base model, ${format(input_gradient.tuned[k])} in the tuned one`;
   })));
 }
