@@ -6,16 +6,19 @@ import random
 TEXT = ["The", " film", " was", " long", ",", " and", " the", " ending", " felt", " bad", "."]
 
 
-def inspection(tokens=TEXT, prompt_length=7, asked=9, layers=2, heads=3, critic=True, seed=0):
+def inspection(tokens=TEXT, prompt_length=7, asked=8, layers=2, heads=3, critic=True, seed=0):
     """What training changed, as the command writes it: sums and shares are those of their parts."""
     draw = random.Random(seed)
     components = attribution(draw, layers, heads)
-    parts = [row for row in components if row["kind"] != "head"]
+    parts = [row for row in components if row["kind"] != "head" and not (row["kind"] == "bias" and row["layer"])]
     total = {key: sum(row[key] for row in parts) for key in ("base", "tuned", "difference")}
     patched = patching(draw, components, total)
     added = {row["name"]: row for row in components}
-    top = [added[row["name"]] | row for row in sorted(patched, key=lambda row: -abs(row["share"]))[:5]]
-    positions, prompt = list(range(len(tokens))), list(range(prompt_length))
+    unknown = {"base": None, "tuned": None}  # of the unembedding
+    top = [
+        unknown | added.get(row["name"], {}) | row for row in sorted(patched, key=lambda row: -abs(row["share"]))[:5]
+    ]
+    positions, prompt = list(range(prompt_length - 1, len(tokens) - 1)), list(range(prompt_length))
     names = ["embedding", *map(str, range(1, layers + 1))]
     return {
         "version": 1,
@@ -54,7 +57,7 @@ def inspection(tokens=TEXT, prompt_length=7, asked=9, layers=2, heads=3, critic=
             "components": components,
             "total": total,
             "error": {"base": 1e-6, "tuned": 2e-6},
-            "norm": "The last norm's scale is that of the whole.",
+            "norm": "the last norm's scale is that of the whole",
         },
         "patching": {
             "metric": "log-odds of the question",
@@ -66,7 +69,7 @@ def inspection(tokens=TEXT, prompt_length=7, asked=9, layers=2, heads=3, critic=
             },
         },
         "attention": {
-            "from": asked - 1,
+            "from": asked,
             "to": prompt,
             "heads": [
                 {"layer": i, "head": j, "base": weights(draw, prompt), "tuned": weights(draw, prompt)}
@@ -75,7 +78,7 @@ def inspection(tokens=TEXT, prompt_length=7, asked=9, layers=2, heads=3, critic=
             ],
             "input_gradient": {model: [draw.gauss(0, 1) for _ in prompt] for model in ("base", "tuned")},
         },
-        "critic": values(draw, names, positions) if critic else None,
+        "critic": values(draw, names, range(len(tokens))) if critic else None,
         "weights": {
             "modules": [
                 {"name": row["name"], "relative_norm": draw.random() / 10, "effective_rank": 7.5, "parameters": 4096}
@@ -91,7 +94,7 @@ def inspection(tokens=TEXT, prompt_length=7, asked=9, layers=2, heads=3, critic=
 
 
 def attribution(draw, layers, heads):
-    """Components in the order of the model; an attention is the sum of its heads."""
+    """Components in the order of the model; an attention is the sum of its heads and its bias."""
 
     def row(name, kind, layer=None, head=None, size=0.5):
         base, tuned = draw.gauss(0, size), draw.gauss(0.3, size)
@@ -101,6 +104,7 @@ def attribution(draw, layers, heads):
     rows = [row("embedding", "embedding")]
     for i in range(1, layers + 1):
         parts = [row(f"layer {i} head {j}", "head", i, j, size=0.3) for j in range(1, heads + 1)]
+        parts.append(row(f"layer {i} attention bias", "bias", i, size=0.1))
         whole = {key: sum(part[key] for part in parts) for key in ("base", "tuned", "difference")}
         rows.append({"name": f"layer {i} attention", "kind": "attention", "layer": i, "head": None, **whole})
         rows += [*parts, row(f"layer {i} mlp", "mlp", i)]
@@ -108,14 +112,16 @@ def attribution(draw, layers, heads):
 
 
 def patching(draw, components, total):
-    """Heads and MLPs, each with shares that follow from its log-odds."""
+    """Heads, MLPs and the unembedding, each with shares that follow from its log-odds."""
     rows, (base, tuned, change) = [], total.values()
-    for row in components:
-        if row["kind"] in ("head", "mlp"):
+    unembedding = {"name": "unembedding", "kind": "unembedding", "layer": None, "head": None}
+    for row in [*components, unembedding]:
+        if row["kind"] in ("head", "mlp", "unembedding"):
             patched, ablated = (end + draw.gauss(0, 0.5) * change for end in (base, tuned))
-            shares = {"share": (patched - base) / change, "ablated_share": (tuned - ablated) / change}
-            where = {key: row[key] for key in ("name", "kind", "layer", "head")}
-            rows.append({**where, "patched": patched, "ablated": ablated, **shares})
+            numbers = {"patched": patched, "share": (patched - base) / change, "ablated": None, "ablated_share": None}
+            if row is not unembedding:
+                numbers |= {"ablated": ablated, "ablated_share": (tuned - ablated) / change}
+            rows.append({key: row[key] for key in ("name", "kind", "layer", "head")} | numbers)
     return rows
 
 
@@ -138,5 +144,5 @@ def weights(draw, positions):
 def values(draw, layers, positions):
     """The critic's values by layer and position."""
     table = [[draw.gauss(0, 1) for _ in positions] for _ in layers]
-    note = "The value head was trained on the last layer."
-    return {"layers": layers, "positions": positions, "values": table, "final": table[-1], "score": -0.7, "note": note}
+    note = "the value head was trained on layer 2, the last"
+    return {"layers": layers, "values": table, "final": table[-1], "score": -0.7, "note": note}

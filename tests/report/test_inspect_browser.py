@@ -10,16 +10,8 @@ from helpers.inspection import inspection
 from tokencredit.report.inspect_page import render
 from tokencredit.report.templating import two_digits
 
-ODD = [
-    "<script>document.title='owned'</script>",
-    "\u202eشاهد",
-    "\u200f",
-    "long" * 500,
-    "line\nline",
-    "",
-    "{{ 7 * 7 }}",
-    "\ud800",
-]
+SCRIPT = "<script>document.title='owned'</script>"
+ODD = [SCRIPT, "\u202eشاهد", "\u200f", "long" * 500, "line\nline", "", "{{ 7 * 7 }}", "\ud800"]
 """Tokens that a page may stumble over."""
 
 
@@ -64,7 +56,7 @@ def test_it_opens_without_a_word_and_without_the_network(browser, opened):
 
 
 def test_the_answer_is_on_the_first_screen(browser, opened):
-    look = inspection([f" word{i}" for i in range(60)], prompt_length=50, asked=55, layers=12, heads=12)
+    look = inspection([f" word{i}" for i in range(60)], prompt_length=50, asked=54, layers=12, heads=12)
     opened(look)
     rows = found(browser, ".answer tbody tr")
     assert [row.text.split(" head")[0].split(" mlp")[0] for row in rows] == [
@@ -75,7 +67,7 @@ def test_the_answer_is_on_the_first_screen(browser, opened):
         assert box["height"] > 0
         assert box["y"] + box["height"] <= 900
     assert one(browser, ".verdict").text == look["answer"]["sentence"]
-    assert one(browser, "mark").get_attribute("textContent") == " word55"
+    assert one(browser, "mark").get_attribute("textContent") == " word54"
     passage = one(browser, "#passage").rect
     assert passage["y"] <= one(browser, "mark").rect["y"] <= passage["y"] + passage["height"]
 
@@ -83,10 +75,10 @@ def test_the_answer_is_on_the_first_screen(browser, opened):
 def test_bars_have_the_length_of_their_numbers(browser, opened):
     look = inspection()
     opened(look)
-    widths = [
-        bar.rect["width"] for bar in found(browser, "section[aria-labelledby=attribution] tbody:not(.heads) .change")
-    ]
-    rows = [row for row in look["attribution"]["components"] if row["kind"] != "head"]
+    bars = found(browser, "section[aria-labelledby=attribution] tbody:not(.heads) .change")
+    widths = [bar.rect["width"] for bar in bars]
+    rows = [row for row in look["attribution"]["components"] if row["kind"] != "head" and row["name"][-4:] != "bias"]
+    rows.append(look["attribution"]["components"][-1])  # the bias after the last layer
     sizes = [abs(row["difference"]) for row in rows]
     assert [width / max(widths) for width in widths] == pytest.approx([x / max(sizes) for x in sizes], abs=0.02)
 
@@ -100,11 +92,11 @@ def test_the_lens_says_what_the_file_says(browser, opened, model):
     assert [cell.get_attribute("textContent") for cell in cells] == [token for row in table["token"] for token in row]
     browser.execute_script("arguments[0].focus()", cells[-1])
     said = one(browser, "#lens-numbers").text
-    probability, rank, kl = table["probability"][-1][-1], table["rank"][-1][-1], look["lens"]["kl"][-1][-1]
-    assert said.startswith("layer 2, after “.” (position 11 of 11): base “")
-    numbers = f"{model} “{table['token'][-1][-1].strip()}” with probability {two_digits(probability)}, rank {two_digits(rank)}"
-    assert numbers in said
-    assert said.endswith(f"KL {two_digits(kl)} nats")
+    assert said.startswith("layer 2, after “bad” (position 10 of 11): base says “")
+    token, probability, rank = (table[key][-1][-1] for key in ("token", "probability", "rank"))
+    numbers = f"and “.” with probability {two_digits(probability)}, rank {two_digits(rank)}"
+    assert f"{model} says “{token.strip()}”, {numbers}" in said
+    assert said.endswith(f"KL {two_digits(look['lens']['kl'][-1][-1])} nats")
 
 
 def test_arrow_keys_walk_over_the_cells(browser, opened):
@@ -113,9 +105,9 @@ def test_arrow_keys_walk_over_the_cells(browser, opened):
     assert [cell.get_attribute("tabindex") for cell in cells] == ["0"] + ["-1"] * (len(cells) - 1)
     cells[0].send_keys(Keys.ARROW_DOWN, Keys.ARROW_LEFT)  # there is nothing to the left
     active = browser.switch_to.active_element
-    assert active == cells[11]
+    assert active == cells[4]
     active.send_keys(Keys.END)
-    assert browser.switch_to.active_element == cells[21]
+    assert browser.switch_to.active_element == cells[7]
     assert [cell.get_attribute("tabindex") for cell in cells].count("0") == 1
 
 
@@ -123,36 +115,26 @@ def test_position_and_shade_can_be_chosen(browser, opened):
     look = inspection()
     opened(look)
     select = Select(one(browser, "#position"))
-    assert select.first_selected_option.text == "9: felt"
-    select.select_by_index(2)
+    assert select.first_selected_option.text == "9: felt → bad"
+    select.select_by_index(0)
     rows = [
-        [cell.get_attribute("textContent") for cell in row.find_elements(By.XPATH, "*")]
-        for row in found(browser, "#column tbody tr")
+        [cell.get_attribute("textContent") for cell in found(row, "th, td")] for row in found(browser, "#column tr")
     ]
     lens = look["lens"]
-    assert rows == [
-        [
-            layer,
-            *[
-                text
-                for model in ("base", "tuned")
-                for text in (
-                    lens[model]["token"][i][2],
-                    two_digits(lens[model]["probability"][i][2]),
-                    two_digits(lens[model]["rank"][i][2]),
-                )
-            ],
-            two_digits(lens["kl"][i][2]),
-        ]
-        for i, layer in enumerate(lens["layers"])
-    ]
+    assert len(rows) == 4
+    for i, row in enumerate(rows[1:]):
+        base, tuned = (
+            [lens[model]["token"][i][0], *(two_digits(lens[model][key][i][0]) for key in ("probability", "rank"))]
+            for model in ("base", "tuned")
+        )
+        assert row == [lens["layers"][i], *base, *tuned, two_digits(lens["kl"][i][0])]
     cells = found(browser, "#lens-base td[role=gridcell]")
     shades = [colours(cells)]
     for name in ("rank", "kl"):
         Select(one(browser, "#shade")).select_by_value(name)
         shades.append(colours(cells))
     assert len(set(map(tuple, shades))) == 3
-    assert set(shades[2][:11]) == {"rgba(230, 97, 1, 0)"}  # no KL before the first layer
+    assert set(shades[2][:4]) == {"rgba(230, 97, 1, 0)"}  # no KL before the first layer
     assert complaints(browser) == []
 
 
@@ -163,7 +145,8 @@ def test_heads_unfold_by_keyboard(browser, opened):
     assert not heads.is_displayed()
     button.send_keys(Keys.ENTER)
     assert heads.is_displayed()
-    assert [row.text.split(" ")[-1] for row in heads.find_elements(By.TAG_NAME, "th")] == ["1", "2", "3"]
+    names = [name.text for name in heads.find_elements(By.TAG_NAME, "th")]
+    assert names == ["layer 1 head 1", "layer 1 head 2", "layer 1 head 3", "layer 1 attention bias"]
     assert button.get_attribute("aria-expanded") == "true"
     button.send_keys(Keys.SPACE)
     assert not heads.is_displayed()
@@ -182,14 +165,13 @@ def test_a_chosen_head_shows_its_attention(browser, opened):
     cells[0].click()
     assert one(browser, "#head").text == "layer 1 head 1, from “felt”"
     assert f"changed by {two_digits(changes[0])}" in one(browser, "#attention-numbers").text
-    base, tuned = found(browser, "#head-tokens .strip")
-    spans = tuned.find_elements(By.CSS_SELECTOR, "span[tabindex]")
+    spans = found(browser, "#head-tokens .strip:last-child span[tabindex]")
     assert [span.get_attribute("textContent") for span in spans] == look["tokens"][:7]
     browser.execute_script("arguments[0].focus()", spans[1])
     first = heads[0]
-    assert one(browser, "#attention-numbers").text == (
-        f"“film”: attention {two_digits(first['base'][1])} in the base model, {two_digits(first['tuned'][1])} in the tuned one"
-    )
+    before, after = two_digits(first["base"][1]), two_digits(first["tuned"][1])
+    said = f"“film”: attention {before} in the base model, {after} in the tuned one"
+    assert one(browser, "#attention-numbers").text == said
     alphas = [float(colour.split(",")[-1].strip(" )")) for colour in colours(spans)]
     assert alphas.index(max(alphas)) == first["tuned"].index(max(first["tuned"]))
 
@@ -207,7 +189,7 @@ def test_signs_have_colours_of_their_own(browser, opened):
 
 
 def test_odd_tokens_stay_text(browser, opened):
-    look = inspection([*ODD, " ok", " bad", "."], prompt_length=len(ODD), asked=3)
+    look = inspection([*ODD, " ok", " bad", "."], prompt_length=3, asked=6)
     look["question"]["up"] = look["question"]["down"] = ODD
     look["answer"]["sentence"] = look["critic"]["note"] = look["run"] = "<script>document.title='owned'</script>\u202e"
     opened(look)
@@ -221,18 +203,21 @@ def test_odd_tokens_stay_text(browser, opened):
     assert complaints(browser) == []
 
 
-def test_a_page_without_the_missing_parts_opens_without_a_word(browser, opened):
-    opened(inspection(critic=False) | {"patching": None, "attention": None})
+def test_a_page_without_critic_and_attention_weights_opens_without_a_word(browser, opened):
+    look = inspection(critic=False)
+    look["attention"]["heads"] = []
+    opened(look)
     assert complaints(browser) == []
-    assert len(found(browser, "nav a")) == 4
-    for link in found(browser, "nav a"):
-        assert found(browser, "#" + link.get_attribute("href").split("#")[1])
+    assert len(found(browser, "#gradient .strip")) == 2
+    links = [link.get_attribute("href").split("#")[1] for link in found(browser, "nav a")]
+    assert links == ["lens", "attribution", "patching", "attention", "weights", "moved"]
+    assert all(found(browser, f"#{link}") for link in links)
 
 
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_narrow_and_wide_in_light_and_dark(browser, opened, width, scheme):
-    opened(inspection([f" word{i}" for i in range(60)], 50, 55, layers=12, heads=12), width, scheme)
+    opened(inspection([f" word{i}" for i in range(60)], 50, 54, layers=12, heads=12), width, scheme)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     ground = one(browser, "body").value_of_css_property("background-color")
     assert ground == {"light": "rgba(255, 255, 255, 1)", "dark": "rgba(19, 19, 24, 1)"}[scheme]

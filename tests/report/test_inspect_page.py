@@ -1,7 +1,6 @@
 """The page of a look inside, as HTML; test_inspect_browser.py opens it."""
 
 import json
-import math
 import re
 from html import unescape
 
@@ -9,12 +8,13 @@ import pytest
 
 from helpers.inspection import inspection
 from tokencredit.report.inspect_page import (
+    COLUMNS,
     LISTED,
     LONGEST,
     Scale,
     attribution,
-    chance,
     listed,
+    near,
     percent,
     ranking,
     render,
@@ -62,13 +62,6 @@ def test_shares_are_in_percent(share, shown):
     assert percent(share) == shown
 
 
-def test_log_odds_become_a_probability_of_any_size():
-    assert chance(math.log(3)) == pytest.approx(0.75)
-    assert chance(-math.log(3)) == pytest.approx(0.25)
-    assert chance(-20.0) == pytest.approx(math.exp(-20), rel=1e-6)
-    assert (chance(1e6), chance(-1e6)) == (1.0, 0.0)
-
-
 def test_tokens_are_short_and_printable():
     assert short(" bad\n\u200f") == " bad\\n\\u200f"
     assert len(short("long" * 100)) == LONGEST
@@ -80,18 +73,20 @@ def test_the_passage_has_every_token_once():
     look = inspection()
     pieces = text(look)
     assert "".join(piece for piece, _ in pieces) == "".join(look["tokens"])
-    assert [kind for _, kind in pieces] == ["prompt", "completion", "asked", "completion"]
-    assert pieces[2][0] == " bad"
+    assert pieces[1:] == [(" ending", "completion"), (" felt", "asked"), (" bad.", "completion")]
+    last = inspection(asked=6)  # the prompt's last token
+    assert text(last)[-2:] == [(" the", "asked"), (" ending felt bad.", "completion")]
 
 
-def test_heads_are_folded_under_their_attention():
+def test_heads_and_biases_are_folded_under_their_attention():
     components = inspection(layers=2, heads=3)["attribution"]["components"]
     groups = attribution({"components": components})["groups"]
-    assert [(row["name"], [head["name"] for head in heads]) for row, heads in groups] == [
+    parts = ["head 1", "head 2", "head 3", "attention bias"]
+    assert [(row["name"], [part["name"] for part in folded]) for row, folded in groups] == [
         ("embedding", []),
-        ("layer 1 attention", ["layer 1 head 1", "layer 1 head 2", "layer 1 head 3"]),
+        ("layer 1 attention", [f"layer 1 {part}" for part in parts]),
         ("layer 1 mlp", []),
-        ("layer 2 attention", ["layer 2 head 1", "layer 2 head 2", "layer 2 head 3"]),
+        ("layer 2 attention", [f"layer 2 {part}" for part in parts]),
         ("layer 2 mlp", []),
         ("bias", []),
     ]
@@ -115,35 +110,70 @@ def test_the_page_says_the_numbers_of_the_file():
         assert re.search(r"\s+".join(map(re.escape, [row["name"], *numbers])), words)
     for row in look["attribution"]["components"]:
         numbers = [two_digits(row[key]) for key in ("base", "tuned", "difference")]
-        assert re.search(rf"{row['name']}(\s+3 heads)?\s+" + r"\s+".join(map(re.escape, numbers)), words)
+        assert re.search(rf"{row['name']}(\s+4 parts)?\s+" + r"\s+".join(map(re.escape, numbers)), words)
     for row in look["patching"]["components"]:
         numbers = [percent(row["share"]), two_digits(row["patched"]), percent(row["ablated_share"])]
         assert re.search(r"\s+".join(map(re.escape, [row["name"], *numbers, two_digits(row["ablated"])])), words)
 
 
-def test_missing_parts_are_left_out():
-    whole = render(inspection())
-    without = render(inspection(critic=False) | {"patching": None, "attention": None})
-    for section in ("critic", "patching", "attention"):
-        assert f'aria-labelledby="{section}"' in whole
-        assert f'href="#{section}"' in whole
-        assert f'aria-labelledby="{section}"' not in without
-        assert f'href="#{section}"' not in without
+def test_a_run_without_a_critic_has_no_critic_on_the_page():
+    for critic in (True, False):
+        page = render(inspection(critic=critic))
+        assert ('aria-labelledby="critic"' in page) is critic
+        assert ('href="#critic"' in page) is critic
+
+
+def test_a_score_is_said_if_it_is_known():
+    look = inspection()
+    assert "The completion's score was -0.70" in texts_of(render(look))
+    look["critic"]["score"] = None
+    assert "score" not in texts_of(render(look))
+
+
+def test_a_model_without_attention_weights_has_the_gradient_alone():
+    look = inspection()
+    look["attention"]["heads"] = []
+    page = render(look)
+    assert "does not return its attention weights" in page
+    assert 'id="heads"' not in page
+    assert 'id="gradient"' in page
 
 
 def test_a_page_of_twelve_layers_and_heads_is_small():
     tokens = [f" word{i}" for i in range(60)]
     page = render(inspection(tokens, prompt_length=50, asked=55, layers=12, heads=12))
     assert len(page.encode()) < 3_000_000  # Plotly alone has more
-    assert "146 more" in page  # of 144 heads and 12 MLPs, and of 26 modules below
-    assert "16 more" in page
+    assert "147 more" in page  # of 144 heads, 12 MLPs and the unembedding
+
+
+def test_maps_of_a_long_text_keep_the_positions_around_the_question():
+    tokens = [f" word{i}" for i in range(500)]
+    look = inspection(tokens, prompt_length=200, asked=300)
+    data, page = views(look), texts_of(render(look))
+    for positions, ends in ((data["lens"]["positions"], (241, 361)), (data["critic"]["positions"], (241, 361))):
+        assert positions == list(range(*ends))
+    assert data["attention"]["to"] == list(range(200 - COLUMNS, 200))
+    assert data["lens"]["kl"][1] == look["lens"]["kl"][1][241 - 199 : 361 - 199]
+    assert data["lens"]["base"]["rank"][2] == look["lens"]["base"]["rank"][2][241 - 199 : 361 - 199]
+    assert data["critic"]["final"] == look["critic"]["final"][241:361]
+    assert data["attention"]["heads"][0]["tuned"] == look["attention"]["heads"][0]["tuned"][-COLUMNS:]
+    assert f"The {COLUMNS} positions around the question" in page
+    assert f"Only the last {COLUMNS} tokens of the prompt" in page
+
+
+@pytest.mark.parametrize(("asked", "first"), [(0, 0), (70, 11), (499, 500 - COLUMNS)])
+def test_positions_near_the_ends_fill_the_map_too(asked, first):
+    assert list(range(500)[near(range(500), asked)]) == list(range(first, first + COLUMNS))
 
 
 def test_the_data_is_that_of_the_file_with_short_tokens():
     look = inspection(["long" * 100, *["a"] * 10], prompt_length=3)
     data = views(look)
     assert data["tokens"] == [short("long" * 100), *["a"] * 10]
-    assert data["lens"]["kl"] == look["lens"]["kl"]
+    assert data["lens"] == look["lens"] | {
+        model: look["lens"][model] | {"token": [list(map(short, row)) for row in look["lens"][model]["token"]]}
+        for model in ("base", "tuned")
+    }
     assert data["attention"] == look["attention"]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from tokencredit.report.templating import fill, readable, two_digits
@@ -18,6 +20,8 @@ WORDS = 6
 """Maximum tokens of each set of the question in its short form."""
 LISTED = 10
 """Rows of a ranking above its fold."""
+COLUMNS = 120
+"""Maximum positions of a map, so that the page of a long text stays small and fast."""
 
 
 def render(inspect: Mapping[str, Any]) -> str:
@@ -29,8 +33,7 @@ def render(inspect: Mapping[str, Any]) -> str:
         inspect=inspect,
         up=listed(question["up"]),
         down=listed(question["down"]),
-        asked=word(inspect["tokens"][question["position"]]),
-        chances=[percent(chance(question[model])) for model in ("base", "tuned")],
+        why=[listed(question[key], 1) for key in ("up", "down")],
         text=text(inspect),
         facts=facts(inspect),
         top=(inspect["answer"]["top"], Scale.of(both(inspect["answer"]["top"]))),
@@ -39,7 +42,9 @@ def render(inspect: Mapping[str, Any]) -> str:
         weights=ranking(inspect["weights"]["modules"], "relative_norm"),
         moved=moved(inspect["weights"]),
         data=views(inspect),
+        columns=COLUMNS,
         percent=percent,
+        sentence=sentence,
     )
 
 
@@ -67,7 +72,7 @@ class Scale:
         return f"left: {left:.2f}%; width: {right - left:.2f}%"
 
 
-def both(rows: Iterable[Mapping[str, Any]]) -> list[float]:
+def both(rows: Iterable[Mapping[str, Any]]) -> list[float | None]:
     """Numbers of the base and the tuned model."""
     return [row[model] for row in rows for model in ("base", "tuned")]
 
@@ -80,10 +85,9 @@ def percent(share: float | None) -> str:
     return f"{100 * share + 0.0:,.0f} %" if size >= 1 or size == 0 else f"{two_digits(100 * share)} %"
 
 
-def chance(log_odds: float) -> float:
-    """Probability of the first of two sets of tokens, given that the next token is in one of them: the sigmoid of
-    their log-odds."""
-    return 1 / (1 + math.exp(-log_odds)) if log_odds > 0 else 1 - 1 / (1 + math.exp(max(log_odds, -700.0)))
+def sentence(words: str) -> str:
+    """A clause as a sentence, with escaped unprintable characters."""
+    return visible(words[:1].upper() + words[1:].removesuffix(".")) + "."
 
 
 def short(token: str) -> str:
@@ -97,24 +101,19 @@ def word(token: str) -> str:
     return short(token).strip() or short(token)
 
 
-def listed(tokens: Sequence[str]) -> str:
-    """Tokens in quotation marks; of more than `WORDS` the first ones, and the number of the others."""
+def listed(tokens: Sequence[str], most: int = WORDS) -> str:
+    """Tokens in quotation marks; of more than `most` the first ones, and the number of the others."""
     words = list(dict.fromkeys(map(word, tokens)))
-    rest = len(words) - WORDS
-    return ", ".join(f"“{name}”" for name in words[:WORDS]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(words) - most
+    return ", ".join(f"“{name}”" for name in words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def text(inspect: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pieces of prompt and completion, each with its kind: the prompt, the completion around the asked token, and
-    that token."""
+    """Pieces of the text, each with its kind: prompt, completion, and the token after which the question is asked."""
     tokens, start, asked = inspect["tokens"], inspect["prompt_length"], inspect["question"]["position"]
     kinds = ["asked" if i == asked else "prompt" if i < start else "completion" for i in range(len(tokens))]
-    pieces: list[tuple[str, str]] = []
-    for token, kind in zip(tokens, kinds, strict=True):
-        if pieces and pieces[-1][1] == kind:
-            token = pieces.pop()[0] + token
-        pieces.append((token, kind))
-    return [(readable(piece), kind) for piece, kind in pieces]
+    groups = groupby(zip(tokens, kinds, strict=True), key=itemgetter(1))
+    return [(readable("".join(token for token, _ in group)), kind) for kind, group in groups]
 
 
 def facts(inspect: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -131,16 +130,17 @@ def facts(inspect: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def attribution(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows of the attribution by depth, each with the heads that are folded under it, and the charts' scales."""
+    """Rows of the attribution by depth, each with the parts that are folded under it, and the charts' scales.
+
+    Under a layer's attention are its heads and the bias of its output projection, which add up to it.
+    """
     components = found["components"]
-    heads: dict[int, list[Mapping[str, Any]]] = {}
-    for row in components:
-        if row["kind"] == "head":
-            heads.setdefault(row["layer"], []).append(row)
+    attentions = {row["layer"] for row in components if row["kind"] == "attention"}
+    folded = [row for row in components if row["kind"] in ("head", "bias") and row["layer"] in attentions]
     groups = [
-        (row, heads.get(row["layer"], []) if row["kind"] == "attention" else [])
+        (row, [part for part in folded if row["kind"] == "attention" and part["layer"] == row["layer"]])
         for row in components
-        if row["kind"] != "head"
+        if row not in folded
     ]
     return {
         "groups": groups,
@@ -149,12 +149,10 @@ def attribution(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def patching(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def patching(found: Mapping[str, Any]) -> dict[str, Any]:
     """Rows of patching and ablation, the largest share first, and the charts' scales."""
-    return found and {
-        **ranking(found["components"], "share"),
-        "ablated": Scale.of(row["ablated_share"] for row in found["components"]),
-    }
+    rows = found["components"]
+    return {**ranking(rows, "share"), "ablated": Scale.of(row["ablated_share"] for row in rows)}
 
 
 def ranking(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
@@ -172,14 +170,55 @@ def moved(weights: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]], S
 
 
 def views(inspect: Mapping[str, Any]) -> dict[str, Any]:
-    """The page's data: what its script draws, with short texts."""
-    return {key: shortened(inspect[key]) for key in ("tokens", "question", "lens", "attention", "critic")}
+    """The page's data: what its script draws, with short tokens, at the positions nearest to the question."""
+    asked = inspect["question"]["position"]
+    lens, attention, critic = inspect["lens"], inspect["attention"], inspect["critic"]
+    cut = near(lens["positions"], asked)
+    models = {
+        model: {
+            "token": [list(map(short, row)) for row in columns(lens[model]["token"], cut)],
+            **{key: columns(lens[model][key], cut) for key in ("probability", "rank")},
+        }
+        for model in ("base", "tuned")
+    }
+    read, after = near(attention["to"], asked), near(range(len(inspect["tokens"])), asked)
+    return {
+        "tokens": list(map(short, inspect["tokens"])),
+        "asked": asked,
+        "lens": {
+            "layers": list(map(short, lens["layers"])),
+            "positions": lens["positions"][cut],
+            **models,
+            "kl": columns(lens["kl"], cut),
+        },
+        "attention": {
+            "from": attention["from"],
+            "to": attention["to"][read],
+            "heads": [{**head, **side(head, read)} for head in attention["heads"]],
+            "input_gradient": side(attention["input_gradient"], read),
+        },
+        "critic": critic
+        and {
+            "layers": list(map(short, critic["layers"])),
+            "positions": list(range(len(inspect["tokens"])))[after],
+            "values": columns(critic["values"], after),
+            "final": critic["final"][after],
+            "score": critic["score"],
+        },
+    }
 
 
-def shortened(value: Any) -> Any:
-    """The same lists and objects with short texts."""
-    if isinstance(value, Mapping):
-        return {key: shortened(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return list(map(shortened, value))
-    return short(value) if isinstance(value, str) else value
+def near(positions: Sequence[int], asked: int) -> slice:
+    """At most `COLUMNS` of ascending positions, around one of them."""
+    start = max(0, min(bisect(positions, asked) - COLUMNS // 2, len(positions) - COLUMNS))
+    return slice(start, start + COLUMNS)
+
+
+def columns(table: Sequence[Sequence[Any]], cut: slice) -> list[Sequence[Any]]:
+    """These columns of a table."""
+    return [row[cut] for row in table]
+
+
+def side(lists: Mapping[str, Any], cut: slice) -> dict[str, Any]:
+    """These entries of the base and the tuned model's lists."""
+    return {model: lists[model][cut] for model in ("base", "tuned")}
