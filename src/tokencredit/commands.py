@@ -225,6 +225,38 @@ def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str
     return audit_run(run, config, settings, options.checkpoint)
 
 
+def inspect_parser() -> Parser:
+    """The parser of `tokencredit inspect`."""
+    parser = new_command("Find which parts of the model training changed, and write a page about them.")
+    parser.add_argument("run", help="Folder of a finished run of a language model.")
+    parser.add_argument("--prompt", help="Prompt of the inspected completion; by default the run's first.")
+    parser.add_argument(
+        "--against", metavar="base|OTHER", default="base", help="Model to compare with: base, a run or a model folder."
+    )
+    parser.add_argument("--up", nargs="+", metavar="WORD", default=[], help="Words whose log-odds are explained.")
+    parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    return parser
+
+
+def inspect(options: Namespace) -> None:
+    """Run `tokencredit inspect`."""
+    refuse_empty(options, "against")
+    run = Path(options.run)
+    config = read_config(run / "config.yaml", PPOConfig, options.no_code)
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.inspect.running import inspect_run
+    from tokencredit.report.inspect_file import write_inspection
+
+    disable_progress_bar()
+    arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
+    result = inspect_run(run, config, **arguments)
+    file = write_inspection(RunFolder(options.run), result)
+    print(visible(result["answer"]["sentence"]))
+    print(file)
+
+
 def report_parser() -> Parser:
     """The parser of `tokencredit report`."""
     parser = new_command("Write a run's report, an HTML page that needs no network.", runs_code=False)
@@ -333,6 +365,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "generate": (generate_parser, generate),
     "evaluate": (evaluate_parser, evaluate),
     "audit": (audit_parser, audit),
+    "inspect": (inspect_parser, inspect),
     "play": (play_parser, play),
     "report": (report_parser, report),
     "compare": (compare_parser, compare),
