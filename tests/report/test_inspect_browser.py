@@ -191,7 +191,7 @@ def test_signs_have_colours_of_their_own(browser, opened):
 def test_odd_tokens_stay_text(browser, opened):
     look = inspection([*ODD, " ok", " bad", "."], prompt_length=3, asked=6)
     look["question"]["up"] = look["question"]["down"] = ODD
-    look["answer"]["sentence"] = look["critic"]["note"] = look["run"] = "<script>document.title='owned'</script>\u202e"
+    look["answer"]["sentence"] = look["critic"]["note"] = look["run"] = f"{SCRIPT}\u202e"
     opened(look)
     assert browser.title.startswith("<script>")
     assert len(found(browser, "script")) == 2  # data and program, and none of a token

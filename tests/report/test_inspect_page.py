@@ -7,6 +7,7 @@ from html import unescape
 import pytest
 
 from helpers.inspection import inspection
+from tokencredit.errors import ConfigError
 from tokencredit.report.inspect_page import (
     COLUMNS,
     LISTED,
@@ -21,6 +22,7 @@ from tokencredit.report.inspect_page import (
     short,
     text,
     views,
+    write_inspect_page,
 )
 from tokencredit.report.templating import two_digits
 
@@ -42,6 +44,24 @@ def data_of(page):
 
 def texts_of(page):
     return unescape(re.sub(r"<[^>]*>", " ", page.split("<body>")[1].split("<script")[0]))
+
+
+def test_the_page_is_written_beside_the_file(tmp_path):
+    look = inspection()
+    (tmp_path / "inspect.json").write_text(json.dumps(look))
+    page = write_inspect_page(tmp_path)
+    assert page == tmp_path / "inspect.html"
+    assert page.read_text() == render(look)
+    assert {file.name for file in tmp_path.iterdir()} == {"inspect.json", "inspect.html"}
+
+
+def test_without_a_file_there_is_no_page(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no inspect.json; `tokencredit inspect` writes it"):
+        write_inspect_page(tmp_path)
+    (tmp_path / "inspect.json").write_text(json.dumps(inspection() | {"lens": {}}))
+    with pytest.raises(ConfigError, match="lens is not"):
+        write_inspect_page(tmp_path)
+    assert not (tmp_path / "inspect.html").exists()
 
 
 def test_a_bar_lies_between_zero_and_its_value():

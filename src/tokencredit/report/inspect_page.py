@@ -7,9 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+from tokencredit.errors import ConfigError
+from tokencredit.report.inspect_file import NAME as FILE
+from tokencredit.report.inspect_file import read_inspect
 from tokencredit.report.templating import fill, readable, two_digits
+from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import duration
 from tokencredit.runs.untrusted import visible
 
@@ -24,6 +29,19 @@ COLUMNS = 120
 """Maximum positions of a map, so that the page of a long text stays small and fast."""
 
 
+def write_inspect_page(run: Path) -> Path:
+    """Write `inspect.html` into a run's folder, from its inspect.json, and return its path.
+
+    Raises:
+        ConfigError: inspect.json is missing or invalid.
+    """
+    inspect = read_inspect(run / FILE)
+    if inspect is None:
+        raise ConfigError(f"{str(run)!r} has no {FILE}; `tokencredit inspect` writes it")
+    RunFolder(str(run)).write(NAME, render(inspect))
+    return run / NAME
+
+
 def render(inspect: Mapping[str, Any]) -> str:
     """The page as HTML, from the contents of inspect.json."""
     question = inspect["question"]
@@ -33,7 +51,7 @@ def render(inspect: Mapping[str, Any]) -> str:
         inspect=inspect,
         up=listed(question["up"]),
         down=listed(question["down"]),
-        why=[listed(question[key], 1) for key in ("up", "down")],
+        why=[first(question[key]) for key in ("up", "down")],
         text=text(inspect),
         facts=facts(inspect),
         top=(inspect["answer"]["top"], Scale.of(both(inspect["answer"]["top"]))),
@@ -82,7 +100,7 @@ def percent(share: float | None) -> str:
     if share is None:
         return "none"
     size = abs(100 * share)
-    return f"{100 * share + 0.0:,.0f} %" if size >= 1 or size == 0 else f"{two_digits(100 * share)} %"
+    return f"{100 * share:,.0f} %" if 1 <= size < 1e6 else f"{two_digits(100 * share)} %"
 
 
 def sentence(words: str) -> str:
@@ -101,11 +119,16 @@ def word(token: str) -> str:
     return short(token).strip() or short(token)
 
 
-def listed(tokens: Sequence[str], most: int = WORDS) -> str:
-    """Tokens in quotation marks; of more than `most` the first ones, and the number of the others."""
+def listed(tokens: Sequence[str]) -> str:
+    """Tokens in quotation marks; of more than `WORDS` the first ones, and the number of the others."""
     words = list(dict.fromkeys(map(word, tokens)))
-    rest = len(words) - most
-    return ", ".join(f"“{name}”" for name in words[:most]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(words) - WORDS
+    return ", ".join(f"“{name}”" for name in words[:WORDS]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def first(tokens: Sequence[str]) -> str:
+    """The first of several tokens, in quotation marks."""
+    return ", ".join([*(f"“{word(token)}”" for token in tokens[:1]), *("…" for _ in tokens[1:2])])
 
 
 def text(inspect: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -135,13 +158,13 @@ def attribution(found: Mapping[str, Any]) -> dict[str, Any]:
     Under a layer's attention are its heads and the bias of its output projection, which add up to it.
     """
     components = found["components"]
-    attentions = {row["layer"] for row in components if row["kind"] == "attention"}
-    folded = [row for row in components if row["kind"] in ("head", "bias") and row["layer"] in attentions]
-    groups = [
-        (row, [part for part in folded if row["kind"] == "attention" and part["layer"] == row["layer"]])
-        for row in components
-        if row not in folded
-    ]
+    folded: dict[int, list[Mapping[str, Any]]] = {row["layer"]: [] for row in components if row["kind"] == "attention"}
+    groups = []
+    for row in components:
+        if row["kind"] in ("head", "bias") and row["layer"] in folded:
+            folded[row["layer"]].append(row)
+        else:
+            groups.append((row, folded[row["layer"]] if row["kind"] == "attention" else []))
     return {
         "groups": groups,
         "scale": Scale.of(both(components)),
