@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from tokencredit.inspect.parts import Part
+from tokencredit.inspect.question import SMALL_CHANGE
 
-SMALL_CHANGE = 0.05
-"""Change of the log-odds, in nats, below which training changed too little to look for its cause."""
 SMALL_SHARE = 0.2
 """Share of the change below which no part stands out."""
 WEAK = 0.25
@@ -30,51 +30,63 @@ class Numbers(NamedTuple):
     """The strongest parts, first the strongest."""
     together: float | None
     """Share of the change that the strongest carry together."""
+    others: Sequence[Sequence[float | None]]
+    """Shares of each of the strongest in other completions; None where training changed too little."""
 
 
 def sentence(numbers: Numbers, up: Sequence[str], down: Sequence[str], unchanged: bool) -> str:
-    """The answer: which part carries the change, how much of it, and how much of it was there before."""
+    """The answer in a few sentences: which part carries the change, how much of it, and whether it did so before."""
     if unchanged:
         return "No weight changed: the two models are the same."
+    base, tuned, first = numbers.base, numbers.tuned, numbers.top[0]
     asked = f"the log-odds of {_words(up)} against {_words(down)}"
-    change = numbers.tuned - numbers.base
-    if abs(change) < SMALL_CHANGE:
-        return (
-            f"Training hardly changed {asked}, from {numbers.base:.2f} to {numbers.tuned:.2f} nats, so no part of the "
-            "model stands out."
-        )
-    first = numbers.top[0]
+    if abs(tuned - base) < SMALL_CHANGE:
+        return f"Training hardly changed {asked}: {base:.2f} nats before, {tuned:.2f} now. No part stands out."
+    moved = f"Training moved {asked} from {base:.2f} to {tuned:.2f} nats."
     largest = numbers.shares[first] or 0.0
-    together = f"the five strongest parts together carry {_percent(numbers.together)}"
+    together, title = f"The five strongest parts together carry {_percent(numbers.together)}.", _title(first)
     if largest < SMALL_SHARE:
-        return (
-            f"No part stands out: training moved {asked} from {numbers.base:.2f} to {numbers.tuned:.2f} nats, the "
-            f"strongest part, {first.name}, carries {_percent(largest)} of that, and {together}."
-        )
-    return (
-        f"{_title(first)} carries {_percent(largest)} of the change: put into the base model, it moves {asked} from "
-        f"{numbers.base:.2f} to {numbers.patched[first]:.2f} nats (tuned: {numbers.tuned:.2f}); "
-        f"{_before(first, numbers)}; {together}."
+        return f"No part stands out. {moved} The strongest part, {title}, carries {_percent(largest)}. {together}"
+    carries = (
+        f"{title[0].upper()}{title[1:]} carries {_percent(largest)} of that: the base model with the tuned model's "
+        f"is at {numbers.patched[first]:.2f}."
     )
+    return " ".join(filter(None, [moved, carries, _before(first, numbers), _elsewhere(numbers), together]))
 
 
 def _before(part: Part, numbers: Numbers) -> str:
     """Whether a part pushed the same way before training, by its direct contribution."""
     if part not in numbers.direct[1]:
-        return "it is the way in which all other parts are read"
+        return ""
     base, tuned = (contributions[part] for contributions in numbers.direct)
-    figures = f"its direct contribution was {base:+.2f} before and is {tuned:+.2f} now"
+    figures = f"its direct contribution was {base:+.2f} and is {tuned:+.2f} nats"
     towards = 1 if numbers.tuned > numbers.base else -1
     if towards * tuned <= 0 or towards * (tuned - base) <= 0:
-        return f"it works through later parts: {figures}"
+        return f"It works through later parts: {figures}."
     if towards * base >= WEAK * towards * tuned:
-        return f"it was there before, and training strengthened it: {figures}"
-    return f"it was not there before: {figures}"
+        return f"It pushed the same way before training, which strengthened it: {figures}."
+    before = "pushed the other way" if towards * base < 0 else "hardly did so"
+    return f"It {before} before training: {figures}."
+
+
+def _elsewhere(numbers: Numbers) -> str:
+    """The share of the strongest part in other completions, and the part that is the strongest there."""
+    columns = [[x for x in column if x is not None] for column in numbers.others]
+    if not columns or not columns[0]:
+        return ""
+    medians = [median(column) for column in columns]
+    low, high = min(columns[0]), max(columns[0])
+    other = numbers.top[medians.index(max(medians))]
+    more = "" if max(medians) == medians[0] else f"; {_title(other)} carries more there, {_percent(max(medians))}"
+    return (
+        f"In {len(columns[0])} other completions it carries {_percent(medians[0])} in the median, from {_percent(low)} "
+        f"to {_percent(high)}{more}."
+    )
 
 
 def _title(part: Part) -> str:
     name = "final norm and unembedding" if part.kind == "unembedding" else part.name
-    return name[0].upper() + name[1:].replace("mlp", "MLP")
+    return name.replace("mlp", "MLP")
 
 
 def _words(tokens: Sequence[str]) -> str:
@@ -87,13 +99,15 @@ def _percent(value: float | None) -> str:
 
 def record(numbers: Numbers, text: str) -> dict[str, Any]:
     """The answer as in inspect.json."""
+    others = numbers.others or [[] for _ in numbers.top]
     top = [
         {
             "name": part.name,
             "share": numbers.shares[part],
             "base": numbers.direct[0].get(part),
             "tuned": numbers.direct[1].get(part),
+            "others": list(elsewhere),
         }
-        for part in numbers.top
+        for part, elsewhere in zip(numbers.top, others, strict=True)
     ]
     return {"sentence": text, "top": top}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,7 @@ def _heads(layer: Layer, inputs: Tensor, projected: Tensor, heads: int, vector: 
     return (torch.stack(outputs) - bias) @ vector, bias @ vector + constant
 
 
-def total(contributions: dict[Part, float]) -> float:
+def total(contributions: Mapping[Part, float]) -> float:
     """The sum of the parts of a whole model, in which heads and their biases are parts of attentions."""
     return sum(
         x for part, x in contributions.items() if part.kind != "head" and (part.kind != "bias" or part.layer is None)

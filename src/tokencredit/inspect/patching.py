@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokencredit.inspect.attribution import log_odds
 from tokencredit.inspect.parts import Part, Parts
-from tokencredit.inspect.question import Question
+from tokencredit.inspect.question import SMALL_CHANGE, Question, Text, choose, predict
 from tokencredit.inspect.recording import Edits, Record, edited_states, record
 
 UNEMBEDDING = Part("unembedding")
 """Final norm and output projection."""
 TOP = 5
-
-
-class Patched(NamedTuple):
-    """Log-odds of a question with one part changed, by part."""
-
-    patched: dict[Part, float]
-    """Of the base model with the part's output, or the module of `unembedding`, replaced by the tuned model's."""
-    ablated: dict[Part, float]
-    """Of the tuned model with the part's output replaced by its mean; not of the unembedding, which is no output."""
 
 
 def candidates(parts: Parts) -> list[Part]:
@@ -53,6 +43,39 @@ def patch(
     states = edited_states(base, text, edits)
     by_base, by_tuned = (log_odds(x, states, question.up, question.down).tolist() for x in (base, tuned))
     return [theirs if UNEMBEDDING in row else ours for row, ours, theirs in zip(rows, by_base, by_tuned, strict=True)]
+
+
+def odds_of(models: Sequence[Parts], records: Sequence[Record], question: Question) -> tuple[float, float]:
+    """Log-odds of the question: base, tuned."""
+    base, tuned = (
+        float(log_odds(parts, seen.states[-1][question.position], question.up, question.down))
+        for parts, seen in zip(models, records, strict=True)
+    )
+    return base, tuned
+
+
+def repeat(
+    name: str, models: tuple[Parts, Parts], text: Text, up: Sequence[int], down: Sequence[int], parts: Sequence[Part]
+) -> list[float | None]:
+    """The shares of some parts in another text, with the question that it asks; None where too little changed.
+
+    Args:
+        name: the tuned model's name in messages.
+        models: base and tuned model.
+        text: the text.
+        up: chosen token ids; empty to choose them.
+        down: the same.
+        parts: the parts.
+    """
+    if not text.positions:
+        return [None] * len(parts)
+    records = [record(name, model, text.ids) for model in models]
+    question = choose(predict(models, records, text), text, up, down)
+    base, tuned = odds_of(models, records, question)
+    if abs(tuned - base) < SMALL_CHANGE:
+        return [None] * len(parts)
+    values = patch(*models, records[1], text.ids, question, [{part} for part in parts])
+    return [share(value, base, tuned) for value in values]
 
 
 @torch.no_grad()

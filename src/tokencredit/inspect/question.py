@@ -10,9 +10,33 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.inspect.parts import Parts
+from tokencredit.inspect.recording import Record
 
 TOKENS = 5
 """Tokens in each set of a question that the models choose."""
+SMALL_CHANGE = 0.2
+"""Change of the log-odds, in nats, below which training changed too little to look for its cause."""
+
+
+class Text(NamedTuple):
+    """A prompt and its completion."""
+
+    ids: Tensor
+    """Token ids `[time]`."""
+    prompt_length: int
+    """Number of the prompt's tokens."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions that predict the completion's tokens."""
+        return list(range(self.prompt_length - 1, len(self.ids) - 1))
+
+    def apart(self, other: Text) -> Text:
+        """The text, with its common beginning with another counted as prompt, so that no position has the same past."""
+        size = min(len(self.ids), len(other.ids))
+        same = int((self.ids[:size] == other.ids[:size]).cumprod(0).sum())
+        return Text(self.ids, max(self.prompt_length, same + 1))
 
 
 class Question(NamedTuple):
@@ -28,54 +52,65 @@ class Question(NamedTuple):
     """How they were chosen, as text."""
 
 
-def most_changed(base: Tensor, tuned: Tensor) -> int:
-    """Index of the position with the largest KL(tuned ‖ base), of log-probs `[positions, vocabulary]`."""
-    return int((tuned.exp() * (tuned - base)).sum(-1).argmax())
+class Prediction(NamedTuple):
+    """Next-token log-probs of two models, `[positions, vocabulary]`, at the positions of a text's completion."""
+
+    base: Tensor
+    tuned: Tensor
+
+
+@torch.no_grad()
+def predict(models: Sequence[Parts], records: Sequence[Record], text: Text) -> Prediction:
+    """The predictions of base and tuned model, from their outputs in a text."""
+    at = torch.tensor(text.positions, device=text.ids.device)
+    return Prediction(*(parts.logprobs(seen.normed[at]) for parts, seen in zip(models, records, strict=True)))
+
+
+def most_changed(seen: Prediction, up: Sequence[int], down: Sequence[int]) -> int:
+    """Index of the position where training moved the predictions most.
+
+    By KL(tuned ‖ base); with chosen tokens, by how much those of `up` gained and those of `down` lost, in sum.
+    """
+    base, tuned = seen
+    if not up and not down:
+        return int((tuned.exp() * (tuned - base)).sum(-1).argmax())
+    change = gains(base, tuned)
+    return int((change[:, [*up]].sum(-1) - change[:, [*down]].sum(-1)).abs().argmax())
 
 
 def gains(base: Tensor, tuned: Tensor) -> Tensor:
-    """How much each token gained, `[vocabulary]`: (p + q)/2 · (log p − log q), p the tuned model's and q the base's.
+    """How much each token gained, `[..., vocabulary]`: (p + q)/2 · (log p − log q), p tuned and q base.
 
-    The sum over the vocabulary is half the symmetric KL, (KL(p ‖ q) + KL(q ‖ p)) / 2, but for the term of each token:
-    a token counts by its probability and by the factor of its change.
+    The change of a token's log-prob, weighted by its probability: what is likely to neither model does not count.
     """
     return (tuned.exp() + base.exp()) / 2 * (tuned - base)
 
 
-def choose(
-    base: Tensor, tuned: Tensor, first: int, up: Sequence[int], down: Sequence[int], words: str = "--up and --down"
-) -> Question:
-    """The question at the position where two models differ most.
+def choose(seen: Prediction, text: Text, up: Sequence[int], down: Sequence[int]) -> Question:
+    """The question at the position of a completion where two models differ most.
 
     Args:
-        base: log-probs `[positions, vocabulary]` of the base model at the positions that predict the completion.
-        tuned: those of the tuned model.
-        first: the position of the first row in the text.
+        seen: the models' predictions.
+        text: the text.
         up: chosen token ids; empty for the tokens that gained most.
         down: chosen token ids; empty for the tokens that lost most.
-        words: name of the origin of chosen tokens.
     """
-    row = most_changed(base, tuned)
-    change = gains(base[row], tuned[row])
-    if up or down:  # a token in one set must not be chosen for the other
-        change[list(up) + list(down)] = 0
-    gained, lost = (change * sign for sign in (1, -1))
-    sets = [list(up) or _top(gained), list(down) or _top(lost)]
-    sources = [
-        words.split(" and ")[0] if up else f"up: the {len(sets[0])} tokens that gained most",
-        words.split(" and ")[-1] if down else f"down: the {len(sets[1])} tokens that lost most",
+    row = most_changed(seen, up, down)
+    change = gains(seen.base[row], seen.tuned[row])
+    change[[*up, *down]] = 0  # a token in one set is not chosen for the other
+    sets = [list(up) or _top(change), list(down) or _top(-change)]
+    chosen = [
+        "up: chosen" if up else f"up: the {len(sets[0])} tokens that gained most",
+        "down: chosen" if down else f"down: the {len(sets[1])} tokens that lost most",
     ]
-    if not sets[0] or not sets[1]:  # no token changed
-        likely = [i for i in tuned[row].topk(min(3, tuned.shape[-1])).indices.tolist() if i not in {*up, *down}]
+    if not all(sets):  # no probability moved
+        likely = [i for i in seen.tuned[row].argsort(descending=True).tolist() if i not in {*up, *down}]
         sets = [sets[0] or likely[:1], sets[1] or likely[1:2]]
-        sources.append("no token's probability moved: the most likely tokens")
-    up_ids, down_ids = (torch.tensor(x, device=tuned.device) for x in sets)
-    source = (
-        "the position of the completion with the largest KL between the tuned model and the base; "
-        + "; ".join(sources)
-        + " (log-probability weighted by probability)" * (not (up and down))
-    )
-    return Question(first + row, up_ids, down_ids, source)
+        chosen = ["no probability moved, so the most likely tokens are asked about"]
+    ids = [torch.tensor(x, device=change.device) for x in sets]
+    most = "the chosen words moved most" if up or down else "KL(tuned ‖ base) is largest"
+    where = f"the position of the completion where {most}"
+    return Question(text.prompt_length - 1 + row, ids[0], ids[1], "; ".join([where, *chosen]))
 
 
 def _top(change: Tensor) -> list[int]:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.inspect.parts import read_parts
-from tokencredit.inspect.question import refuse_overlap, token_ids
+from tokencredit.inspect.question import Text, refuse_overlap, token_ids
 from tokencredit.inspect.results import Pair, compare, rounded
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.peft_models import attached, merge
 from tokencredit.text.models.run_models import load_run_models
+from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.policy import Policy
+from tokencredit.text.rewards.terms import build_terms
 
 SAMPLES = 16
-"""Completions sampled: the first is inspected, all give the means of ablation."""
+"""Completions sampled: the first is inspected; all give the means of ablation, and the answer's share elsewhere."""
 
 
 def inspect_run(
@@ -66,22 +71,19 @@ def inspect_run(
     prompts = policy.prompts(prompt, SAMPLES, longest)
     uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
     rollout, completions = policy.pipeline.sample(prompts, config.rollout, uniforms)
-    texts, lengths = [], []
-    for row in range(SAMPLES):
-        before, after = (
-            ids[row][mask[row]]
-            for ids, mask in ((rollout.prompt_ids, rollout.prompt_mask), (rollout.response_ids, rollout.mask))
-        )
-        texts.append(torch.cat([before, after]))
-        lengths.append(len(before))
+    texts = _texts(rollout)
+    score, reason = _score(policy, config, prompts, rollout, completions)
     tuned = _merged(policy.model.lm)
     base, other = _other(run, config, against, no_code)
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{against!r} has another vocabulary than {str(run)!r}; --against needs the same tokenizer")
     torch.nn.Module.to(base, tuned.device)
     name = str(run)
-    pair = Pair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0], lengths[0])
+    pair = Pair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
     result = compare(pair, up_ids, down_ids, others=texts[1:], critic=policy.model.critic)
+    if result["critic"] is not None:
+        result["critic"]["score"] = score
+        result["critic"]["note"] += reason
     text_config = tuned.config.get_text_config()
     return {
         "run": run.resolve().name,
@@ -99,6 +101,33 @@ def inspect_run(
             "parameters": sum(p.numel() for p in tuned.parameters()),
         },
     } | result
+
+
+def _texts(rollout: Rollout) -> list[Text]:
+    """The rows of a rollout without padding."""
+    texts = []
+    for prompt, mask, response, sampled in zip(
+        rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids, rollout.mask, strict=True
+    ):
+        before = prompt[mask]
+        texts.append(Text(torch.cat([before, response[sampled]]), len(before)))
+    return texts
+
+
+def _score(
+    policy: Policy, config: PPOConfig, prompts: PromptBatch, rollout: Rollout, completions: list[str]
+) -> tuple[float | None, str]:
+    """The first completion's reward and nothing, or None and the reason, as a part of a note."""
+    if policy.model.critic is None:
+        return None, ""
+    if "reward_funcs" in policy.given:
+        return None, "; no score: the reward came from Python (reward_funcs), and the run's folder does not hold it"
+    try:
+        terms = build_terms(config.reward, policy.pipeline.precision.device)
+        scored = replace(policy.pipeline, terms=terms).score(prompts, config.rollout, rollout, completions)
+        return rounded(float(scored.totals()[0])), ""
+    except (ConfigError, RunStopped, UnusableBatch) as error:
+        return None, f"; no score: {error}"
 
 
 def _other(

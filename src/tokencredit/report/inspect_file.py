@@ -60,7 +60,7 @@ FIELDS: dict[str, tuple[Check, str]] = {
     ),
     "tokens": (lambda value: all_of(is_text)(value) and len(value) > 1, "a list of two texts or more"),
     "answer": (
-        of(sentence=is_text, top=all_of(of(name=is_text, share=KNOWN, base=KNOWN, tuned=KNOWN))),
+        of(sentence=is_text, top=all_of(of(name=is_text, share=KNOWN, base=KNOWN, tuned=KNOWN, others=all_of(KNOWN)))),
         "an object with sentence and top",
     ),
     "attribution": (
