@@ -43,7 +43,10 @@ def inspection(tokens=TEXT, prompt_length=7, asked=8, layers=2, heads=3, critic=
         },
         "answer": {
             "sentence": f"{top[0]['name']} carries {top[0]['share']:.0%} of the change.",
-            "top": [{key: row[key] for key in ("name", "share", "base", "tuned")} for row in top],
+            "top": [
+                {key: row[key] for key in ("name", "share", "base", "tuned")} | {"others": [0.1, None, 0.6, 0.2]}
+                for row in top
+            ],
         },
         "lens": {
             "layers": names,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tokencredit.errors import ConfigError
@@ -62,6 +63,7 @@ def render(inspect: Mapping[str, Any]) -> str:
         data=views(inspect),
         columns=COLUMNS,
         percent=percent,
+        spread=spread,
         sentence=sentence,
     )
 
@@ -101,6 +103,12 @@ def percent(share: float | None) -> str:
         return "none"
     size = abs(100 * share)
     return f"{100 * share:,.0f} %" if 1 <= size < 1e6 else f"{two_digits(100 * share)} %"
+
+
+def spread(shares: Sequence[float | None]) -> str:
+    """Median and range of the known shares: `31 % (12 % to 45 %)`; `none` without one."""
+    known = [share for share in shares if share is not None]
+    return f"{percent(median(known))} ({percent(min(known))} to {percent(max(known))})" if known else "none"
 
 
 def sentence(words: str) -> str:
