@@ -84,7 +84,7 @@ def test_shares_are_in_percent(share, shown):
 
 
 def test_shares_of_other_completions_have_a_median_and_a_range():
-    assert spread([0.5, None, -0.1, 0.2]) == "20 % (-10 % to 50 %)"
+    assert spread([0.5, None, -0.1, 0.2]) == "20 % (-10 to 50 %)"
     assert spread([None]) == spread([]) == "none"
 
 
@@ -132,7 +132,7 @@ def test_the_page_says_the_numbers_of_the_file():
     words = texts_of(render(look))
     assert look["answer"]["sentence"] in words
     for row in look["answer"]["top"]:
-        numbers = [percent(row["share"]), "20 % (10 % to 60 %)", two_digits(row["base"]), two_digits(row["tuned"])]
+        numbers = [percent(row["share"]), two_digits(row["base"]), two_digits(row["tuned"]), "20 % (10 to 60 %)"]
         assert re.search(r"\s+".join(map(re.escape, [row["name"], *numbers])), words)
     for row in look["attribution"]["components"]:
         numbers = [two_digits(row[key]) for key in ("base", "tuned", "difference")]

@@ -106,9 +106,11 @@ def percent(share: float | None) -> str:
 
 
 def spread(shares: Sequence[float | None]) -> str:
-    """Median and range of the known shares: `31 % (12 % to 45 %)`; `none` without one."""
+    """Median and range of the known shares: `31 % (12 to 45 %)`; `none` without one."""
     known = [share for share in shares if share is not None]
-    return f"{percent(median(known))} ({percent(min(known))} to {percent(max(known))})" if known else "none"
+    if not known:
+        return "none"
+    return f"{percent(median(known))} ({percent(min(known)).removesuffix(' %')} to {percent(max(known))})"
 
 
 def sentence(words: str) -> str:
