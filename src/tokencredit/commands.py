@@ -236,6 +236,7 @@ def inspect_parser() -> Parser:
     parser.add_argument("--up", nargs="+", metavar="WORD", default=[], help="Words whose log-odds are explained.")
     parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
     parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
     return parser
 
 
@@ -248,13 +249,17 @@ def inspect(options: Namespace) -> None:
 
     from tokencredit.inspect.running import inspect_run
     from tokencredit.report.inspect_file import write_inspection
+    from tokencredit.report.inspect_page import write_inspect_page
 
     disable_progress_bar()
     arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
     result = inspect_run(run, config, **arguments)
-    file = write_inspection(RunFolder(options.run), result)
+    write_inspection(RunFolder(options.run), result)
+    page = write_inspect_page(run)
     print(visible(result["answer"]["sentence"]))
-    print(file)
+    print(page)
+    if options.open:
+        webbrowser.open(page.resolve().as_uri())
 
 
 def report_parser() -> Parser:
