@@ -237,6 +237,7 @@ def inspect_parser() -> Parser:
     parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
     parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
     parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
+    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
     return parser
 
 
@@ -249,6 +250,7 @@ def inspect(options: Namespace) -> None:
 
     from tokencredit.inspect.running import inspect_run
     from tokencredit.report.inspect_file import write_inspection
+    from tokencredit.report.inspect_page import write_inspect_page
     from tokencredit.report.inspect_page import write_inspect_page
 
     disable_progress_bar()
@@ -274,7 +276,11 @@ def report(options: Namespace) -> None:
     """Run `tokencredit report`."""
     from tokencredit.report.page import write_report
 
-    page = write_report(Path(options.run))
+    show_page(write_report(Path(options.run)), options)
+
+
+def show_page(page: Path, options: Namespace) -> None:
+    """Print a page's path, and with `--open` open it in the browser."""
     print(page)
     if options.open:
         webbrowser.open(page.resolve().as_uri())

@@ -55,11 +55,12 @@ def lora(tmp_path_factory, model_folders):
     return train(tmp_path_factory.mktemp("run") / "lora", model_folders["gpt2"], model=model, **without)
 
 
-def test_the_command_writes_the_file(run, capsys):
+def test_the_command_writes_file_and_page(run, capsys):
     assert main(["inspect", str(run), "--prompt", "This movie was", "--seed", "3"]) == 0
-    sentence, file = capsys.readouterr().out.splitlines()
+    sentence, page = capsys.readouterr().out.splitlines()
     result = read_inspect(run / "inspect.json")
-    assert (sentence, file) == (result["answer"]["sentence"], str(run / "inspect.json"))
+    assert (sentence, page) == (result["answer"]["sentence"], str(run / "inspect.html"))
+    assert "<html" in (run / "inspect.html").read_text(encoding="utf-8")
     assert (result["version"], result["run"], result["seed"]) == (1, "full", 3)
     assert result["prompt"] == "This movie was"
     assert "".join(result["tokens"]) == "This movie was" + result["completion"]
