@@ -237,7 +237,6 @@ def inspect_parser() -> Parser:
     parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
     parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
     parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
-    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
     return parser
 
 
@@ -251,7 +250,6 @@ def inspect(options: Namespace) -> None:
     from tokencredit.inspect.running import inspect_run
     from tokencredit.report.inspect_file import write_inspection
     from tokencredit.report.inspect_page import write_inspect_page
-    from tokencredit.report.inspect_page import write_inspect_page
 
     disable_progress_bar()
     arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
@@ -259,9 +257,7 @@ def inspect(options: Namespace) -> None:
     write_inspection(RunFolder(options.run), result)
     page = write_inspect_page(run)
     print(visible(result["answer"]["sentence"]))
-    print(page)
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
+    show_page(page, options)
 
 
 def report_parser() -> Parser:
