@@ -111,7 +111,7 @@ function headsView() {
     const head = grid[i][j], scale = largest([head.base, head.tuned]);
     cells.flat().forEach((cell) => cell.setAttribute("aria-selected", cell === cells[i][j]));
     by("head").textContent = `${name(head)}, from ${quoted(tokens[from])}`;
-    by("head-tokens").replaceChildren(...MODELS.map((model) => strip(`${model}, strongest ${format(scale)}`, to, head[model], scale, (k) => {
+    by("head-tokens").replaceChildren(...MODELS.map((model) => strip(`${model}, full colour at ${format(scale)}`, to, head[model], scale, (k) => {
       numbers.textContent = `${quoted(tokens[to[k]])}: attention ${format(head.base[k])} in the base model, ${format(head.tuned[k])} in the tuned one`;
     })));
   }
@@ -128,7 +128,7 @@ function headsView() {
 
 function gradientView() {
   const { to, input_gradient } = attention, scale = largest(MODELS.map((model) => input_gradient[model]));
-  by("gradient").replaceChildren(...MODELS.map((model) => strip(`${model}, strongest ${format(scale)}`, to, input_gradient[model], scale, (k) => {
+  by("gradient").replaceChildren(...MODELS.map((model) => strip(`${model}, full colour at ${format(scale)}`, to, input_gradient[model], scale, (k) => {
     by("attention-numbers").textContent = `${quoted(tokens[to[k]])}: gradient × input ${format(input_gradient.base[k])} in the base model, ${format(input_gradient.tuned[k])} in the tuned one`;
   })));
 }
