@@ -30,10 +30,29 @@ def gpt2(load):
 @pytest.fixture
 def gemma2(tokenizer):
     """A model with norms after attention and MLP, and a soft cap on its logits."""
+    return unusual("gemma2", tokenizer)
+
+
+@pytest.fixture(params=["gemma2", "opt", "bloom", "cohere", "granite", "mixtral"])
+def other(request, tokenizer):
+    """A model of a family with something unusual, in whose sum of parts it matters."""
+    return unusual(request.param, tokenizer)
+
+
+def unusual(family, tokenizer):
+    """Parts of a small random model."""
     from tokencredit.inspect.parts import read_parts
 
     shape = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-    return read_parts("gemma2", random_lm("gemma2", tokenizer, **shape, final_logit_softcapping=4.0))
+    own = {
+        "gemma2": {"final_logit_softcapping": 4.0},
+        "opt": {"ffn_dim": 48},  # its MLPs read rows of all batches at once
+        "bloom": {},  # its attention and MLP add the residual stream themselves
+        "cohere": {"logit_scale": 3.0},  # parallel; its norms are a class of its own
+        "granite": {"logits_scaling": 2.0},
+        "mixtral": {"num_local_experts": 2},
+    }
+    return read_parts(family, random_lm(family, tokenizer, **shape | own[family]).requires_grad_(False))
 
 
 def moved(lm):

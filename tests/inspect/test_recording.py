@@ -67,6 +67,14 @@ def test_edits_with_the_own_outputs_change_nothing(models, ids):
     assert torch.allclose(states, seen.states[-1][-1].expand_as(states), atol=1e-4)
 
 
+def test_edits_of_other_families(other, ids):
+    seen = record("it", other, ids)
+    states = edited_states(other, ids, [{part: seen.output(part, 4)} for part in other.components()])
+    assert torch.allclose(states, seen.states[-1][-1].expand_as(states), atol=1e-4)
+    (without,) = edited_states(other, ids, [{Part("mlp", 2): torch.zeros(12, 32)}])
+    assert torch.allclose(without, (seen.states[-1] - seen.mlp[1])[-1], atol=1e-4)
+
+
 def test_all_outputs_of_another_model_give_its_state(models, ids):
     base, tuned = models
     seen = record("it", tuned, ids)

@@ -104,6 +104,11 @@ def test_a_model_is_left_as_it_was(gpt2, tokenizer, ids):
         assert all(p.grad is None for p in parts.lm.parameters())
 
 
+def test_a_token_without_a_text_is_shown_by_its_number(gpt2, tokenizer, ids):
+    pair = Pair("it", *gpt2, tokenizer, Text(ids, 4))
+    assert pair.words([len(tokenizer) + 5, int(ids[0])]) == [f"<{len(tokenizer) + 5}>", tokenizer.decode([int(ids[0])])]
+
+
 def test_rounded():
     assert rounded({"a": [1.23456789, None, "x", 3], "b": {"c": 1e-9 / 3}}) == {
         "a": [1.23457, None, "x", 3],

@@ -53,8 +53,8 @@ class Pair:
         return self.base, self.tuned
 
     def words(self, ids: Sequence[int] | Tensor) -> list[str]:
-        """The text of each token."""
-        return [str(self.tokenizer.decode([int(i)])) for i in ids]
+        """The text of each token; its number if it has none, as an id that only the model knows."""
+        return [str(self.tokenizer.decode([int(i)])) or f"<{int(i)}>" for i in ids]
 
 
 def compare(

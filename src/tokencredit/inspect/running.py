@@ -146,5 +146,7 @@ def _other(
 
 
 def _merged(lm: PreTrainedModel) -> PreTrainedModel:
-    """A model with its adapter merged into the weights, frozen."""
-    return (lm if attached(lm) is None else merge(lm)).requires_grad_(False)
+    """A model with its adapter merged into the weights, frozen and without dropout."""
+    merged = lm if attached(lm) is None else merge(lm)
+    merged.eval().requires_grad_(False)
+    return merged
