@@ -152,6 +152,6 @@ for (const button of document.querySelectorAll("button[aria-controls]")) {
 const passage = by("passage");
 passage.scrollTop = passage.querySelector("mark").offsetTop - passage.clientHeight / 2; // the asked token in the middle
 lensView();
-if (attention.heads.length) headsView();
 gradientView();
 if (critic) criticView();
+if (attention.heads.length) headsView();
