@@ -5,7 +5,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-from helpers.browser import complaints, requests
+from helpers.browser import complaints, contrast, over, requests
 from helpers.inspection import inspection
 from tokencredit.report.inspect_page import render
 from tokencredit.report.templating import two_digits
@@ -223,3 +223,6 @@ def test_it_fits_narrow_and_wide_in_light_and_dark(browser, opened, width, schem
     assert ground == {"light": "rgba(255, 255, 255, 1)", "dark": "rgba(19, 19, 24, 1)"}[scheme]
     above = {"light": "rgba(230, 97, 1", "dark": "rgba(230, 120, 20"}[scheme]
     assert all(colour.startswith(above) for colour in colours(found(browser, "#lens-base td[role=gridcell]")[:13]))
+    ink = one(browser, "#values td[role=gridcell]").value_of_css_property("color")
+    shades = set(colours(found(browser, "#values td[role=gridcell]")))
+    assert min(contrast(ink, over(shade, ground)) for shade in shades) > 4.5
