@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.inspect.parts import read_parts
+from tokencredit.inspect.parts import Parts, read_parts
 from tokencredit.inspect.question import Text, refuse_overlap, token_ids
 from tokencredit.inspect.results import Pair, compare, rounded
 from tokencredit.processes import Processes
@@ -30,6 +30,8 @@ from tokencredit.text.rewards.terms import build_terms
 
 SAMPLES = 16
 """Completions sampled: the first is inspected; all give the means of ablation, and the answer's share elsewhere."""
+LONGEST = 64
+"""Longest completion in tokens, which bounds the cost of patching."""
 
 
 def inspect_run(
@@ -67,16 +69,13 @@ def inspect_run(
     tokenizer = policy.tokenizer
     up_ids, down_ids = token_ids(tokenizer, "--up", up), token_ids(tokenizer, "--down", down)
     refuse_overlap(up_ids, down_ids, tokenizer)
-    longest = config.rollout.max_new_tokens
-    prompts = policy.prompts(prompt, SAMPLES, longest)
-    uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
-    rollout, completions = policy.pipeline.sample(prompts, config.rollout, uniforms)
-    texts = _texts(rollout)
-    score, reason = _score(policy, config, prompts, rollout, completions)
-    tuned = _merged(policy.model.lm)
     base, other = _other(run, config, against, no_code)
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{against!r} has another vocabulary than {str(run)!r}; --against needs the same tokenizer")
+    prompts, rollout, completions = _sample(policy, config, prompt, seed)
+    texts = _texts(rollout)
+    score, reason = _score(policy, config, prompts, rollout, completions)
+    tuned = _merged(policy.model.lm)
     torch.nn.Module.to(base, tuned.device)
     name = str(run)
     pair = Pair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
@@ -84,7 +83,6 @@ def inspect_run(
     if result["critic"] is not None:
         result["critic"]["score"] = score
         result["critic"]["note"] += reason
-    text_config = tuned.config.get_text_config()
     return {
         "run": run.resolve().name,
         "base": (config.model.name or "the model that the run started from") if against == "base" else against,
@@ -93,14 +91,30 @@ def inspect_run(
         "completion": completions[0],
         "seed": seed,
         "seconds": rounded(time.perf_counter() - started),
-        "model": {
-            "layers": len(pair.tuned.layers),
-            "heads": pair.tuned.heads,
-            "width": text_config.hidden_size,
-            "family": text_config.model_type,
-            "parameters": sum(p.numel() for p in tuned.parameters()),
-        },
+        "model": _describe(pair.tuned),
     } | result
+
+
+def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) -> tuple[PromptBatch, Rollout, list[str]]:
+    """Prompts and their completions, sampled as in the run."""
+    own = config.rollout
+    longest = min(own.max_new_tokens, LONGEST)
+    sampling = replace(own, max_new_tokens=longest, min_new_tokens=min(own.min_new_tokens, longest))
+    prompts = policy.prompts(prompt, SAMPLES, longest)
+    uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
+    return prompts, *policy.pipeline.sample(prompts, sampling, uniforms)
+
+
+def _describe(parts: Parts) -> dict[str, Any]:
+    """A model's sizes and family."""
+    config = parts.lm.config.get_text_config()
+    return {
+        "layers": len(parts.layers),
+        "heads": parts.heads,
+        "width": config.hidden_size,
+        "family": config.model_type,
+        "parameters": sum(p.numel() for p in parts.lm.parameters()),
+    }
 
 
 def _texts(rollout: Rollout) -> list[Text]:
