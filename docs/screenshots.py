@@ -1,4 +1,7 @@
-"""Takes the pictures of docs/report.md with Debian's chromium and chromium-driver: `python docs/screenshots.py RUN`."""
+"""Takes the pictures of docs/report.md with Debian's chromium and chromium-driver: `python docs/screenshots.py RUN`.
+
+Of a run with an inspect.json, it takes those of docs/inspect.md too.
+"""
 
 import argparse
 import base64
@@ -9,6 +12,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 
+from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
 
 FIGURES = Path(__file__).with_name("figures")
@@ -18,7 +22,8 @@ def main() -> None:
     """Take them all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    page = write_report(parser.parse_args().run)
+    run = parser.parse_args().run
+    page = write_report(run)
     options = webdriver.ChromeOptions()
     options.binary_location = which("chromium")
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
@@ -37,6 +42,9 @@ def main() -> None:
         shoot(browser, FIGURES / "report-credit.png", "section:has(#credit)", height=1000)
         shoot(browser, FIGURES / "report-what-if.png", "section:has(#whatif)", height=1100)
         shoot(browser, FIGURES / "report-curves.png", "section:has(#curves)", height=1100)
+        if (run / "inspect.json").is_file():
+            show(browser, write_inspect_page(run), 1200, "light")
+            shoot(browser, FIGURES / "inspect.png", "body", height=1000)
     finally:
         browser.quit()
 

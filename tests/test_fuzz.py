@@ -19,11 +19,13 @@ from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.inspection import inspection
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.preferences.labels import Labels, read_pairs, readable
 from tokencredit.report.audit_file import OF_CRITIC as CRITIC
+from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import REPORT, read_run
 from tokencredit.runs.checkpoint import write_manifest
@@ -322,6 +324,13 @@ def test_the_diagnosis_of_a_run(name, run):
     fuzz()
 
 
+def assert_whole(page):
+    """The page is whole, with data that a browser can read."""
+    assert page.rstrip().endswith("</html>")
+    data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_page_of_a_run(name, run):
     """Each page is whole: what stood there before, or a page with data that a browser can read."""
@@ -336,9 +345,24 @@ def test_the_page_of_a_run(name, run):
         page = (run / REPORT).read_text(encoding="utf-8")
         assert sorted(p.name for p in run.iterdir()) == sorted([*FILES, REPORT])
         if page != "before":
-            assert page.rstrip().endswith("</html>")
-            data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
-            json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+            assert_whole(page)
+
+    fuzz()
+
+
+def test_the_page_of_a_look_inside(tmp_path):
+    file, page, look = tmp_path / "inspect.json", tmp_path / "inspect.html", inspection()
+
+    @SLOW
+    @given(damaged(json.dumps(look).encode(), [as_json(swapped(look)), as_json(values)]))
+    def fuzz(data):
+        file.write_bytes(data)
+        page.write_text("before")
+        with tried("inspect.json for its page"):
+            write_inspect_page(tmp_path)
+        assert sorted(tmp_path.iterdir()) == [page, file]
+        if (text := page.read_text(encoding="utf-8")) != "before":
+            assert_whole(text)
 
     fuzz()
 

@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-from helpers.browser import complaints, requests
+from helpers.browser import complaints, contrast, requests
 from helpers.files import read_jsonl
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
@@ -110,18 +110,6 @@ def test_it_fits_narrow_and_wide_in_light_and_dark(browser, run_folder, width, s
     )
     assert contrast(ink, ground) > 7
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def contrast(one, other):
-    """WCAG's contrast ratio."""
-
-    def luminance(colour):
-        parts = [int(x) / 255 for x in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-        linear = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    light, dark = sorted(map(luminance, (one, other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):

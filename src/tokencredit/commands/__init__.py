@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "pairs": (preferences.pairs_parser, preferences.pairs),
     "label": (preferences.label_parser, preferences.label),
     "audit": (results.audit_parser, results.audit),
+    "inspect": (results.inspect_parser, results.inspect),
     "play": (results.play_parser, results.play),
     "report": (results.report_parser, results.report),
     "compare": (results.compare_parser, results.compare),

@@ -1,4 +1,4 @@
-"""Commands on finished runs: `audit`, `play`, `report`, `compare` and `doctor`."""
+"""Commands on finished runs: `audit`, `inspect`, `play`, `report`, `compare` and `doctor`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from tokencredit.commands.options import Seed, refuse_empty, require_gymnasium
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import Parser, new_command
 from tokencredit.settings.run_file import read_config, run_config_file
@@ -101,6 +102,41 @@ def play(options: Namespace) -> None:
     play_run(Path(options.run), config, settings, options.seed)
 
 
+def inspect_parser() -> Parser:
+    """The parser of `tokencredit inspect`."""
+    parser = new_command("Find which parts of the model training changed, and write a page about them.")
+    parser.add_argument("run", help="Folder of a finished run of a language model.")
+    parser.add_argument("--prompt", help="Prompt of the inspected completion; by default the run's first.")
+    parser.add_argument(
+        "--against", metavar="base|OTHER", default="base", help="Model to compare with: base, a run or a model folder."
+    )
+    parser.add_argument("--up", nargs="+", metavar="WORD", default=[], help="Words whose log-odds are explained.")
+    parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
+    return parser
+
+
+def inspect(options: Namespace) -> None:
+    """Run `tokencredit inspect`."""
+    refuse_empty(options, "against")
+    run = Path(options.run)
+    config = read_config(run / "config.yaml", PPOConfig, options.no_code)
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.inspect.running import inspect_run
+    from tokencredit.report.inspect_file import write_inspection
+    from tokencredit.report.inspect_page import write_inspect_page
+
+    disable_progress_bar()
+    arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
+    result = inspect_run(run, config, **arguments)
+    write_inspection(RunFolder(options.run), result)
+    page = write_inspect_page(run)
+    print(visible(result["answer"]["sentence"]))
+    show_page(page, options)
+
+
 def report_parser() -> Parser:
     """The parser of `tokencredit report`."""
     parser = new_command("Write a run's report, an HTML page that needs no network.", runs_code=False)
@@ -113,7 +149,11 @@ def report(options: Namespace) -> None:
     """Run `tokencredit report`."""
     from tokencredit.report.page import write_report
 
-    page = write_report(Path(options.run))
+    show_page(write_report(Path(options.run)), options)
+
+
+def show_page(page: Path, options: Namespace) -> None:
+    """Print a page's path, and with `--open` open it in the browser."""
     print(page)
     if options.open:
         webbrowser.open(page.resolve().as_uri())

@@ -13,7 +13,7 @@ from tokencredit.core.losses import clip_range
 from tokencredit.report import audit_view
 from tokencredit.report.curves import chart_of, constant, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
-from tokencredit.report.templating import fill, two_digits
+from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.folder import RunFolder, read_python
@@ -210,11 +210,6 @@ def shown(
         "errors": {name: rounded(values) for name, values in errors.items()},
         "what_if": [rounded(alternatives[name]) if name in alternatives else None for name in ALTERNATIVES],
     }
-
-
-def readable(text: str) -> str:
-    """A model's text with marked line ends and escaped unprintable characters."""
-    return "⏎\n".join(map(visible, text.split("\n")))
 
 
 def rounded(values: Sequence[float | None]) -> list[float | None]:

@@ -12,20 +12,34 @@ from tokencredit.runs.untrusted import visible
 
 
 def fill(template: str, **values: Any) -> str:
-    """A self-contained page, Plotly included, from a template.
+    """A self-contained page from a template.
 
     Raises:
-        NotInstalled: Plotly is missing.
+        NotInstalled: the template has Plotly's charts, and Plotly is missing.
     """
-    try:
-        plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    except (ImportError, OSError) as error:
-        raise NotInstalled("a page", "plotly") from error
     # Autoescape for text in the page; `tojson` for its data, which escapes HTML's special characters.
     pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
-    pages.filters["visible"] = visible
+    pages.filters |= {"visible": visible, "readable": readable, "two_digits": two_digits}
+    pages.globals["plotly"] = plotly
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    return pages.get_template(template).render(plotly=plotly, **values)
+    return pages.get_template(template).render(**values)
+
+
+def plotly() -> str:
+    """Plotly's script, of 5 MB, to be part of a page.
+
+    Raises:
+        NotInstalled: it is missing.
+    """
+    try:
+        return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise NotInstalled("a page", "plotly") from error
+
+
+def readable(text: str) -> str:
+    """A model's text with marked line ends and escaped unprintable characters."""
+    return "⏎\n".join(map(visible, text.split("\n")))
 
 
 def two_digits(value: float | None) -> str:

@@ -1,0 +1,116 @@
+"""Activation patching: which parts carry the change of the log-odds from the base to the tuned model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokencredit.inspect.attribution import log_odds
+from tokencredit.inspect.parts import Part, Parts
+from tokencredit.inspect.question import SMALL_CHANGE, Question, Text, choose, predict
+from tokencredit.inspect.recording import Edits, Record, edited_states, record
+
+UNEMBEDDING = Part("unembedding")
+"""Final norm and output projection."""
+TOP = 5
+
+
+def candidates(parts: Parts) -> list[Part]:
+    """Parts that are patched: the unembedding, and the parts whose outputs the others are sums of."""
+    return [*parts.components(), UNEMBEDDING]
+
+
+@torch.no_grad()
+def patch(
+    base: Parts, tuned: Parts, seen: Record, ids: Tensor, question: Question, rows: Sequence[set[Part]]
+) -> list[float]:
+    """Log-odds of the base model with the tuned model's outputs in place of its own, at all positions.
+
+    Args:
+        base: the base model.
+        tuned: the tuned model.
+        seen: the tuned model's outputs in the text.
+        ids: token ids `[time]`.
+        question: the question.
+        rows: sets of parts, each replaced together.
+    """
+    text = ids[: question.position + 1]
+    edits: list[Edits] = [
+        {part: seen.output(part, base.heads)[: len(text)] for part in row if part != UNEMBEDDING} for row in rows
+    ]
+    states = edited_states(base, text, edits)
+    by_base, by_tuned = (log_odds(x, states, question.up, question.down).tolist() for x in (base, tuned))
+    return [theirs if UNEMBEDDING in row else ours for row, ours, theirs in zip(rows, by_base, by_tuned, strict=True)]
+
+
+def odds_of(models: Sequence[Parts], records: Sequence[Record], question: Question) -> tuple[float, float]:
+    """Log-odds of the question: base, tuned."""
+    base, tuned = (
+        float(log_odds(parts, seen.states[-1][question.position], question.up, question.down))
+        for parts, seen in zip(models, records, strict=True)
+    )
+    return base, tuned
+
+
+def repeat(
+    name: str, models: tuple[Parts, Parts], text: Text, up: Sequence[int], down: Sequence[int], parts: Sequence[Part]
+) -> list[float | None]:
+    """The shares of some parts in another text, with the question that it asks; None where too little changed.
+
+    Args:
+        name: the tuned model's name in messages.
+        models: base and tuned model.
+        text: the text.
+        up: chosen token ids; empty to choose them.
+        down: the same.
+        parts: the parts.
+    """
+    if not text.positions:
+        return [None] * len(parts)
+    records = [record(name, model, text.ids) for model in models]
+    question = choose(predict(models, records, text), text, up, down)
+    base, tuned = odds_of(models, records, question)
+    if abs(tuned - base) < SMALL_CHANGE:
+        return [None] * len(parts)
+    values = patch(*models, records[1], text.ids, question, [{part} for part in parts])
+    return [share(value, base, tuned) for value in values]
+
+
+@torch.no_grad()
+def ablate(tuned: Parts, means: Edits, ids: Tensor, question: Question) -> dict[Part, float]:
+    """Log-odds of the tuned model with each part's output replaced by its mean, at all positions."""
+    text = ids[: question.position + 1]
+    rows: list[Edits] = [{part: mean.expand(len(text), -1)} for part, mean in means.items()]
+    values = log_odds(tuned, edited_states(tuned, text, rows), question.up, question.down)
+    return dict(zip(means, values.tolist(), strict=True))
+
+
+@torch.no_grad()
+def mean_outputs(name: str, parts: Parts, texts: Sequence[Tensor]) -> dict[Part, Tensor]:
+    """The mean output of each head, MLP and of the embedding over all tokens of some texts.
+
+    Args:
+        name: the model's name in messages.
+        parts: the model.
+        texts: token ids of each text, `[time]`.
+    """
+    sums: dict[Part, Tensor] = {}
+    for ids in texts:
+        seen = record(name, parts, ids)
+        for part in parts.components():
+            sums[part] = sums.get(part, 0) + seen.output(part, parts.heads).sum(0)
+    tokens = sum(map(len, texts))
+    return {part: x / tokens for part, x in sums.items()}
+
+
+def share(value: float, start: float, end: float) -> float | None:
+    """The share of the way from `start` to `end` at which a value lies; None if they are equal."""
+    return None if start == end else (value - start) / (end - start)
+
+
+def strongest(patched: dict[Part, float], base: float, tuned: float) -> list[Part]:
+    """The five parts that carry the largest shares of the change."""
+    sign = 1 if tuned >= base else -1
+    return sorted(patched, key=lambda part: sign * patched[part], reverse=True)[:TOP]
