@@ -16,9 +16,8 @@ from tokencredit.runs.folder import check_new_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.options import EvaluateOptions
 from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
-from tokencredit.settings.run_file import read_config, run_config_file
-from tokencredit.settings.source import Source, read_source
-from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.run_file import run_config_file
+from tokencredit.settings.source import Source, read_policy_config, read_source
 
 
 def generate_parser() -> Parser:
@@ -43,7 +42,7 @@ def generate(options: Namespace) -> None:
     """Run `tokencredit generate`."""
     if options.chat and not options.prompt:
         raise ConfigError("--chat needs --prompt, the user message")
-    config = read_config(Path(options.run) / "config.yaml", PPOConfig, options.no_code)
+    config = read_policy_config(Path(options.run), options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.text.policy import Policy

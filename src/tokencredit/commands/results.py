@@ -16,6 +16,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import Parser, new_command
 from tokencredit.settings.run_file import read_config, run_config_file
+from tokencredit.settings.source import read_policy_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import CONTROL, world_of
@@ -121,7 +122,7 @@ def inspect(options: Namespace) -> None:
     """Run `tokencredit inspect`."""
     refuse_empty(options, "against")
     run = Path(options.run)
-    config = read_config(run / "config.yaml", PPOConfig, options.no_code)
+    config = read_policy_config(run, options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.inspect.running import inspect_run

@@ -17,7 +17,7 @@ from tokencredit.inspect.question import Text, refuse_overlap, token_ids
 from tokencredit.inspect.results import Pair, compare, rounded
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_policy_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
@@ -154,7 +154,7 @@ def _other(
         if not (folder / "config.yaml").is_file():
             lm, tokenizer = load_language_model(ModelConfig(name=against))
             return _merged(lm), tokenizer
-        config = read_config(folder / "config.yaml", PPOConfig, no_code)
+        config = read_policy_config(folder, no_code)
     models = load_run_models(folder, config, which, Processes())
     return _merged(models.policy.lm), models.tokenizer
 

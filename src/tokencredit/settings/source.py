@@ -10,9 +10,10 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.fields import values
-from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.run_file import read_config, run_config_file
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AdvantageConfig
 from tokencredit.settings.world import OFFLINE, REWARD_MODEL, world_of
 from tokencredit.settings.yaml import read_yaml
 
@@ -52,7 +53,7 @@ def read_source(name: str, no_code: bool = False) -> Source:
                 f"{name!r} is neither a run's folder nor a model's: it has neither config.yaml nor "
                 f"{' or '.join(MODEL_FILES)}"
             )
-        return Source(name, PPOConfig(model=ModelConfig(name=name)))
+        return Source(name, plain(ModelConfig(name=name)))
     settings = read_yaml(folder / "config.yaml")
     world = world_of(settings) if isinstance(settings, Mapping) else None
     if world is REWARD_MODEL:
@@ -61,11 +62,26 @@ def read_source(name: str, no_code: bool = False) -> Source:
             f"{{reward_model: {folder / REWARD_MODEL.saved}}}"
         )
     if isinstance(settings, Mapping) and world in OFFLINE:
-        config = PPOConfig(model=started_model(folder / "config.yaml", settings.get("model") or {}))
+        config = plain(started_model(folder / "config.yaml", settings.get("model") or {}))
         if no_code:
             refuse_foreign_code(config)
         return Source(name, config, folder)
     return Source(name, read_config(folder / "config.yaml", PPOConfig, no_code), folder, scored=True)
+
+
+def read_policy_config(run: Path, no_code: bool = False) -> PPOConfig:
+    """The configuration with which a run's policy is read: its own, or one of its model for a run on a data set.
+
+    Raises:
+        ConfigError: it is not the folder of a run that trained a policy, or its configuration is refused.
+    """
+    run_config_file(run)
+    return read_source(str(run), no_code).config
+
+
+def plain(model: ModelConfig) -> PPOConfig:
+    """The configuration of a model without critic, prompts and rewards of its own."""
+    return PPOConfig(model=model, critic=CriticConfig(kind="none"), advantage=AdvantageConfig(estimator="reward_to_go"))
 
 
 def started_model(file: Path, settings: Any) -> ModelConfig:

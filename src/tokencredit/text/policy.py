@@ -12,7 +12,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.runs.resuming import given_in_python
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_policy_config, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
@@ -40,6 +40,8 @@ class Policy:
         """
         self.config, processes = config, Processes()
         self.given = given_in_python(run)
+        self.prompted = read_source(str(run)).scored and "train_dataset" not in self.given
+        """The run's folder has its prompts."""
         models = load_run_models(run, config, which, processes, critic=critic)
         self.pipeline = build_pipeline(config, models, [], processes)
         self.model, self.tokenizer = models.policy, models.tokenizer
@@ -84,10 +86,9 @@ class Policy:
         With `chat` the prompt is a user message, rendered by the tokenizer's chat template.
         """
         config, rows = self.config.prompts, None
-        if prompt is None and "train_dataset" in self.given:
-            raise ConfigError(
-                "the run's prompts came from Python (train_dataset), and its folder does not hold them; give a prompt"
-            )
+        if prompt is None and not self.prompted:
+            of = " (they came from Python, as train_dataset)" if "train_dataset" in self.given else ""
+            raise ConfigError(f"the run's folder does not hold prompts{of}; give a prompt")
         if prompt is not None and chat:
             config = replace(config, column="prompt")
             rows = [{"prompt": [{"role": "user", "content": prompt}]}]
@@ -180,7 +181,7 @@ def load(run: str | Path, which: str = "policy") -> Policy:
     Raises:
         ConfigError: the folder holds no run, or the run has no such policy.
     """
-    return Policy(Path(run), read_config(Path(run) / "config.yaml", PPOConfig), which)
+    return Policy(Path(run), read_policy_config(Path(run)), which)
 
 
 def _row(tensor: Tensor) -> list[float]:

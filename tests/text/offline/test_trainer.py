@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import tokencredit as tc
 from chaos import assert_same
 from helpers.commands import COMMAND, TWO_PROCESSES, python, refused
 from helpers.files import read_metrics, without_times
@@ -228,3 +230,21 @@ def test_a_model_without_an_end_is_refused(tmp_path, tokenizer, answers):
     random_lm("gpt2", tokenizer, **SHAPE).save_pretrained(tmp_path / "lm")
     with pytest.raises(ConfigError, match="has no tokenizer"):
         OfflineTrainer(SFTConfig.from_dict({"model.name": str(tmp_path / "lm")}), train_dataset=answers)
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_run_is_generated_from_evaluated_and_inspected(lora, data, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    assert main(["dpo", *options(run, data["dpo"], **{"model.lora.rank": lora, "run.iterations": 8})]) == 0
+    capsys.readouterr()
+    assert refused(capsys, "generate", run) == "the run's folder does not hold prompts; give a prompt"
+    assert main(["generate", run, "--prompt", "The film is", "-n", "2"]) == 0
+    assert main(["generate", run, "--base", "--prompt", "The film is", "-n", "2"]) == 0
+    assert capsys.readouterr().out.count("The film is") == 4
+    given = ["--prompts.text", "The film is", "--reward", "[{classifier: builtin:reviews}]", "--samples", "8"]
+    assert main(["evaluate", run, *given, "--reference", "builtin:reviews"]) == 0
+    shown = capsys.readouterr().out
+    assert float(re.search(r"^kl +([\d.]+)", shown, re.MULTILINE)[1]) > 0
+    assert main(["inspect", run, "--prompt", "The film is"]) == 0
+    assert json.loads((tmp_path / "run" / "inspect.json").read_text())["critic"] is None
+    assert tc.load(run).generate("The film is", n=2) == tc.load(run).generate("The film is", n=2)

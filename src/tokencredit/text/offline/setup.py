@@ -20,6 +20,7 @@ from tokencredit.text.models.building import build_policy, check_trained, enable
 from tokencredit.text.models.loading import (
     as_config_error,
     check_vocabulary,
+    fingerprint,
     fuse_gelu,
     load_language_model,
     load_tokenizer,
@@ -41,6 +42,8 @@ class Model:
     lm: PreTrainedModel
     """A causal language model, or a classifier with one output."""
     tokenizer: PreTrainedTokenizerBase
+    start: Mapping[str, str]
+    """Fingerprints of the model and tokenizer before training, without a new adapter."""
     save: Callable[[Path], None]
     """Writes its folder."""
     next_steps: Mapping[str, str]
@@ -57,13 +60,14 @@ def load_model(args: OfflineSettings) -> Model:
         return load_reward_model(args)
     settings = ModelConfig(**vars(args.model))
     lm, tokenizer = load_start(settings)
+    start = fingerprint(lm, tokenizer)
     policy, _ = build_policy(merged(settings, lm), tokenizer, settings, CriticConfig(kind="none"))
     check_trained(settings.name, policy)
     steps = {
         "tokencredit generate RUN --prompt TEXT": "completions of the trained model",
         "tokencredit train --model.name RUN/policy": "PPO from the trained model",
     }
-    return Model(policy.lm, tokenizer, lambda folder: save_policy(folder, policy, tokenizer), steps)
+    return Model(policy.lm, tokenizer, start, lambda folder: save_policy(folder, policy, tokenizer), steps)
 
 
 def load_reward_model(args: RewardModelConfig) -> Model:
@@ -101,7 +105,7 @@ def load_reward_model(args: RewardModelConfig) -> Model:
         tokenizer.save_pretrained(folder)
 
     steps = {"tokencredit train --reward '[{reward_model: RUN/reward_model}]'": "PPO on this reward"}
-    return Model(model.eval().requires_grad_(True), tokenizer, save, steps)
+    return Model(model.eval().requires_grad_(True), tokenizer, fingerprint(model, tokenizer), save, steps)
 
 
 @contextmanager

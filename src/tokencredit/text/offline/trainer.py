@@ -34,7 +34,7 @@ from tokencredit.settings.offline import DPOConfig, OfflineSettings
 from tokencredit.settings.world import world_of
 from tokencredit.text.data.prompts import permutation
 from tokencredit.text.models.architecture import width
-from tokencredit.text.models.loading import check_origin, origin
+from tokencredit.text.models.loading import check_origin
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.offline.examples import Example
 from tokencredit.text.offline.losses import Loss, combined, learned
@@ -73,7 +73,8 @@ class OfflineTrainer:
             self.args = args = with_length(args, len(self.examples))
             self.record = RunRecord(args.run, self.processes, world_of(asdict(args)), precision.choices)
             given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-            self.origin = origin(lm, self.model.tokenizer, given)
+            names = [name for name, value in given.items() if value is not None]
+            self.origin: State = dict(self.model.start) | {"given": names}
             self.record.from_python = self.origin["given"]
             torch.nn.Module.to(lm, precision.device)
             self.loss = Loss(args, lm, self.model.tokenizer, precision)
