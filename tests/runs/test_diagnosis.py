@@ -48,7 +48,14 @@ def healthy(iterations=40):
     ]
 
 
-AUDITED = {"noise": 0.1, "explained_variance_high": 0.8, "spread_high": 0.9, "raise_lam": 0.02, "lower_lam": -0.1}
+AUDITED = {
+    "noise": 0.1,
+    "value_noise": 0.1,
+    "explained_variance_high": 0.8,
+    "spread_high": 0.9,
+    "raise_lam": 0.02,
+    "lower_lam": -0.1,
+}
 
 
 def audited(metrics, *iterations, **changes):
@@ -192,6 +199,14 @@ def test_audits_that_are_mostly_noise_say_nothing_of_lambda():
     for metric in ("raise_lam", "lower_lam"):
         assert names(audited(healthy(), 40, **{metric: 0.3, "noise": 0.5})) == []
         assert len(names(audited(healthy(), 40, **{metric: 0.3, "noise": 0.49}))) == 1
+
+
+@pytest.mark.parametrize("name", ["critic_worse", "critic_flat"])
+def test_true_values_that_are_mostly_noise_say_nothing_of_the_critic(name):
+    metric, ill, _ = ILL[name]
+    for noise in (0.5, 0.71, None):  # audits of older versions have none
+        assert names(audited(healthy(), 40, **{metric: ill, "value_noise": noise})) == []
+    assert names(audited(healthy(), 40, **{metric: ill, "value_noise": 0.49})) == [name]
 
 
 @pytest.mark.parametrize("name", ILL)
