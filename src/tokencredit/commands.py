@@ -318,13 +318,13 @@ def doctor(options: Namespace) -> None:
     """Run `tokencredit doctor`."""
     from tokencredit.report.reading import read_run
     from tokencredit.runs.console import Screen
-    from tokencredit.runs.diagnosis import diagnose
+    from tokencredit.runs.diagnosis import diagnose, no_finding
 
     run = read_run(Path(options.run), samples=False)
     screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
     screen.findings(findings)
     if not findings:
-        screen.say("the checks find nothing wrong with this run")
+        screen.say(no_finding(len(run.metrics)))
 
 
 COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = {

@@ -15,7 +15,7 @@ from tokencredit.report.curves import chart_of, constant, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.templating import fill, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
-from tokencredit.runs.diagnosis import diagnose
+from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder, read_python
 from tokencredit.runs.history import WINDOW, final_mean, mean
 from tokencredit.runs.summary import averaged, duration
@@ -57,6 +57,7 @@ def render(run: Run) -> str:
         name=visible(run.path.resolve().name),
         story=story(run),
         findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
+        no_finding=no_finding(len(run.metrics)),
         trust=audit_view.trust(run),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
