@@ -266,7 +266,10 @@ def compare(options: Namespace) -> None:
     from tokencredit.report.comparison_page import write_comparison
 
     settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
-    print(write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out)))
+    comparison = write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out))
+    for sentence in comparison.verdict:
+        print(visible(sentence))
+    print(comparison.page)
 
 
 def sweep_parser() -> Parser:

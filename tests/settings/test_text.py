@@ -55,7 +55,7 @@ def test_the_defaults_are_valid():
         ({"reward": []}, r"reward is empty"),
         (
             {"reward": [FunctionTerm(function="length", weight=0.0), FunctionTerm(function="distinct", weight=-0.0)]},
-            r"reward\[0\]\.weight, reward\[1\]\.weight: 0, so every completion would score the same; give a term another",
+            r"reward\[0\]\.weight, reward\[1\]\.weight: 0, so every completion would score the same; give",
         ),
         (
             {"reward": [RewardTerm()]},
