@@ -232,13 +232,21 @@ class RunRecord:
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
     def how_to_resume(self) -> str:
-        """How to resume this run: the command, or the call."""
+        """How to resume this run: the command or the call, with a caution if there is no checkpoint."""
+        path, caution = self.folder.path, ""
+        if not saved(path / "checkpoints"):
+            if not self.args.save_every and (path / "metrics.jsonl").is_file():
+                return (
+                    "no checkpoint is saved (run.save_every is 0), so it cannot be resumed: begin a new run with "
+                    "another --run.dir"
+                )
+            caution = "no checkpoint is saved yet, so resuming begins anew; "
         if self.from_python:
             return (
-                f"resume from Python with the same arguments and run.dir {str(self.folder.path)!r}: "
+                f"{caution}resume from Python with the same arguments and run.dir {str(path)!r}: "
                 "train(resume_from_checkpoint=True)"
             )
-        return f"resume with: tokencredit {self.world.command} --resume {shlex.quote(str(self.folder.path))}"
+        return f"{caution}resume with: tokencredit {self.world.command} --resume {shlex.quote(str(path))}"
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""
