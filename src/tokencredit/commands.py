@@ -194,6 +194,7 @@ def audit(options: Namespace) -> None:
     for name in ("completions", "continuations"):
         if (size := getattr(options, name)) < 2:
             raise ConfigError(f"--{name} is {size}; it must be at least 2")
+    RunFolder(options.run).require_writable()  # before the measurement, which takes long
     run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "seconds": options.seconds}
     result = audits_of(run, options, shared | states)
 
@@ -239,8 +240,8 @@ def report(options: Namespace) -> None:
 
     page = write_report(Path(options.run))
     print(page)
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
+    if options.open and not webbrowser.open(page.resolve().as_uri()):
+        print("no browser was found; open the page yourself")
 
 
 def refuse_empty(options: Namespace, name: str) -> None:

@@ -1,5 +1,6 @@
 """Ways in which a run ends, with a small agent."""
 
+import json
 import math
 import shutil
 import signal
@@ -75,6 +76,18 @@ def test_a_second_interrupt_promises_what_resuming_does(number, save_every, prom
         return
     ControlTrainer(config).train(resume_from_checkpoint=True)
     assert ("no checkpoint yet: the run begins anew" in capsys.readouterr().out) == ("anew" in promise)
+
+
+def test_a_setting_that_user_code_refuses_in_a_run_fails_the_run(tmp_path):
+    """ConfigError, and with it exit code 2, is left to commands that write nothing."""
+
+    def refuse():
+        raise ConfigError("my key is 3; it must be 4")
+
+    trainer = before_iteration(ControlTrainer(control_config(tmp_path / "run", 3)), 2, refuse)
+    with pytest.raises(RunStopped, match=r"^stopped in iteration 2: my key is 3; it must be 4; "):
+        trainer.train()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "an invalid setting"
 
 
 @pytest.mark.slow

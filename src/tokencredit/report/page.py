@@ -41,7 +41,9 @@ def write_report(folder: Path) -> Path:
     Raises:
         ConfigError: it is not a run's folder, or a file in it is invalid.
     """
-    RunFolder(str(folder)).write(REPORT, render(read_run(folder)))
+    run, target = read_run(folder), RunFolder(str(folder))
+    target.require_writable()
+    target.write(REPORT, render(run))
     return folder / REPORT
 
 

@@ -131,6 +131,7 @@ class RunRecord:
         checkpoints = path / "checkpoints"
         if self.main:
             self.folder.create(reserve)
+            self.folder.require_writable()
             self.folder.lock()
             recover(path)
             recover(checkpoints)

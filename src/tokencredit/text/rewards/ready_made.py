@@ -153,13 +153,8 @@ def reference_fluency() -> RewardFunction:
     """
 
     def reference_fluency(
-        prompts: Texts, completions: Texts, ref_logprobs: Any = None, **columns: Any
+        prompts: Texts, completions: Texts, ref_logprobs: Any, **columns: Any
     ) -> list[float | None]:
-        if ref_logprobs is None:
-            raise ConfigError(
-                "the reward reference_fluency needs a reference model, and there is none because kl.coef is 0; "
-                "set kl.coef above 0 (1e-6 costs next to nothing)"
-            )
         return [sum(row) / len(row) if row else None for row in ref_logprobs]
 
     return reference_fluency
