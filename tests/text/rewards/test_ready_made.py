@@ -7,6 +7,7 @@ import torch
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.models.loading import resolve
+from tokencredit.text.rewards.calls import Term, check_columns
 from tokencredit.text.rewards.ready_made import (
     READY_MADE,
     count,

@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 import shutil
+import statistics
 import sys
 import warnings
 from ast import literal_eval
@@ -520,7 +521,9 @@ def test_functions_get_what_they_name():
 
 
 def test_a_column_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"the reward 'f' needs answer; there are completions, label, prompts; others .*dataset"):
+    with pytest.raises(
+        ConfigError, match=r"the reward 'f' needs answer; there are completions, label, prompts; others .*dataset"
+    ):
         rate([Term("f", 1.0, lambda completions, answer: [0.0, 0.0])], label=[1, 2])
     with pytest.raises(ConfigError, match=r"the reward 'f' needs texts"):
         rate([Term("f", 1.0, lambda texts: [0.0, 0.0])])
@@ -612,7 +615,7 @@ def test_an_exception_is_located_in_user_code(timeout, tmp_path):
 
 
 def test_an_exception_without_user_code_has_no_place():
-    count_words = Term("count", 1.0, functools.partial(statistics.mean, []), retries=0)
+    count_words = Term("count", 1.0, partial(statistics.mean, []), retries=0)
     with pytest.raises(RewardError, match=r"raised \w+: [^/]*; its prompt was"):
         rate([count_words])
 
@@ -639,7 +642,9 @@ def test_a_coroutine_that_raises_is_named_too():
     async def picky(completions):
         raise KeyError("score")
 
-    with pytest.raises(RewardError, match=r"reward term 'picky' raised KeyError: 'score' at .*test_terms\.py:\d+; its prompt"):
+    with pytest.raises(
+        RewardError, match=r"reward term 'picky' raised KeyError: 'score' at .*test_terms\.py:\d+; its prompt"
+    ):
         rate([Term("picky", 1.0, picky)])
 
 
@@ -650,7 +655,8 @@ def test_a_function_that_raises_on_the_whole_only():
         return [0.0]
 
     with pytest.raises(
-        RewardError, match=r"ValueError: too many at .*; it did so on a batch of 2 completions, but on none of them alone"
+        RewardError,
+        match=r"ValueError: too many at .*; it did so on a batch of 2 completions, but on none of them alone",
     ):
         rate([Term("small", 1.0, small)])
 

@@ -177,12 +177,12 @@ def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[A
         return [columns["prompts"], columns["completions"]], rest
     if "ref_logprobs" in missing:
         raise ConfigError(
-            f"the reward {term.name!r} needs ref_logprobs, of a reference model, and there is none because kl.coef is 0; "
-            "set kl.coef above 0 (1e-6 costs next to nothing)"
+            f"the reward {term.name!r} needs ref_logprobs, of a reference model, and there is none because kl.coef is "
+            "0; set kl.coef above 0 (1e-6 costs next to nothing)"
         )
     raise ConfigError(
-        f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(columns))}; others come from "
-        "the columns of prompts.dataset (train_dataset in Python) or from the term's kwargs"
+        f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(columns))}; others come "
+        "from the columns of prompts.dataset (train_dataset in Python) or from the term's kwargs"
     )
 
 
@@ -197,7 +197,7 @@ def check_columns(terms: Sequence[Term], names: Iterable[str]) -> None:
         ConfigError: an argument is missing.
     """
     for term in terms:
-        _arguments(term, {name: () for name in names})
+        _arguments(term, dict.fromkeys(names, ()))
 
 
 def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:

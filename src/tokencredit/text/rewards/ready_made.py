@@ -152,9 +152,7 @@ def reference_fluency() -> RewardFunction:
     It pulls towards the starting model's most likely, often dull, texts.
     """
 
-    def reference_fluency(
-        prompts: Texts, completions: Texts, ref_logprobs: Any, **columns: Any
-    ) -> list[float | None]:
+    def reference_fluency(prompts: Texts, completions: Texts, ref_logprobs: Any, **columns: Any) -> list[float | None]:
         return [sum(row) / len(row) if row else None for row in ref_logprobs]
 
     return reference_fluency
