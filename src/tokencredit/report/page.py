@@ -18,7 +18,7 @@ from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder, read_python
 from tokencredit.runs.history import WINDOW, final_mean, mean
-from tokencredit.runs.summary import averaged, duration
+from tokencredit.runs.summary import averaged, iterations_in
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.world import CONTROL, world_of
 
@@ -100,7 +100,7 @@ def story(run: Run) -> list[tuple[str, str]]:
         entries.append(
             ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered samples")
         )
-    entries.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
+    entries.append(("time", iterations_in(len(metrics), seconds)))
     stopped = summary.get("stopped_by")
     if stopped is None:
         entries.append(("state", "not finished: this page shows its files so far"))

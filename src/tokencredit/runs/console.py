@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, too_noisy
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import Summary, averaged, duration, figure, shortened
+from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
@@ -141,7 +141,7 @@ class Screen:
             self.say(
                 f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
                 f"({averaged(summary.iterations)})   "
-                f"{summary.iterations} iterations in {duration(summary.seconds)} "
+                f"{iterations_in(summary.iterations, summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.world.unit} per second)"
             )
         if summary.stopped_by != "iterations":

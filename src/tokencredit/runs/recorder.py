@@ -142,7 +142,10 @@ class RunRecord:
             )
         done, state, damaged = newest(checkpoints, self.processes.rank, path)
         if done >= self.args.iterations and (path / "summary.json").is_file():
-            raise ConfigError(f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue")
+            raise ConfigError(
+                f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue, above {done} "
+                f"(it is {self.args.iterations})"
+            )
         lines = [] if state is None else load(state["trainer"] | {"process": state["process"]}, set(changed))
         self.processes.wait()
         if self.main:

@@ -18,6 +18,8 @@ class World:
     """Name in a sweep file."""
     command: str
     """Subcommand that trains."""
+    sampler: str
+    """Subcommand that samples from the trained policy."""
     config: type[PPOConfig] | type[ControlConfig]
     headline: str
     """Metric that shows how well a run does."""
@@ -44,6 +46,7 @@ class World:
 TEXT = World(
     name="text",
     command="train",
+    sampler="generate",
     config=PPOConfig,
     headline="reward",
     deviation="reward_std",
@@ -54,6 +57,7 @@ TEXT = World(
 CONTROL = World(
     name="control",
     command="control",
+    sampler="play",
     config=ControlConfig,
     headline="train/average_return",
     deviation="train/std_return",

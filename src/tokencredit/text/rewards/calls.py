@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tokencredit")
 
-LIBRARIES = (Path(__file__).parents[2], *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+PACKAGE = str(Path(__file__).parents[2])
+LIBRARIES = [PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
 """Folders whose code is not the user's."""
 FIRST_BACKOFF = 1.0
 """Seconds before the first retry; each further backoff is twice as long."""
