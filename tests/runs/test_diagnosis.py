@@ -132,6 +132,11 @@ def test_a_constant_term_is_named_from_the_second_iteration_on(iterations, found
         assert "constant_term" not in names(varied, ended=False)
 
 
+def test_the_evidence_of_one_iteration_is_one_number():
+    rows = [row | {"truncated": 1.0} for row in healthy(1)]
+    assert diagnose(rows, CONFIG, ended=False)[0].evidence == "truncated 1 in iteration 1"
+
+
 def test_a_result_without_findings_says_how_little_was_checked():
     """Fewer than half of the illnesses can be named in nine iterations."""
     named = {name for name in DISEASES if name in names(sick(name)[:9])}

@@ -103,7 +103,8 @@ class Evidence:
         """A metric's means over the first and the last iterations, as text; one mean for a short run."""
         first, last = int(self.metrics[0]["iteration"]), int(self.metrics[-1]["iteration"])
         if len(self) <= WINDOW:
-            return f"{name} {self.last(name):.3g} in iterations {first}–{last}"
+            iterations = f"iteration {first}" if first == last else f"iterations {first}–{last}"
+            return f"{name} {self.last(name):.3g} in {iterations}"
         then = min(first + WINDOW - 1, last)
         now = max(last - WINDOW + 1, first)
         return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"
