@@ -1,6 +1,7 @@
 """The command as a person meets it: its output and its exit code, also in a process of its own."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,12 @@ def test_evaluate_measures_the_policy_and_the_base(run, capfd):
     folder, _ = run
     for options in ([], ["--base"]):
         assert main(["evaluate", str(folder), *options]) == 0
-        figures = dict(line.split() for line in capfd.readouterr().out.splitlines())
+        size, *lines = capfd.readouterr().out.splitlines()
+        assert size == "64 prompts, 1 of them different; completions per prompt: 1"
+        figures = {line.split()[0]: line.split()[1] for line in lines}
+        meanings = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if len(line.split()) > 2}
+        assert meanings["best"] == "mean over prompts of the best completion's reward"
+        assert meanings.keys() == {"best", "distinct", "distinct_2"}
         assert {"reward", "best", "length", "distinct", "distinct_2", "kl"} <= set(figures)
         assert 0 <= float(figures["reward"]) <= 1
     assert abs(float(figures["kl"])) < 1e-4, "the base is its own reference"
@@ -310,6 +316,41 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
         assert (disk / "run" / "report.html").read_text().endswith("</html>")
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture
+def read_only(run, tmp_path):
+    """A copy of the run on a disk that cannot be written."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        shutil.copytree(run[0], disk / "run")
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        yield disk / "run"
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a file system")
+def test_a_run_that_cannot_be_written_is_refused_by_its_folder(read_only, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "tokencredit.text.audit.running", None)  # an audit that measured would fail
+    for arguments in (["report"], ["audit"], ["train", "--run.iterations", "3", "--resume"]):
+        assert main([*arguments, str(read_only)]) == 2
+        assert capfd.readouterr().err.splitlines()[-1] == (
+            f"tokencredit: cannot write into the run's folder {str(read_only)!r}; make it writable, or copy the run "
+            "elsewhere"
+        )
+
+
+@pytest.mark.slow
+def test_a_page_without_a_browser_is_left_to_the_reader(run, tmp_path):
+    done = command("report", run[0], "--open", PATH=str(tmp_path), BROWSER="")
+    assert done.returncode == 0, done.stderr
+    page = run[0] / "report.html"
+    assert done.stdout.splitlines() == [str(page), "no browser was found; open the page yourself"]
 
 
 @pytest.mark.slow

@@ -207,7 +207,9 @@ def test_without_checkpoints_nothing_is_thrown_away(tmp_path):
 
 def test_a_run_that_is_over_can_only_go_on_further(tmp_path):
     PPOTrainer(args=text(tmp_path / "run", 4)).train()
-    with pytest.raises(ConfigError, match=r"has done all its 4 iterations; raise --run\.iterations to continue"):
+    with pytest.raises(
+        ConfigError, match=r"has done all its 4 iterations; raise --run\.iterations to continue, above 4 \(it is \d\)"
+    ):
         resumed(PPOTrainer, text(tmp_path / "run", 4))
     assert (tmp_path / "run" / "summary.json").is_file()
     resumed(PPOTrainer, text(tmp_path / "run", 5))

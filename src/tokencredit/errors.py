@@ -4,6 +4,8 @@
 class ConfigError(ValueError):
     """An invalid setting; the message names the key or file, its value and what it may be."""
 
+    stopped_by = "an invalid setting"
+
 
 class NotInstalled(ConfigError):
     """A missing package; the message says what needs it and how to install it."""

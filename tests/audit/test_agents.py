@@ -451,7 +451,9 @@ def test_the_command_audits_an_agent(tmp_path, capsys):
     assert main(["audit", str(run), *options]) == 0
     written = json.loads((run / "audit.json").read_text())
     assert written["settings"] == {"episodes": 3, "continuations": 4, "states": 4}
-    assert "3 completions or episodes, 4 continuations per state" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "steps of 3 episodes at iteration 2, 4 continuations per state" in out
+    assert "This audit is too small" in out
     assert f"{written['credit']['tokens']} steps of 3 episodes at iteration 2" in (run / "report.html").read_text()
     assert main(["audit", str(run), *options, "--states", "all"]) == 0
     assert json.loads((run / "audit.json").read_text())["settings"]["states"] is None

@@ -58,6 +58,18 @@ def test_credit_by_hand():
     assert [share_real(x) for x in (None, -0.5, 0.3, 1.2)] == [None, 0.0, pytest.approx(0.09), 1.0]
 
 
+@pytest.mark.parametrize("rows", [2, 5, 6])
+def test_intervals_need_six_rows(rows):
+    """Two completions gave the same three resamples over and over, and with them an interval of width zero."""
+    generator = torch.Generator().manual_seed(0)
+    x, v = torch.randn(2, rows, 4, generator=generator).unbind()
+    critic, credit = judge_critic(truth_of(x, 0.1), v), judge_credit(truth_of(x, 0.1), {"a": v})
+    shown = [critic["explained_variance"], critic["bias"], credit["noise"], credit["estimators"]["a"]["correlation"]]
+    assert all(figure["value"] is not None for figure in shown)
+    for figure in [*shown, *critic["reliability"]]:
+        assert (figure["low"] is None, figure["high"] is None) == (rows < 6, rows < 6)
+
+
 def test_what_is_not_known_takes_no_part():
     known = truth_of([[0.0, 2.0], [4.0, 6.0]], 0.5)
     judged = torch.tensor([[1.0, 1.0], [3.0, 5.0]])

@@ -1,6 +1,7 @@
 """The audit on the page: trust score, audited completions, tables and charts."""
 
 import copy
+import html
 import json
 import re
 import shutil
@@ -37,17 +38,17 @@ def test_the_trust_score_by_hand(run):
     assert shown == "gae, λ = 0.95"
     measured = "340 tokens of 6 completions at iteration 3, 32 continuations per state"
     assert correlated(run, 0.3, 0.21, 0.38, tokens=340) == (
-        "About 9 % of the credit on this page is real: shown advantages (gae, λ = 0.95) correlate 0.30 with the true "
+        "About 9 % of this run's credit is real: advantages (gae, λ = 0.95) correlate 0.30 with the true "
         f"ones (0.21 to 0.38, {measured})."
     )
-    assert correlated(run, 0.7).startswith("About 49 % of the credit")
+    assert correlated(run, 0.7).startswith("About 49 % of this run's credit")
     assert f"correlate 0.70 with the true ones ({measured})." in correlated(run, 0.7)
-    assert correlated(run, 1.2).startswith("About 100 % of the credit")
-    assert correlated(run, 0.03).startswith("Less than 1 % of the credit")
-    assert correlated(run, -0.4, -0.6, -0.1).startswith("None of the credit on this page is real: ")
-    assert correlated(run, -0.1, -0.4, 0.2).startswith("It is not shown that any of the credit on this page is real: ")
+    assert correlated(run, 1.2).startswith("About 100 % of this run's credit")
+    assert correlated(run, 0.03).startswith("Less than 1 % of this run's credit")
+    assert correlated(run, -0.4, -0.6, -0.1).startswith("None of this run's credit is real: ")
+    assert correlated(run, -0.1, -0.4, 0.2).startswith("It is not shown that any of this run's credit is real: ")
     assert "correlate 0.00 with" in correlated(run, -0.001)
-    assert correlated(run, None).startswith("The share of real credit on this page is unknown")
+    assert correlated(run, None).startswith("The share of real credit in this run is unknown")
     final = replace(run, audit=run.audit | {"iteration": None})
     assert "completions of the final policy, 32 continuations" in audit_view.trust(final)
 
@@ -55,16 +56,33 @@ def test_the_trust_score_by_hand(run):
 def test_an_audit_that_is_mostly_noise_gives_no_verdict(run):
     sentence = correlated(run, -0.33, -1.81, 0.13, noise={"value": 0.7055, "low": 0.45, "high": 1.23})
     assert sentence.startswith(
-        "This audit is too noisy to say how much of the credit on this page is real: 71 % of the variance of its true "
-        "advantages is sampling noise; shown advantages (gae, λ = 0.95) correlate -0.33"
+        "This audit is too noisy to say how much of this run's credit is real: 71 % of the variance of its true "
+        "advantages is sampling noise; advantages (gae, λ = 0.95) correlate -0.33"
     )
     assert sentence.endswith("Audit with more --continuations.")
+
+
+def test_an_audit_of_few_completions_gives_no_verdict(run):
+    run.audit["settings"]["completions"] = 5
+    sentence = correlated(run, 0.3)
+    assert sentence.startswith(
+        "This audit is too small to say how much of this run's credit is real: intervals need at least 6 completions; "
+        "advantages (gae, λ = 0.95) correlate 0.30"
+    )
+    assert sentence.endswith("Audit with more --completions.")
+
+
+def test_a_critic_measured_mostly_by_noise_has_a_caution(run):
+    run.audit["critic"]["noise"]["value"] = 0.71
+    assert "The critic&#39;s figures are too noisy to judge it: 71 % of" in page.render(run)
+    run.audit["critic"]["noise"]["value"] = 0.5
+    assert "too noisy to judge it" not in page.render(run)
 
 
 def test_the_sentence_on_the_page_is_that_of_the_numbers(run, audited_folder):
     text = (audited_folder / "report.html").read_text()
     correlation = run.audit["credit"]["estimators"]["gae, λ = 0.95"]["correlation"]["value"]
-    assert audit_view.trust(run) in text
+    assert html.escape(audit_view.trust(run)) in text.replace("&#39;", "&#x27;")
     assert run.audit["metrics"]["audit/trust"] == pytest.approx(min(max(correlation, 0), 1) ** 2)
     assert text.index('class="trust"') < text.index("Shade by")
 
@@ -119,7 +137,7 @@ def test_a_run_without_a_critic_has_no_table_of_one(run):
 
 def test_agents_have_episodes_and_no_samples(run):
     config = {key: value for key, value in run.config.items() if key != "model"} | {"env": {"id": "CartPole-v1"}}
-    agent = replace(run, config=config, samples=[], audit=run.audit | {"samples": []})
+    agent = replace(run, config=config, samples=[], audit=run.audit | {"samples": [], "settings": {"episodes": 6}})
     text = page.render(agent)
     assert "steps of 6 episodes" in text
     assert text.count('class="trust"') == 1

@@ -12,6 +12,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.report.comparison_page import write_comparison
 from tokencredit.report.reading import read_run
 from tokencredit.report.templating import two_digits
+from tokencredit.runs.history import final_mean
 
 pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
@@ -50,7 +51,7 @@ def runs(repeat):
 
 @pytest.fixture(scope="module")
 def page(runs, tmp_path_factory):
-    return write_comparison(runs, out=tmp_path_factory.mktemp("out") / "new" / "comparison")
+    return write_comparison(runs, out=tmp_path_factory.mktemp("out") / "new" / "comparison").page
 
 
 def opened(browser, page):
@@ -148,7 +149,7 @@ def test_hostile_names_and_settings_are_text(browser, repeat, tmp_path):
     name = HOSTILE.replace("/", "-")
     one = repeat(name, text=HOSTILE, metric=HOSTILE)
     other = repeat("_hidden $x$", metric=HOSTILE)
-    page = write_comparison([one, other], metric=HOSTILE, out=tmp_path)
+    page = write_comparison([one, other], metric=HOSTILE, out=tmp_path).page
     opened(browser, page)
     assert complaints(browser) == []
     assert browser.execute_script("return window.owned") is None
@@ -174,7 +175,7 @@ def test_a_run_that_still_writes_and_one_named_twice(repeat, tmp_path):
     (growing / "summary.json").unlink()
     with (growing / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "rew')
-    text = write_comparison([growing, growing, growing / ".." / "growing"], out=tmp_path).read_text()
+    text = write_comparison([growing, growing, growing / ".." / "growing"], out=tmp_path).page.read_text()
     assert "reward of 1 run<" in text
     assert "not finished" in text
 
@@ -183,7 +184,7 @@ def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, tmp_
     one, other = (repeat(f"apart-{seed}", seed=seed) for seed in (1, 2))
     rows = read_run(other).metrics
     (other / "metrics.jsonl").write_text("".join(json.dumps(row | {"seconds": 1e3}) + "\n" for row in rows))
-    opened(browser, write_comparison([one, other], out=tmp_path))
+    opened(browser, write_comparison([one, other], out=tmp_path).page)
     assert "No curve over seconds" in browser.find_element(By.TAG_NAME, "main").text
     Select(browser.find_element(By.ID, "axis")).select_by_value("seconds")
     assert len(browser.find_elements(By.CSS_SELECTOR, "#plot .scatterlayer .js-line")) == 2
@@ -193,7 +194,7 @@ def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, tmp_
 @pytest.mark.slow
 def test_many_curves_differ_in_their_strokes(repeat, tmp_path):
     many = [repeat(f"many-{number}", lr=number * 1e-5) for number in range(1, 9)]
-    text = write_comparison(many, smooth=2, out=tmp_path).read_text()
+    text = write_comparison(many, smooth=2, out=tmp_path).page.read_text()
     groups = json.loads(text.split('id="data">')[1].split("</script>")[0])["groups"]
     assert len({(group["colour"], group["dash"]) for group in groups}) == 8
     assert "running mean over 2 numbers" in text
@@ -204,7 +205,10 @@ def test_the_command(repeat, tmp_path, capsys):
     one, other = (str(repeat(f"command-{seed}", seed=seed)) for seed in (1, 2))
     arguments = ["compare", one, other, "--group-by", "seed", "--metric", "kl", "--smooth", "2", "--out"]
     assert main([*arguments, str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'comparison.html'}\n"
+    assert capsys.readouterr().out.splitlines() == [
+        f"seed 1 and seed 2 end at the same kl, {two_digits(final_mean(read_run(one).metrics, 'kl'))}.",
+        str(tmp_path / "out" / "comparison.html"),
+    ]
     assert "seed 1" in (tmp_path / "out" / "comparison.html").read_text()
 
 
@@ -238,7 +242,7 @@ def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_f
     runs = [shutil.copytree(audited_folder, tmp_path / name) for name in ("one", "two")]
     config = yaml.safe_load((runs[1] / "config.yaml").read_text()) | {"seed": 2}
     (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
-    page = write_comparison(runs, metric="audit/noise", out=tmp_path / "out")
+    page = write_comparison(runs, metric="audit/noise", out=tmp_path / "out").page
     opened(browser, page)
     traces = browser.execute_script("return document.getElementById('plot').data.map(({ mode, x }) => [mode, x])")
     assert traces.count(["lines+markers", [3]]) == 3  # both runs, and what they say together
@@ -258,10 +262,22 @@ def test_the_verdict_stands_at_the_top(browser, page, repeat, tmp_path):
     assert top["y"] < browser.find_element(By.ID, "plot").rect["y"]
 
 
+def test_runs_with_different_rewards_are_not_ranked_without_a_caution(repeat, tmp_path):
+    paid = repeat("paid", more=0.5)
+    config = yaml.safe_load((paid / "config.yaml").read_text())
+    config["reward"] = [{"function": "length", "kwargs": {}, "weight": 0.1}]
+    (paid / "config.yaml").write_text(yaml.safe_dump(config))
+    found = write_comparison([paid, repeat("plain-reward")], out=tmp_path / "out")
+    assert found.verdict[0].startswith("The runs have different rewards (reward[0].function, reward[0].classifier, ")
+    assert "ends at the higher reward" in found.verdict[1]
+    text = found.page.read_text()
+    assert text.index("The runs have different rewards") < text.index("ends at the higher reward")
+
+
 def test_links_lead_to_the_reports_of_the_runs(browser, repeat, tmp_path):
     one, other, without = repeat("javascript:a %41#?", more=1.0), repeat("plain", lr=2e-4), repeat("none", lr=3e-4)
     (without / "report.html").unlink()
-    opened(browser, write_comparison([one, other, without], out=tmp_path / "out"))
+    opened(browser, write_comparison([one, other, without], out=tmp_path / "out").page)
     links = browser.find_elements(By.CSS_SELECTOR, "main li a")
     assert [link.text for link in links] == [one.name, other.name]
     assert not any(link.get_attribute("href").startswith("javascript") for link in links)
@@ -273,7 +289,7 @@ def test_links_lead_to_the_reports_of_the_runs(browser, repeat, tmp_path):
 
 def test_two_runs_of_one_seed_each_are_values_without_intervals(browser, repeat, tmp_path):
     pair = [repeat("pair-1", more=0.5), repeat("pair-2", lr=5e-4)]
-    opened(browser, write_comparison(pair, out=tmp_path))
+    opened(browser, write_comparison(pair, out=tmp_path).page)
     header = browser.find_element(By.TAG_NAME, "header").text
     assert "a difference of 0.50." in header
     assert "There is one run per setting: other seeds may reverse the order." in header

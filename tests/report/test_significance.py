@@ -1,5 +1,6 @@
 """The verdict of a comparison, against enumerations and the definition."""
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -72,6 +73,38 @@ def test_one_setting_and_equal_ends():
 def test_runs_of_different_length_are_named():
     sentences = verdict([group("one", 0.4, iterations=7), group("other", 0.9)], "reward")
     assert sentences[-1] == "The runs end at different iterations, 3 to 7."
+
+
+def with_settings(found, **settings):
+    return replace(found, settings=[dict(settings) for _ in found.runs])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "keys"),
+    [
+        ({"reward[0].weight": "1"}, {"reward[0].weight": "2"}, "reward[0].weight"),
+        ({"reward[0].classifier": "a"}, {"reward[0].function": "b"}, "reward[0].classifier, reward[0].function"),
+        ({"reward[0].name": "a"}, {"reward[0].name": "b"}, None),
+        ({"reward[0].timeout": "1"}, {"reward[0].timeout": "2"}, None),
+        ({"rewarded": "1"}, {"rewarded": "2"}, None),
+        (
+            {f"reward[{i}].weight": "1" for i in range(4)} | {"reward[0].function": "a"},
+            {"reward[0].function": "b"},
+            "reward[0].function, reward[0].weight, reward[1].weight and 2 more",
+        ),
+    ],
+)
+def test_different_rewards_are_named_before_any_ranking(one, other, keys):
+    groups = [with_settings(group("one", 0.4), **one), with_settings(group("other", 0.9), **other)]
+    for metric in ("reward", "eval/reward"):
+        rows = [replace(found, runs=[Run(Path("x"), {}, [{"iteration": 1, metric: 1.0}], [], {})]) for found in groups]
+        sentences = verdict(rows, metric)
+        assert sentences[0].startswith(f"The runs have different rewards ({keys}): ") == (keys is not None)
+        assert sentences[-1] == f"one and other end at the same {metric}, 1."
+    ranked = verdict(groups, "reward")
+    assert [i for i, text in enumerate(ranked) if "ends at the higher" in text] == [int(keys is not None)]
+    kl = [replace(found, runs=[Run(Path("x"), {}, [{"iteration": 1, "kl": 1.0}], [], {})]) for found in groups]
+    assert len(verdict(kl, "kl")) == 1
 
 
 @pytest.mark.parametrize("tie", [0.85, 0.8])

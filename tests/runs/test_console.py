@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tokencredit.audit.verdict import credit_verdict
 from tokencredit.runs.console import SHOWN_METRICS, Screen
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.world import CONTROL, TEXT
@@ -70,11 +71,19 @@ def test_the_time_left_is_known_from_the_second_iteration_on(seconds):
         assert task.time_remaining == (None if number == 1 else math.ceil((40 - number) * seconds))
 
 
-AUDIT = {"audit/noise": 0.1, "audit/correlation": 0.3, "audit/trust": 0.09, "audit/explained_variance": 0.6345}
+AUDIT = {
+    "audit/noise": 0.1,
+    "audit/correlation": 0.3,
+    "audit/correlation_low": 0.21,
+    "audit/correlation_high": 0.38,
+    "audit/trust": 0.09,
+    "audit/explained_variance": 0.6345,
+    "audit/value_noise": 0.2,
+}
 
 
 def test_an_audit_has_a_line():
-    line = "audit: 9 % of the credit is real (correlation 0.30)"
+    line = "audit: 9 % of the credit is real (correlation 0.30, 95 % interval 0.21 to 0.38)"
     critic = ", the critic explains 0.63 of the true values' variance\n"
     for terminal in (False, True):
         assert line + critic.strip() in shown(lambda screen: screen.iteration(METRICS | AUDIT), terminal)
@@ -87,6 +96,35 @@ def test_an_audit_has_a_line():
     assert "audit" not in shown(lambda screen: screen.iteration(METRICS))
 
 
+def test_an_audit_of_noise_has_a_line_without_a_verdict():
+    noisy = shown(lambda screen: screen.iteration(METRICS | AUDIT | {"audit/noise": 0.63, "audit/value_noise": 0.7}))
+    assert noisy.endswith(
+        "\naudit: too noisy to say how much of this run's credit is real: 63 % of the variance of its true advantages "
+        "is sampling noise (correlation 0.30, 95 % interval 0.21 to 0.38), too noisy to judge the critic\n"
+    )
+    short = {name: x for name, x in AUDIT.items() if name not in ("audit/correlation_low", "audit/correlation_high")}
+    assert "(correlation 0.30, without an interval)" in shown(lambda screen: screen.iteration(METRICS | short))
+
+
+def figure(value, low=None, high=None):
+    return {"value": value, "low": low, "high": high}
+
+
+@pytest.mark.parametrize(("credit_noise", "value_noise"), [(0.63, 0.1), (0.2, 0.71), (0.63, 0.71)])
+def test_an_audit_says_with_its_table_what_is_noise(credit_noise, value_noise):
+    found = {"correlation": figure(0.11, -0.8, 1.2), "sign_agreement": figure(0.5)}
+    critic = {"explained_variance": figure(-0.4, -0.9, -0.1), "rmse": figure(0.4), "constant_rmse": figure(0.3)}
+    audit = {
+        "credit": {"tokens": 90, "shown": "gae", "estimators": {"gae": found}, "noise": figure(credit_noise)},
+        "critic": critic | {"noise": figure(value_noise)},
+        "settings": {"completions": 16, "continuations": 4},
+    } | {"iteration": 5, "continuations": 4.0, "seconds": 0.1}
+    out = shown(lambda screen: screen.audit(audit))
+    assert credit_verdict(audit) in out
+    assert ("This audit is too noisy to say" in out) == (credit_noise > 0.5)
+    assert ("The critic's figures are too noisy to judge it: 71 % of" in out) == (value_noise > 0.5)
+
+
 @pytest.mark.parametrize(("states", "short"), [(0, True), (15, True), (16, False), (90, False)])
 def test_an_audit_with_too_little_time_says_so(states, short):
     unknown = {"value": None, "low": None, "high": None}
@@ -95,7 +133,7 @@ def test_an_audit_with_too_little_time_says_so(states, short):
     settings = {"completions": 16, "continuations": 32}
     audit = {"credit": credit, "critic": None, "iteration": 1, "continuations": 4.0, "seconds": 0.1}
     out = shown(lambda screen: screen.audit(audit | {"settings": settings}))
-    assert f"{states} states of 16 completions or episodes" in out
+    assert f"({states} tokens of 16 completions at iteration 1, 4 continuations per state)" in out
     assert ("raise --seconds" in out) == short
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tokencredit.runs.diagnosis import diagnose
+from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
 from tokencredit.runs.history import History
 from tokencredit.settings.control import ControlConfig
@@ -48,7 +48,14 @@ def healthy(iterations=40):
     ]
 
 
-AUDITED = {"noise": 0.1, "explained_variance_high": 0.8, "spread_high": 0.9, "raise_lam": 0.02, "lower_lam": -0.1}
+AUDITED = {
+    "noise": 0.1,
+    "value_noise": 0.1,
+    "explained_variance_high": 0.8,
+    "spread_high": 0.9,
+    "raise_lam": 0.02,
+    "lower_lam": -0.1,
+}
 
 
 def audited(metrics, *iterations, **changes):
@@ -113,6 +120,30 @@ def test_a_healthy_run_has_nothing():
 @pytest.mark.parametrize("iterations", range(1, 12))
 def test_nor_has_a_young_one(iterations):
     assert names(healthy(iterations), ended=False) == []
+
+
+@pytest.mark.parametrize(("iterations", "found"), [(1, False), (2, True), (5, True)])
+def test_a_constant_term_is_named_from_the_second_iteration_on(iterations, found):
+    rows = [row | {"reward_std/b": 0.0} for row in healthy(iterations)]
+    assert ("constant_term" in names(rows, ended=False)) == found
+    if found:
+        assert diagnose(rows, CONFIG)[0].evidence == f"reward_std/b 0 in iterations 1–{iterations}"
+        varied = [*rows[:-1], rows[-1] | {"reward_std/b": 0.1}]
+        assert "constant_term" not in names(varied, ended=False)
+
+
+def test_the_evidence_of_one_iteration_is_one_number():
+    rows = [row | {"truncated": 1.0} for row in healthy(1)]
+    assert diagnose(rows, CONFIG, ended=False)[0].evidence == "truncated 1 in iteration 1"
+
+
+def test_a_result_without_findings_says_how_little_was_checked():
+    """Fewer than half of the illnesses can be named in nine iterations."""
+    named = {name for name in DISEASES if name in names(sick(name)[:9])}
+    assert len(named) < len(DISEASES) / 2
+    assert no_finding(1) == "the checks find nothing wrong in 1 iteration, but most of them need at least 10"
+    assert no_finding(9) == "the checks find nothing wrong in 9 iterations, but most of them need at least 10"
+    assert no_finding(10) == "the checks find nothing wrong with this run"
 
 
 @pytest.mark.parametrize("name", DISEASES)
@@ -192,6 +223,14 @@ def test_audits_that_are_mostly_noise_say_nothing_of_lambda():
     for metric in ("raise_lam", "lower_lam"):
         assert names(audited(healthy(), 40, **{metric: 0.3, "noise": 0.5})) == []
         assert len(names(audited(healthy(), 40, **{metric: 0.3, "noise": 0.49}))) == 1
+
+
+@pytest.mark.parametrize("name", ["critic_worse", "critic_flat"])
+def test_true_values_that_are_mostly_noise_say_nothing_of_the_critic(name):
+    metric, ill, _ = ILL[name]
+    for noise in (0.5, 0.71, None):  # audits of older versions have none
+        assert names(audited(healthy(), 40, **{metric: ill, "value_noise": noise})) == []
+    assert names(audited(healthy(), 40, **{metric: ill, "value_noise": 0.49})) == [name]
 
 
 @pytest.mark.parametrize("name", ILL)

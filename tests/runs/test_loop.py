@@ -1,13 +1,15 @@
 """Ways in which a run ends, with a small agent."""
 
+import json
 import math
 import shutil
+import signal
 
 import pytest
 
-from helpers.configs import control_config, text_config
+from helpers.configs import control_config, quiet_agent, text_config
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.errors import RunStopped
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.text.trainer import PPOTrainer
 
 
@@ -41,11 +43,51 @@ def test_a_failed_run_suggests_to_resume_it_and_nothing_else(tmp_path, capsys):
         raise RunStopped("no reward")
 
     trainer = before_iteration(ControlTrainer(control_config(tmp_path / "run", 3)), 1, fail)
-    with pytest.raises(RunStopped, match=r"no reward; resume with: tokencredit control --resume .*run$"):
+    with pytest.raises(
+        RunStopped, match=r"no reward; no checkpoint .* anew; resume with: tokencredit control --resume .*run$"
+    ):
         trainer.train()
     assert "tokencredit play" not in capsys.readouterr().out
     ControlTrainer(control_config(tmp_path / "other")).train()
     assert "tokencredit play" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "save_every", "promise"),
+    [
+        (2, 5, "no checkpoint is saved yet, so resuming begins anew; resume with: tokencredit control --resume"),
+        (2, 1, "stopped at once; resume with: tokencredit control --resume"),
+        (1, 0, "no checkpoint is saved yet, so resuming begins anew; resume with:"),
+        (2, 0, "no checkpoint is saved (run.save_every is 0), so it cannot be resumed: begin a new run"),
+    ],
+)
+def test_a_second_interrupt_promises_what_resuming_does(number, save_every, promise, tmp_path, capsys):
+    def interrupt_twice():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    config = control_config(tmp_path / "run", run=quiet_agent(tmp_path / "run", 3, save_every=save_every))
+    with pytest.raises(KeyboardInterrupt):
+        before_iteration(ControlTrainer(config), number, interrupt_twice).train()
+    assert promise in capsys.readouterr().out
+    if "cannot be resumed" in promise:
+        with pytest.raises(ConfigError, match=r"has no checkpoint: run\.save_every is 0"):
+            ControlTrainer(config).train(resume_from_checkpoint=True)
+        return
+    ControlTrainer(config).train(resume_from_checkpoint=True)
+    assert ("no checkpoint yet: the run begins anew" in capsys.readouterr().out) == ("anew" in promise)
+
+
+def test_a_setting_that_user_code_refuses_in_a_run_fails_the_run(tmp_path):
+    """ConfigError, and with it exit code 2, is left to commands that write nothing."""
+
+    def refuse():
+        raise ConfigError("my key is 3; it must be 4")
+
+    trainer = before_iteration(ControlTrainer(control_config(tmp_path / "run", 3)), 2, refuse)
+    with pytest.raises(RunStopped, match=r"^stopped in iteration 2: my key is 3; it must be 4; "):
+        trainer.train()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "an invalid setting"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokencredit.runs.history import History
-from tokencredit.runs.summary import count, duration, figure, shortened, summarise
+from tokencredit.runs.summary import count, duration, figure, iterations_in, shortened, summarise
 from tokencredit.settings.world import CONTROL, TEXT
 
 
@@ -15,6 +15,14 @@ def history(**columns):
     for values in zip(*columns.values(), strict=True):
         rows.append(dict(zip(columns, values, strict=True)))
     return rows
+
+
+def test_one_iteration_is_singular():
+    assert [iterations_in(number, 1.2) for number in (0, 1, 2)] == [
+        "0 iterations in 1 s",
+        "1 iteration in 1 s",
+        "2 iterations in 1 s",
+    ]
 
 
 def test_a_summary_has_attributes_and_is_a_mapping_of_the_same():

@@ -27,6 +27,17 @@ def test_groups_lists_of_groups_and_null_come_back(file):
     assert read_config(file, PPOConfig) == config
 
 
+@pytest.mark.parametrize(
+    ("own", "asked", "command"), [(PPOConfig, ControlConfig, "generate"), (ControlConfig, PPOConfig, "play")]
+)
+def test_the_command_for_a_run_of_the_other_kind_is_named(own, asked, command, tmp_path):
+    (tmp_path / "a run").mkdir()
+    file = tmp_path / "a run" / "config.yaml"
+    file.write_text(dump_yaml(asdict(own())))
+    with pytest.raises(ConfigError, match=rf"which this command cannot read; use tokencredit {command} '.*/a run'$"):
+        read_config(file, asked)
+
+
 def test_settings_that_are_left_out_have_the_defaults_of_the_whole_configuration(file):
     file.write_text("optim: {lr: 1e-3}\n")
     default = ControlConfig()

@@ -54,6 +54,10 @@ def test_the_defaults_are_valid():
         ),
         ({"reward": []}, r"reward is empty"),
         (
+            {"reward": [FunctionTerm(function="length", weight=0.0), FunctionTerm(function="distinct", weight=-0.0)]},
+            r"reward\[0\]\.weight, reward\[1\]\.weight: 0, so every completion would score the same; give",
+        ),
+        (
             {"reward": [RewardTerm()]},
             r"reward\[0\] is a RewardTerm; it must be one of FunctionTerm, ClassifierTerm, RewardModelTerm",
         ),

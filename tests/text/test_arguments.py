@@ -1,10 +1,13 @@
 """Arguments of `PPOTrainer` of a wrong kind are refused in one message, before anything is loaded."""
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
 
 import tokencredit as tc
+from helpers.configs import text_config
 from tokencredit.errors import ConfigError
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.setup import check_batch_size
@@ -122,6 +125,26 @@ def test_settings_of_columns_are_read_beside_rows_from_python():
     args = config({"prompts.column": "question"})
     with pytest.raises(ConfigError, match="nowhere"):  # further than the arguments
         tc.PPOTrainer(reward_funcs=Reward(), args=args, train_dataset=[{"question": "A film"}])
+
+
+@pytest.mark.slow
+def test_a_column_that_the_prompts_lack_is_refused_before_the_folder_is_made(tmp_path):
+    """It was refused at the first batch, and the folder then blocked the corrected run."""
+
+    def correct(completions, answer):
+        return [float(completion == answer) for completion in completions]
+
+    rows, args = [{"prompt": "This movie was really"}], text_config(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"^the reward 'correct' needs answer; .* columns of prompts\.dataset \(train_"
+    ):
+        tc.PPOTrainer(reward_funcs=correct, args=args, train_dataset=rows)
+    fluency = tc.PPOConfig.from_dict({"reward": [{"function": "reference_fluency"}], "kl.coef": 0.0})
+    with pytest.raises(ConfigError, match=r"needs ref_logprobs, .* set kl\.coef above 0"):
+        tc.PPOTrainer(args=replace(args, reward=fluency.reward, kl=fluency.kl))
+    assert not (tmp_path / "run").exists()
+    rows[0]["answer"] = " bad"
+    tc.PPOTrainer(reward_funcs=correct, args=args, train_dataset=rows).train()
 
 
 def test_every_process_has_a_completion_for_each_minibatch():

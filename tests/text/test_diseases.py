@@ -122,7 +122,7 @@ DISEASES = {
     "value_loss": {"iterations": 14, "reward_funcs": Growing()},
     "no_step": {"iterations": 2, "reward_funcs": undefined},
     "truncated": {"iterations": 1, "rollout": RolloutConfig(batch_size=8, max_new_tokens=4)},
-    "constant_term": {"iterations": 5, "reward_funcs": constant},
+    "constant_term": {"iterations": 2, "reward_funcs": constant},
     "dominant_term": {
         "iterations": 5,
         "reward": [

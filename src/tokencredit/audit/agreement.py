@@ -9,7 +9,8 @@ and inflates errors, so that agreement with x̂ understates agreement with x. Wi
 - slope cov(v, x̂) / Var v of the truth on the values, which noise in the truth does not bias.
 
 All hold because e is independent of the estimates: the continuations serve only the truth. Intervals are 95 % bootstrap
-intervals that resample whole rows (Efron 1979), since the states of one row depend on each other.
+intervals that resample whole rows (Efron 1979), since the states of one row depend on each other; fewer than six rows
+give none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.audit.truth import Truth
+from tokencredit.audit.verdict import MIN_ROWS
 
 RESAMPLES = 1000
 LEVEL = 0.95
@@ -41,16 +43,19 @@ class Resampling:
     """Bootstrap over rows: one figure per sample, from sums over the states of each row."""
 
     def __init__(self, rows: int, seed: int = 0):
-        """Draw the samples; the first one is the original rows."""
+        """Draw the samples; the first one is the original rows, and the only one if there are too few for intervals."""
+        self.counts = torch.ones(1, rows, dtype=torch.float64)
+        if rows < MIN_ROWS:
+            return
         generator = torch.Generator().manual_seed(seed)
         indices = torch.randint(rows, (RESAMPLES, rows), generator=generator)
         counts = torch.zeros(RESAMPLES, rows, dtype=torch.float64).scatter_add_(
             1, indices, torch.ones(RESAMPLES, rows, dtype=torch.float64)
         )
-        self.counts = torch.cat([torch.ones(1, rows, dtype=torch.float64), counts])
+        self.counts = torch.cat([self.counts, counts])
 
     def samples(self, sums: Sums, formula: Callable[[Sums], Tensor]) -> Tensor:
-        """The figure of each sample, `[1 + RESAMPLES]`; NaN where undefined."""
+        """The figure of each sample, `[1 + RESAMPLES]`, or `[1]` for few rows; NaN where undefined."""
         return formula({name: self.counts @ x for name, x in sums.items()})
 
     def figure(self, sums: Sums, formula: Callable[[Sums], Tensor]) -> Figure:

@@ -23,8 +23,8 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
         (`audit/correlation_low`, `audit/correlation_high`), and `audit/trust`, the share of their variance that is
         real; `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, lower bounds
         of the gain in correlation with λ = 1 and λ = 0. For the critic: `audit/explained_variance` and its upper bound
-        `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper bound, and
-        `audit/ranking`.
+        `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper bound,
+        `audit/ranking`, and `audit/value_noise`, the share of noise in the true values.
     """
     estimators, shown = credit["estimators"], credit["estimators"][credit["shown"]]
     correlation = shown["correlation"]["value"]
@@ -40,6 +40,7 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
         if label in estimators and label != credit["shown"]:
             figures[name] = estimators[label]["gain"]["low"]
     if critic is not None:
+        figures["value_noise"] = critic["noise"]["value"]
         names = ("explained_variance", "slope", "bias", "spread", "ranking")
         figures |= {name: critic[name]["value"] for name in names}
         figures |= {f"{name}_high": critic[name]["high"] for name in ("explained_variance", "spread")}

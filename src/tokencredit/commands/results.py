@@ -49,6 +49,7 @@ def audit(options: Namespace) -> None:
     for name in ("completions", "continuations"):
         if (size := getattr(options, name)) < 2:
             raise ConfigError(f"--{name} is {size}; it must be at least 2")
+    RunFolder(options.run).require_writable()  # before the measurement, which takes long
     run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "seconds": options.seconds}
     result = audits_of(run, options, shared | states)
 
@@ -156,8 +157,8 @@ def report(options: Namespace) -> None:
 def show_page(page: Path, options: Namespace) -> None:
     """Print a page's path, and with `--open` open it in the browser."""
     print(page)
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
+    if options.open and not webbrowser.open(page.resolve().as_uri()):
+        print("no browser was found; open the page yourself")
 
 
 def compare_parser() -> Parser:
@@ -177,7 +178,10 @@ def compare(options: Namespace) -> None:
     from tokencredit.report.comparison_page import write_comparison
 
     settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
-    print(write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out)))
+    comparison = write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out))
+    for sentence in comparison.verdict:
+        print(visible(sentence))
+    print(comparison.page)
 
 
 def doctor_parser() -> Parser:
@@ -191,10 +195,10 @@ def doctor(options: Namespace) -> None:
     """Run `tokencredit doctor`."""
     from tokencredit.report.reading import read_run
     from tokencredit.runs.console import Screen
-    from tokencredit.runs.diagnosis import diagnose
+    from tokencredit.runs.diagnosis import diagnose, no_finding
 
     run = read_run(Path(options.run), samples=False)
     screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
     screen.findings(findings)
     if not findings:
-        screen.say("the checks find nothing wrong with this run")
+        screen.say(no_finding(len(run.metrics)))

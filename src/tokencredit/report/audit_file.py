@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokencredit.audit.verdict import audited_rows
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import TRUTH, all_of, check_sample, is_count, is_number, is_text, read_object
 
 NAME = "audit.json"
-ENDS = ("value", "low", "high")
-"""Keys of a figure: the estimate and its interval."""
 OF_ESTIMATOR = ("correlation", "sign_agreement", "gain")
 """Figures of each estimator."""
 OF_CRITIC = (
@@ -38,7 +37,7 @@ def has(kind: Callable[[Any], bool], *names: str) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(name in value and kind(value[name]) for name in names)
 
 
-is_figure = has(is_known, *ENDS)
+is_figure = has(is_known, "value", "low", "high")
 is_bin = has(is_known, "predicted", "true", "low", "high", "states")
 
 
@@ -50,11 +49,6 @@ def is_table(value: Any) -> bool:
 def is_metrics(value: Any) -> bool:
     """True for an audit's metrics."""
     return isinstance(value, dict) and all(name.startswith("audit/") and is_number(x) for name, x in value.items())
-
-
-def audited_rows(settings: Mapping[str, Any]) -> Any:
-    """Number of completions or episodes of an audit with these settings; None if not given."""
-    return settings.get("completions", settings.get("episodes"))
 
 
 def is_size(value: Any) -> bool:

@@ -6,10 +6,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from tokencredit.report.audit_file import ENDS, OF_ESTIMATOR, audited_rows
+from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, text_parts
+from tokencredit.report.audit_file import OF_ESTIMATOR
 from tokencredit.report.reading import Run
-from tokencredit.runs.diagnosis.audit_checks import NOISY
-from tokencredit.runs.summary import figure
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.world import CONTROL, world_of
 
@@ -37,54 +36,7 @@ def trust(run: Run) -> str | None:
             return None
         command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
         return f"The credit on this page has not been measured against true values; to measure it: {command}"
-    credit = run.audit["credit"]
-    correlation = credit["estimators"][credit["shown"]]["correlation"]
-    if correlation["value"] is None:
-        return (
-            f"The share of real credit on this page is unknown: noise in the true values may explain the whole result "
-            f"({measured(run)}). More continuations per state make them more precise."
-        )
-    correlates = (
-        f"shown advantages ({visible(credit['shown'])}) correlate {text_parts(correlation)[0]} with the true ones "
-        f"({between(correlation)}{measured(run)})"
-    )
-    noise = credit["noise"]["value"]
-    if noise is not None and noise > NOISY:
-        return (
-            f"This audit is too noisy to say how much of the credit on this page is real: {100 * noise:.0f} % of the "
-            f"variance of its true advantages is sampling noise; {correlates}. Audit with more --continuations."
-        )
-    return f"{share(correlation)} of the credit on this page is real: {correlates}."
-
-
-def share(correlation: Mapping[str, Any]) -> str:
-    """The squared correlation, as the beginning of a sentence."""
-    value, high = correlation["value"], correlation["high"]
-    if value <= 0:
-        return "None" if high is None or high <= 0 else "It is not shown that any"
-    percent = 100 * min(value, 1.0) ** 2
-    return "Less than 1 %" if percent < 1 else f"About {percent:.0f} %"
-
-
-def between(found: Mapping[str, Any]) -> str:
-    """A figure's interval with a comma; empty if it has none."""
-    _, interval = text_parts(found)
-    return f"{interval}, " if interval else ""
-
-
-def measured(run: Run) -> str:
-    """The size of an audit, as text."""
-    audit = run.audit or {}
-    steps, rows = ("steps", "episodes") if world_of(run.config) is CONTROL else ("tokens", "completions")
-    return (
-        f"{audit['credit']['tokens']:,} {steps} of {audited_rows(audit['settings']):,} {rows} {when(audit)}, "
-        f"{figure(audit['continuations'])} continuations per state"
-    )
-
-
-def when(audit: Mapping[str, Any]) -> str:
-    """The audited policy, as text."""
-    return "of the final policy" if audit["iteration"] is None else f"at iteration {audit['iteration']}"
+    return visible(credit_verdict(run.audit))
 
 
 def entry(audit: Mapping[str, Any], kept: int) -> str:
@@ -99,7 +51,8 @@ def view(run: Run) -> dict[str, Any] | None:
 
     Returns:
         `estimators`, rows of label, correlation, sign agreement and gain as texts; `critic`, rows of name, value,
-        interval and meaning, empty without a critic; `chart`, the numbers of both charts.
+        interval and meaning, empty without a critic; `caution` on them if they are noise; `chart`, the numbers of both
+        charts.
     """
     if run.audit is None:
         return None
@@ -111,10 +64,11 @@ def view(run: Run) -> dict[str, Any] | None:
     ]
     correlations = {visible(label): found["correlation"] for label, found in credit["estimators"].items()}
     return {
-        "size": measured(run),
+        "size": measured(run.audit),
         "noise": text(credit["noise"]),
         "estimators": rows,
         "critic": [(name, *text_parts(critic[key]), meaning) for key, (name, meaning) in CRITIC.items() if critic],
+        "caution": critic_caution(critic),
         "chart": {
             "shown": visible(credit["shown"]),
             "correlations": correlations,
@@ -127,12 +81,3 @@ def text(found: Mapping[str, Any]) -> str:
     """A figure with its interval, as text."""
     value, interval = text_parts(found)
     return f"{value} ({interval})" if interval else value
-
-
-def text_parts(found: Mapping[str, Any]) -> tuple[str, str]:
-    """A figure and its interval as texts; the interval is empty if unknown."""
-    if found["value"] is None:
-        return "not known", ""
-    # Adding 0.0 leaves no minus sign at a rounded zero.
-    value, low, high = (None if found[end] is None else f"{round(found[end], 2) + 0.0:.2f}" for end in ENDS)
-    return str(value), "" if low is None or high is None else f"{low} to {high}"

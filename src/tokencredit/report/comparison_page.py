@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import matplotlib
@@ -54,6 +54,14 @@ Curves = dict[str, list[Curve]]
 """By axis, one curve per group."""
 
 
+class Comparison(NamedTuple):
+    """A comparison that was written."""
+
+    page: Path
+    verdict: list[str]
+    """Sentences with untrusted text."""
+
+
 def write_comparison(
     runs: Sequence[Path],
     *,
@@ -61,7 +69,7 @@ def write_comparison(
     group_by: str | None = None,
     smooth: int = 1,
     out: Path = Path("comparison"),
-) -> Path:
+) -> Comparison:
     """Write `comparison.html`, and a figure per x axis, into a folder.
 
     Args:
@@ -72,7 +80,7 @@ def write_comparison(
         out: output folder, created if missing.
 
     Returns:
-        The path of the page.
+        The path of the page, and its verdict.
 
     Raises:
         ConfigError: a folder is not a run's, or the runs cannot be compared.
@@ -91,11 +99,20 @@ def write_comparison(
         raise ConfigError(f"cannot make the folder {str(out)!r}: {error.strerror}; give another --out") from error
     for axis, lines in curves.items():
         draw(out / f"{axis}.png", groups, lines, titles[axis], metric)
-    RunFolder(str(out)).write(NAME, render(groups, curves, titles, metric, smooth, out))
-    return out / NAME
+    sentences = verdict(groups, metric)
+    RunFolder(str(out)).write(NAME, render(groups, curves, sentences, titles, metric, smooth, out))
+    return Comparison(out / NAME, sentences)
 
 
-def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metric: str, smooth: int, out: Path) -> str:
+def render(
+    groups: Sequence[Group],
+    curves: Curves,
+    sentences: Sequence[str],
+    titles: dict[str, str],
+    metric: str,
+    smooth: int,
+    out: Path,
+) -> str:
     """The page as HTML, for the folder `out`, from which it links to the runs' reports."""
     keys = differing([group.settings for group in groups])
     cells = [[", ".join(cut(text, SHOWN) for text in values(group.settings, key)) for key in keys] for group in groups]
@@ -113,7 +130,7 @@ def render(groups: Sequence[Group], curves: Curves, titles: dict[str, str], metr
                 for number, group in enumerate(groups)
             ],
         },
-        verdict=verdict(groups, metric),
+        verdict=sentences,
         smooth=smooth,
         window=WINDOW,
         most=max(len(group.runs) for group in groups),

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,7 +21,8 @@ from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.history import final_mean, finite
 from tokencredit.runs.jsonl import is_number
-from tokencredit.settings.world import World, world_of
+from tokencredit.settings.data import KINDS
+from tokencredit.settings.world import TEXT, World, world_of
 from tokencredit.settings.yaml import flat
 
 POINTS = 500
@@ -32,6 +34,8 @@ FEWEST = 3
 """Smallest number of runs with an interval."""
 SEED, FOLDER = "seed", "run.dir"
 """The two keys in which repetitions differ."""
+SAME_SCORE = ("name", "retries", "timeout", "batch_size", "dtype")
+"""Settings of a reward term that leave its score the same."""
 LABEL = 60
 """Maximum characters of a curve's name made from settings."""
 MISSING = "not set"
@@ -137,6 +141,20 @@ def differing(groups: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
     """Keys whose values differ between groups, without seed and folder; `groups` are their settings."""
     keys = dict.fromkeys(key for settings in groups for found in settings for key in without_seed(found))
     return [key for key in keys if any(values(part, key) != values(groups[0], key) for part in groups)]
+
+
+def reward_keys(groups: Sequence[Group], metric: str) -> list[str]:
+    """Keys in which the rewards of language-model runs differ, if the metric is their reward; sources come first."""
+    if metric not in (TEXT.headline, TEXT.evaluation):
+        return []
+    settings = [found for group in groups for found in group.settings]
+    keys = [key for found in settings for key in found if re.match(r"reward(\[|$)", key)]
+    keys = [
+        key
+        for key in dict.fromkeys(keys)
+        if key.rpartition(".")[2] not in SAME_SCORE and len(values(settings, key)) > 1
+    ]
+    return sorted(keys, key=lambda key: key.rpartition(".")[2] not in KINDS)
 
 
 def varying(group: Group) -> list[str]:

@@ -19,7 +19,9 @@ SECTIONS = {
     "Losses": ("loss", "policy_loss", "value_loss"),
     "Critic and advantages": ("explained_variance", "value_mean", "advantage"),
     "Audit of the credit": ("audit/",),
-    "Audit of the critic": tuple(f"audit/{name}" for name in ("explained", "slope", "bias", "spread", "ranking")),
+    "Audit of the critic": tuple(
+        f"audit/{name}" for name in ("explained", "slope", "bias", "spread", "ranking", "value")
+    ),
     "Length": ("length", "truncated", "masked", "average_length", "episodes"),
     "Optimizer": ("grad_norm", "lr", "steps", "bad_steps", "critic_steps"),
     "Time": ("seconds", "tokens", "tokens_per_second", "steps_per_second", "total_steps"),

@@ -15,10 +15,10 @@ from tokencredit.report.curves import chart_of, constant, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
-from tokencredit.runs.diagnosis import diagnose
+from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder, read_python
 from tokencredit.runs.history import WINDOW, final_mean, mean
-from tokencredit.runs.summary import averaged, duration
+from tokencredit.runs.summary import averaged, iterations_in
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.world import CONTROL, world_of
 
@@ -41,7 +41,9 @@ def write_report(folder: Path) -> Path:
     Raises:
         ConfigError: it is not a run's folder, or a file in it is invalid.
     """
-    RunFolder(str(folder)).write(REPORT, render(read_run(folder)))
+    run, target = read_run(folder), RunFolder(str(folder))
+    target.require_writable()
+    target.write(REPORT, render(run))
     return folder / REPORT
 
 
@@ -57,6 +59,7 @@ def render(run: Run) -> str:
         name=visible(run.path.resolve().name),
         story=story(run),
         findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
+        no_finding=no_finding(len(run.metrics)),
         trust=audit_view.trust(run),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
@@ -97,7 +100,7 @@ def story(run: Run) -> list[tuple[str, str]]:
         entries.append(
             ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered samples")
         )
-    entries.append(("time", f"{len(metrics)} iterations in {duration(seconds)}"))
+    entries.append(("time", iterations_in(len(metrics), seconds)))
     stopped = summary.get("stopped_by")
     if stopped is None:
         entries.append(("state", "not finished: this page shows its files so far"))

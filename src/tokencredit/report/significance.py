@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from tokencredit.report.comparison_stats import FEWEST, LEVEL, RESAMPLES, Group, interquartile_mean, last
+from tokencredit.report.comparison_stats import FEWEST, LEVEL, RESAMPLES, Group, interquartile_mean, last, reward_keys
 from tokencredit.report.templating import two_digits
 
+NAMED = 3
+"""Most keys named in a sentence."""
 EXCHANGES = 10_000
 """Exchanges of runs between two groups in a test; it is exact if there are no more."""
 
 
 def verdict(groups: Sequence[Group], metric: str) -> list[str]:
-    """Sentences on the two groups that end highest, or on the only group.
+    """Sentences on the two groups that end highest, or on the only group; first, if so, that their rewards differ.
 
     A run ends at its mean over the last iterations, a group at the interquartile mean of its runs. The interval of the
     difference is a percentile bootstrap over the runs of each group; a rank-sum test says if it is noise.
@@ -28,13 +30,25 @@ def verdict(groups: Sequence[Group], metric: str) -> list[str]:
         runs = f"{len(best)} run" + "s" * (len(best) > 1)
         return [f"{metric} ends at {middle(best)} in {runs} of one setting; there is nothing to compare."]
     lower, other = others[0]
+    caution = different_rewards(reward_keys(groups, metric))
     if not spread(best, other):
-        return [f"{higher} and {lower} end at the same {metric}, {middle(best)}."]
+        return [*caution, f"{higher} and {lower} end at the same {metric}, {middle(best)}."]
     rest = f", the next of {len(ends)} settings" if len(ends) > 2 else ""
     sentence = f"{higher} ends at the higher {metric}: {middle(best)}, against {middle(other)} with {lower}{rest}"
     stops = sorted({run.metrics[-1]["iteration"] for group in groups for run in group.runs})
     apart = [f"The runs end at different iterations, {stops[0]} to {stops[-1]}."] if len(stops) > 1 else []
-    return [*compared(sentence, best, other), *apart]
+    return [*caution, *compared(sentence, best, other), *apart]
+
+
+def different_rewards(keys: Sequence[str]) -> list[str]:
+    """A sentence on runs whose rewards differ in these keys; none without keys."""
+    if not keys:
+        return []
+    more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+    return [
+        f"The runs have different rewards ({', '.join(keys[:NAMED])}{more}): the higher one is no better result. "
+        "Compare by a metric that means the same in all runs, with --metric."
+    ]
 
 
 def compared(sentence: str, best: np.ndarray, other: np.ndarray) -> list[str]:

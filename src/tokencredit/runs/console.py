@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, too_noisy
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import Summary, averaged, duration, figure, shortened
+from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
@@ -146,7 +147,7 @@ class Screen:
             self.say(
                 f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
                 f"({averaged(summary.iterations)})   "
-                f"{summary.iterations} iterations in {duration(summary.seconds)} "
+                f"{iterations_in(summary.iterations, summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.world.unit} per second)"
             )
         if summary.stopped_by != "iterations":
@@ -169,13 +170,11 @@ class Screen:
                 f"the critic explains {_number(explained['value'])} ({_range(explained)}) of the true values' "
                 f"variance; RMSE {_number(error)}, best constant {_number(critic['constant_rmse']['value'])}"
             )
-        rows = audit["settings"].get("completions", audit["settings"].get("episodes"))
-        self.say(
-            f"{credit['tokens']} states of {rows} "
-            f"completions or episodes, {audit['continuations']:.0f} continuations per state, "
-            f"{duration(audit['seconds'])}; this run's estimator is {credit['shown']}"
-        )
-        if credit["tokens"] < rows:  # without a time limit each has at least one
+            if caution := critic_caution(critic):
+                self.say(caution)
+        self.say(credit_verdict(audit))
+        self.say(f"measured in {duration(audit['seconds'])}; this run's estimator is {credit['shown']}")
+        if credit["tokens"] < audited_rows(audit["settings"]):  # without a time limit each has at least one
             self.say("the time limit was too short to measure the credit: raise --seconds")
 
     def findings(self, findings: Sequence[Finding]) -> None:
@@ -202,16 +201,20 @@ def _range(figure: Mapping[str, float | None]) -> str:
 
 def _audited(metrics: Mapping[str, float]) -> str:
     """An audit's metrics in one line."""
-    correlation, explained = (metrics.get(f"audit/{name}") for name in ("correlation", "explained_variance"))
+    correlation, low, high = (metrics.get(f"audit/correlation{end}") for end in ("", "_low", "_high"))
+    explained, noise = metrics.get("audit/explained_variance"), metrics.get("audit/noise", 0.0)
     if correlation is None:
         share = "audit: the share of real credit is unknown"
     else:
-        low, high = (metrics.get(f"audit/correlation_{bound}") for bound in ("low", "high"))
-        within = "" if low is None or high is None else f", 95 % interval {low:.2f} to {high:.2f}"
-        percent = f"{100 * metrics['audit/trust']:.0f} %"
-        share = f"audit: {percent} of the credit is real (correlation {correlation:.2f}{within})"
-    critic = "" if explained is None else f", the critic explains {explained:.2f} of the true values' variance"
-    return share + critic
+        within = "without an interval" if low is None or high is None else f"95 % interval {low:.2f} to {high:.2f}"
+        percent = f"{100 * metrics['audit/trust']:.0f} % of the credit is real"
+        verdict = too_noisy(noise) if noise > NOISY else percent
+        share = f"audit: {verdict} (correlation {correlation:.2f}, {within})"
+    if explained is None:
+        return share
+    if metrics.get("audit/value_noise", 0.0) > NOISY:
+        return f"{share}, too noisy to judge the critic"
+    return f"{share}, the critic explains {explained:.2f} of the true values' variance"
 
 
 def _reference(sample: Mapping[str, Any]) -> str:

@@ -75,6 +75,13 @@ class RunFolder:
                 f"{(reserve + more) / 1e6:.0f} MB; free some space or give another --run.dir"
             )
 
+    def require_writable(self) -> None:
+        """Raise `ConfigError` if the folder exists, and no file can be written into it."""
+        if self.path.is_dir() and not os.access(self.path, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"cannot write into the run's folder {str(self.path)!r}; make it writable, or copy the run elsewhere"
+            )
+
     def lock(self) -> None:
         """Keep other processes from training this run until `unlock`, or until this process ends in any way.
 

@@ -103,7 +103,7 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
     except KeyboardInterrupt:
         _say_stopped(record)
         raise
-    except (RunStopped, OSError) as error:
+    except (RunStopped, OSError, ConfigError) as error:  # user code may raise any
         if not record.folder.path.is_dir():
             raise RunStopped(
                 f"stopped in {_place(number)}: the run's folder {str(record.folder.path)!r} is gone, so nothing more "
@@ -178,7 +178,7 @@ def _save_what_can_be(trainer: Trainer, number: int, error: Exception) -> Iterat
     except OSError as again:
         yield f"its checkpoint could not be written: {_reason(again)}"
     try:
-        trainer.finish(error.stopped_by if isinstance(error, RunStopped) else "a file that could not be written")
+        trainer.finish(getattr(error, "stopped_by", "a file that could not be written"))
     except OSError as again:
         yield f"the policy could not be saved: {_reason(again)}"
 

@@ -131,6 +131,7 @@ class RunRecord:
         checkpoints = path / "checkpoints"
         if self.main:
             self.folder.create(reserve)
+            self.folder.require_writable()
             self.folder.lock()
             recover(path)
             recover(checkpoints)
@@ -141,7 +142,10 @@ class RunRecord:
             )
         done, state, damaged = newest(checkpoints, self.processes.rank, path)
         if done >= self.args.iterations and (path / "summary.json").is_file():
-            raise ConfigError(f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue")
+            raise ConfigError(
+                f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue, above {done} "
+                f"(it is {self.args.iterations})"
+            )
         lines = [] if state is None else load(state["trainer"] | {"process": state["process"]}, set(changed))
         self.processes.wait()
         if self.main:
@@ -233,13 +237,21 @@ class RunRecord:
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
     def how_to_resume(self) -> str:
-        """How to resume this run: the command, or the call."""
+        """How to resume this run: the command or the call, with a caution if there is no checkpoint."""
+        path, caution = self.folder.path, ""
+        if not saved(path / "checkpoints"):
+            if not self.args.save_every and (path / "metrics.jsonl").is_file():
+                return (
+                    "no checkpoint is saved (run.save_every is 0), so it cannot be resumed: begin a new run with "
+                    "another --run.dir"
+                )
+            caution = "no checkpoint is saved yet, so resuming begins anew; "
         if self.from_python:
             return (
-                f"resume from Python with the same arguments and run.dir {str(self.folder.path)!r}: "
+                f"{caution}resume from Python with the same arguments and run.dir {str(path)!r}: "
                 "train(resume_from_checkpoint=True)"
             )
-        return f"resume with: tokencredit {self.world.command} --resume {shlex.quote(str(self.folder.path))}"
+        return f"{caution}resume with: tokencredit {self.world.command} --resume {shlex.quote(str(path))}"
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""

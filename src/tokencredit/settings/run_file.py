@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +46,10 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
         if not isinstance(settings, Mapping):
             raise ConfigError("it holds no settings; it must be a mapping of keys to values")
         if world := other_world(settings, next(w.command for w in WORLDS.values() if w.config is kind)):
-            raise ConfigError(f"it is of a run of tokencredit {world.command}, which this command cannot read")
+            raise ConfigError(
+                f"it is of a run of tokencredit {world.command}, which this command cannot read; use tokencredit "
+                f"{world.sampler} {shlex.quote(str(file.parent))}"
+            )
         keys, default = flat(settings), kind()
         if old := renamed(keys):
             raise ConfigError(old)

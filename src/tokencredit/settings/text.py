@@ -83,6 +83,9 @@ class PPOConfig:
             if type(term) not in KINDS.values():
                 kinds = ", ".join(kind.__name__ for kind in KINDS.values())
                 raise ConfigError(f"reward[{number}] is a {type(term).__name__}; it must be one of {kinds}")
+        if not any(term.weight for term in self.reward):
+            keys = ", ".join(f"reward[{number}].weight" for number in range(len(self.reward)))
+            raise ConfigError(f"{keys}: 0, so every completion would score the same; give a term another weight")
         self.advantage.check_critic(self.critic.kind)
         self.critic.check_warmup(self.run.iterations)
         self.critic.check_places()

@@ -19,6 +19,8 @@ class World:
     """Name in a sweep file."""
     command: str
     """Subcommand that trains."""
+    sampler: str
+    """Subcommand that samples from the trained policy."""
     config: type[PPOConfig] | type[ControlConfig] | type[OfflineSettings]
     headline: str
     """Metric that shows how well a run does."""
@@ -51,6 +53,7 @@ class World:
 TEXT = World(
     name="text",
     command="train",
+    sampler="generate",
     config=PPOConfig,
     headline="reward",
     deviation="reward_std",
@@ -62,6 +65,7 @@ TEXT = World(
 CONTROL = World(
     name="control",
     command="control",
+    sampler="play",
     config=ControlConfig,
     headline="train/average_return",
     deviation="train/std_return",
@@ -73,6 +77,7 @@ CONTROL = World(
 SFT = World(
     name="sft",
     command="sft",
+    sampler="generate",
     config=SFTConfig,
     headline="loss",
     deviation="loss_std",
@@ -85,6 +90,7 @@ SFT = World(
 REWARD_MODEL = World(
     name="reward-model",
     command="reward-model",
+    sampler="evaluate",
     config=RewardModelConfig,
     headline="accuracy",
     deviation="accuracy_std",
@@ -97,6 +103,7 @@ REWARD_MODEL = World(
 DPO = World(
     name="dpo",
     command="dpo",
+    sampler="generate",
     config=DPOConfig,
     headline="accuracy",
     deviation="accuracy_std",

@@ -220,6 +220,10 @@ def compare(done: Sequence[Run], out: Path) -> None:
     from tokencredit.report.comparison_page import write_comparison  # Matplotlib and SciPy, at the end only
 
     try:
-        say(f"compared in {write_comparison([run.folder for run in done], out=out)}")
+        comparison = write_comparison([run.folder for run in done], out=out)
     except ConfigError as error:
         say(f"no comparison: {error}")
+        return
+    for sentence in comparison.verdict:
+        say(sentence)
+    say(f"compared in {comparison.page}")

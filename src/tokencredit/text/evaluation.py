@@ -26,6 +26,12 @@ from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.rewards.terms import build_terms, term_metrics
 from tokencredit.text.setup import build_pipeline, evaluation_prompts
 
+MEANINGS = {
+    "best": "mean over prompts of the best completion's reward",
+    "distinct": "share of distinct completions",
+    "distinct_2": "share of distinct pairs of neighbouring tokens",
+}
+"""Meanings of metrics whose names do not tell, for the command."""
 SEED_OFFSET = 1_000_003
 """Separates the seeds of evaluation from those of training; all evaluations of a run share their random numbers."""
 
@@ -95,8 +101,9 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
         metrics = evaluate(pipeline, prompts, config.eval, seed=config.seed)
     except UnusableBatch as error:
         raise RunStopped(str(error)) from error
-    for metric, value in metrics.items():
-        print(f"{visible(metric.removeprefix('eval/')):<24} {value:.4g}")
+    print(sizes(config.eval, len(prompts.kept)))
+    for name, value in ((metric.removeprefix("eval/"), value) for metric, value in metrics.items()):
+        print(f"{visible(name):<24} {value:<10.4g}{MEANINGS.get(name, '')}".rstrip())
     return metrics
 
 
@@ -135,3 +142,9 @@ def write_metrics(
     numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     result = about | {"sampling": sampling, "metrics": numbers}
     write_file(file, json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def sizes(settings: EvalConfig, different: int) -> str:
+    """Number of prompts and completions of an evaluation, as text; `different` prompts are repeated in turn."""
+    repeated = f", {different} of them different" if different < settings.samples else ""
+    return f"{settings.samples} prompts{repeated}; completions per prompt: {settings.best_of}"

@@ -23,6 +23,7 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
+from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
 
@@ -124,6 +125,13 @@ def evaluation_prompts(
         group="eval.prompts" if held_out else "prompts",
         dataset_name="eval_dataset",
     )
+
+
+def check_columns(terms: list[Term], models: Models, *prompts: Prompts) -> None:
+    """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
+    own = ("prompts", "completions", "completion_ids", *(() if models.reference is None else ("ref_logprobs",)))
+    for columns in (found.other_columns for found in prompts):
+        calls.check_columns(terms, [*own, *columns])
 
 
 def dropped(*prompts: Prompts) -> list[str]:

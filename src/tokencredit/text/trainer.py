@@ -111,6 +111,7 @@ class PPOTrainer:
             self.record.from_python = self.origin["given"]
             named = model is None or isinstance(model, str)
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named)
+            setup.check_columns(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes)

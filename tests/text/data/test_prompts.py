@@ -157,11 +157,6 @@ def test_the_limit_is_exact(tokenizer, add_bos):
         Prompts(text, tokenizer, replace(config, max_length=length - 1))
 
 
-def test_no_room_at_all_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"max_new_tokens leaves no room for a prompt"):
-        Prompts("A", tokenizer, PromptsConfig(overlong="truncate"), limit=0)
-
-
 def test_an_empty_prompt_is_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"prompts\.text\[1\] is '', which has no token"):
         Prompts(["A", ""], tokenizer)

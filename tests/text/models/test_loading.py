@@ -55,6 +55,12 @@ def test_every_token_that_ends_a_text_is_known(loaded):
 
 def test_room_for_prompts(loaded):
     assert max_prompt_length(loaded[0], 24) == 40
+    assert max_prompt_length(loaded[0], 24, 30) == 6
+    assert max_prompt_length(loaded[0], 63) == 1
+    context, budget = "the model's context has 64 tokens", r"ppo\.micro_batch_tokens is 30"
+    for length, limits in ((30, budget), (64, f"{context} and {budget}")):
+        with pytest.raises(ConfigError, match=rf"^max_new_tokens leaves .*: it is {length}, and {limits}; lower max_"):
+            max_prompt_length(loaded[0], length, 30)
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_a_service_that_hangs_is_asked_again(service, caplog):
     [
         (
             "error",
-            r"^reward term 'judge' raised HTTPError: HTTP Error 500: Internal Server Error \(the last of 3 tries\); "
-            r"if the service is only slow, raise the term's timeout or retries$",
+            r"^reward term 'judge' raised HTTPError: HTTP Error 500: Internal Server Error at \S+test_calls\.py:\d+ "
+            r"\(the last of 3 tries\); if the service is only slow, raise the term's timeout or retries$",
         ),
         (
             "hang",
@@ -144,7 +144,7 @@ def test_a_service_that_stays_down_is_given_up_and_not_asked_for_each_text(kind,
 
 def test_a_service_that_is_not_there_is_given_up(service):
     service.server_close()
-    with pytest.raises(RewardError, match=r"raised URLError: <urlopen error .*refused> \(the last of 2 tries\)"):
+    with pytest.raises(RewardError, match=r"raised URLError: <.*refused> at \S+\.py:\d+ \(the last of 2 tries\)"):
         rate(judge(service, retries=1))
 
 
@@ -158,7 +158,7 @@ def test_without_retries_the_first_failure_is_the_last():
 def test_the_culprit_is_looked_for_after_the_last_try_only():
     failing = Failing(KeyError("score"))
     with pytest.raises(
-        RewardError, match=r"KeyError: 'score'; its prompt was 'Say:' .* 'one' \(the last of 3 tries\)$"
+        RewardError, match=r"KeyError: 'score' at \S+\.py:\d+; its prompt was 'Say:' .* 'one' \(the last of 3 tries\)$"
     ):
         rate(Term("f", 1.0, failing))
     assert failing.calls == [COMPLETIONS] * 3 + [["one"]]
@@ -166,7 +166,7 @@ def test_the_culprit_is_looked_for_after_the_last_try_only():
 
 def test_the_search_for_the_culprit_ends_where_a_service_is_down():
     failing = Failing(KeyError("score"), ConnectionError("gone"))
-    with pytest.raises(RewardError, match=r"^reward term 'f' raised KeyError: 'score'$"):
+    with pytest.raises(RewardError, match=r"^reward term 'f' raised KeyError: 'score' at \S+test_calls\.py:\d+$"):
         rate(Term("f", 1.0, failing, retries=0))
     assert failing.calls == [COMPLETIONS, ["one"]]
 
@@ -208,16 +208,17 @@ def test_pauses_double_up_to_the_longest(monkeypatch, caplog):
     monkeypatch.setattr(reward_calls, "MAX_BACKOFF", 0.003)
     failing = Failing(OSError("gone"), OSError("gone"), OSError("gone"), OSError("gone"), LENGTHS)
     assert rate(Term("f", 1.0, failing, retries=4)) == LENGTHS
-    assert caplog.messages == [
-        f"reward term 'f' raised OSError: gone; trying again in {pause} s" for pause in (0.001, 0.002, 0.003, 0.003)
-    ]
+    for message, pause in zip(caplog.messages, (0.001, 0.002, 0.003, 0.003), strict=True):
+        assert re.fullmatch(rf"reward term 'f' raised OSError: gone at \S+\.py:\d+; trying again in {pause} s", message)
 
 
 def test_what_a_service_sends_cannot_act_on_the_terminal(caplog):
     evil = RuntimeError("\x1b[2J\nall is well")
-    with pytest.raises(RewardError, match=r"raised RuntimeError: \\x1b\[2J\\nall is well; its prompt"):
+    with pytest.raises(RewardError, match=r"raised RuntimeError: \\x1b\[2J\\nall is well at \S+\.py:\d+; its prompt"):
         rate(Term("f", 1.0, Failing(evil), retries=1))
-    assert caplog.messages == [r"reward term 'f' raised RuntimeError: \x1b[2J\nall is well; trying again in 0 s"]
+    (message,) = caplog.messages
+    assert message.startswith(r"reward term 'f' raised RuntimeError: \x1b[2J\nall is well at /")
+    assert message.endswith("; trying again in 0 s")
 
 
 def test_a_coroutine_that_hangs_is_cancelled_and_called_again():
@@ -265,7 +266,7 @@ def test_coroutines_are_tried_again_together():
 
 
 def test_a_timeout_of_the_functions_own_is_not_the_terms():
-    with pytest.raises(RewardError, match=r"raised TimeoutError: timed out; if the service"):
+    with pytest.raises(RewardError, match=r"raised TimeoutError: timed out at \S+\.py:\d+; if the service"):
         rate(Term("f", 1.0, Failing(TimeoutError("timed out")), timeout=30, retries=0))
 
 

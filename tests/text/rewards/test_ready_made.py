@@ -7,6 +7,7 @@ import torch
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.models.loading import resolve
+from tokencredit.text.rewards.calls import Term, check_columns
 from tokencredit.text.rewards.ready_made import (
     READY_MADE,
     count,
@@ -88,8 +89,10 @@ def test_reference_fluency():
 
 
 def test_reference_fluency_without_a_reference_says_what_to_set():
-    with pytest.raises(ConfigError, match=r"set kl\.coef above 0"):
-        rated(reference_fluency(), "a")
+    terms = [Term("fluency", 1.0, reference_fluency())]
+    with pytest.raises(ConfigError, match=r"'fluency' needs ref_logprobs, .* set kl\.coef above 0"):
+        check_columns(terms, ["prompts", "completions", "completion_ids"])
+    check_columns(terms, ["prompts", "completions", "ref_logprobs"])
 
 
 def test_messages_are_read_by_their_contents():

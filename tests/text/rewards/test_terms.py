@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 import shutil
+import statistics
 import sys
 import warnings
 from ast import literal_eval
@@ -520,7 +521,9 @@ def test_functions_get_what_they_name():
 
 
 def test_a_column_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"the reward 'f' needs answer; there are completions, label, prompts"):
+    with pytest.raises(
+        ConfigError, match=r"the reward 'f' needs answer; there are completions, label, prompts; others .*dataset"
+    ):
         rate([Term("f", 1.0, lambda completions, answer: [0.0, 0.0])], label=[1, 2])
     with pytest.raises(ConfigError, match=r"the reward 'f' needs texts"):
         rate([Term("f", 1.0, lambda texts: [0.0, 0.0])])
@@ -582,11 +585,39 @@ def test_a_function_that_raises_is_named_with_the_text_that_made_it():
 
     with pytest.raises(
         RewardError,
-        match=r"reward term 'picky' raised ZeroDivisionError: division by zero; "
+        match=r"reward term 'picky' raised ZeroDivisionError: division by zero at .*test_terms\.py:\d+; "
         r"its prompt was 'This movie was really' and its completion ' awful",
     ) as caught:
         rate([Term("picky", 1.0, picky)], answer=[1, 2])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+BROKEN = """import json, statistics
+
+
+def helper(completion):
+    return json.loads(completion)["score"]
+
+
+def parsed(completions):
+    return [helper(completion) for completion in completions]
+"""
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_an_exception_is_located_in_user_code(timeout, tmp_path):
+    """The json module raises; line 5 is the innermost of the user's."""
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN)
+    terms = build_terms([FunctionTerm(function=f"{file}:parsed", retries=0, timeout=timeout)], "cpu")
+    with pytest.raises(RewardError, match=rf"JSONDecodeError: .* at {re.escape(str(file))}:5; its prompt was"):
+        rate(terms)
+
+
+def test_an_exception_without_user_code_has_no_place():
+    count_words = Term("count", 1.0, partial(statistics.mean, []), retries=0)
+    with pytest.raises(RewardError, match=r"raised \w+: [^/]*; its prompt was"):
+        rate([count_words])
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
@@ -611,7 +642,9 @@ def test_a_coroutine_that_raises_is_named_too():
     async def picky(completions):
         raise KeyError("score")
 
-    with pytest.raises(RewardError, match=r"reward term 'picky' raised KeyError: 'score'; its prompt was"):
+    with pytest.raises(
+        RewardError, match=r"reward term 'picky' raised KeyError: 'score' at .*test_terms\.py:\d+; its prompt"
+    ):
         rate([Term("picky", 1.0, picky)])
 
 
@@ -622,7 +655,8 @@ def test_a_function_that_raises_on_the_whole_only():
         return [0.0]
 
     with pytest.raises(
-        RewardError, match=r"ValueError: too many; .* batch of 2 completions, but on none of them alone"
+        RewardError,
+        match=r"ValueError: too many at .*; it did so on a batch of 2 completions, but on none of them alone",
     ):
         rate([Term("small", 1.0, small)])
 

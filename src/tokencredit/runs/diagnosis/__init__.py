@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
-from tokencredit.runs.diagnosis.evidence import Evidence, Finding
+from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
 
-__all__ = ["Finding", "diagnose"]
+__all__ = ["Finding", "diagnose", "no_finding"]
 
 
 def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
@@ -24,3 +24,11 @@ def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *,
         return []
     checks = CHECKS + FINAL_CHECKS if ended else CHECKS
     return sorted(filter(None, (check(evidence) for check in checks)), key=lambda finding: -finding.weight)
+
+
+def no_finding(iterations: int) -> str:
+    """The result for a run of this length without findings; most checks need `SETTLED` iterations."""
+    if iterations >= SETTLED:
+        return "the checks find nothing wrong with this run"
+    number = f"{iterations} iteration" + "s" * (iterations > 1)
+    return f"the checks find nothing wrong in {number}, but most of them need at least {SETTLED}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokencredit.audit.verdict import NOISY
 from tokencredit.runs.diagnosis.evidence import Evidence, Finding
 
 FLAT = 0.3
@@ -9,15 +10,12 @@ FLAT = 0.3
 doctor`."""
 GAIN = 0.05
 """Gain in correlation from another λ, above which a change is worthwhile."""
-NOISY = 0.5
-"""Share of noise in the true advantages from which on correlations and their intervals are no evidence. Measured: an
-audit with a share of 0.73 gave a false finding on a run with a correct critic."""
 
 
 def critic_worse(run: Evidence) -> Finding | None:
     """The critic's values are further from the truth than their own mean."""
     name = "audit/explained_variance_high"
-    if not run.in_audits(name, lambda high: high < 0):
+    if not (run.in_audits(name, lambda high: high < 0) and _values_known(run)):
         return None
     return Finding(
         "critic_worse",
@@ -33,7 +31,7 @@ def critic_worse(run: Evidence) -> Finding | None:
 def critic_flat(run: Evidence) -> Finding | None:
     """The critic predicts nearly the same value for states whose true values differ."""
     name = "audit/spread_high"
-    if not run.in_audits(name, lambda high: high < FLAT):
+    if not (run.in_audits(name, lambda high: high < FLAT) and _values_known(run)):
         return None
     return Finding(
         "critic_flat",
@@ -76,6 +74,11 @@ def lam_high(run: Evidence) -> Finding | None:
         "least that much: the critic predicts better than the sampled returns.",
         f"lower advantage.lam{_of_gae(run)}",
     )
+
+
+def _values_known(run: Evidence) -> bool:
+    """True if audits have true values without much noise; older audits do not tell."""
+    return run.in_audits("audit/value_noise", lambda share: share < NOISY)
 
 
 def _gains(run: Evidence, name: str) -> bool:

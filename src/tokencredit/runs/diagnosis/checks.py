@@ -20,6 +20,9 @@ ROUNDING_IN_BFLOAT16 = 0.2
 TRIAL = 3
 """Iterations of a run that only tries things out, whose warm-up is no finding."""
 
+REPEATED = 2
+"""Iterations after which a term without any variance is a finding; all of them count, up to `WINDOW`."""
+
 CLIPPED_AWAY = 1000
 """Gradient norm over its limit above which the clipping may cost learning. Measured: 150 on CartPole, where it costs
 nothing, and 20,000 on the built-in model, with the same reward as without; at 2,000,000 the policy stands still."""
@@ -261,7 +264,7 @@ def truncated(run: Evidence) -> Finding | None:
 def constant_term(run: Evidence) -> Finding | None:
     """A reward term is constant."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
-    flat = [name for name in names if len(run) >= WINDOW and run.last(name) < 1e-8]
+    flat = [name for name in names if len(run) >= REPEATED and run.last(name) < 1e-8]
     if not flat:
         return None
     return Finding(
@@ -270,7 +273,7 @@ def constant_term(run: Evidence) -> Finding | None:
         f"the reward's term {flat[0].removeprefix('reward_std/')} does not vary",
         run.where(flat[0]),
         "It gives every completion the same score, so nothing can be learned from it.",
-        "check its inputs and outputs by hand on a few texts",
+        "check its inputs and outputs by hand on a few texts; if high scores are only rare, raise rollout.batch_size",
     )
 
 

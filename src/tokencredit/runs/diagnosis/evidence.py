@@ -100,8 +100,11 @@ class Evidence:
         return self.mean(name, slice(-WINDOW, None))
 
     def where(self, name: str) -> str:
-        """A metric's means over the first and the last iterations, as text."""
+        """A metric's means over the first and the last iterations, as text; one mean for a short run."""
         first, last = int(self.metrics[0]["iteration"]), int(self.metrics[-1]["iteration"])
+        if len(self) <= WINDOW:
+            iterations = f"iteration {first}" if first == last else f"iterations {first}–{last}"
+            return f"{name} {self.last(name):.3g} in {iterations}"
         then = min(first + WINDOW - 1, last)
         now = max(last - WINDOW + 1, first)
         return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"

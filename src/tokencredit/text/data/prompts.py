@@ -101,11 +101,6 @@ class Prompts:
         config = config or PromptsConfig()
         if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError(f"{group}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
-        if limit is not None and limit < 1:
-            raise ConfigError(
-                "max_new_tokens leaves no room for a prompt in the model's context or in ppo.micro_batch_tokens; "
-                "lower max_new_tokens"
-            )
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
         self.max_length = min((most for most in (config.max_length, limit) if most is not None), default=None)

@@ -164,10 +164,20 @@ def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | No
     """The longest prompt, in tokens, that fits the context and the token budget together with a completion.
 
     None if the context length is unknown and there is no budget.
+
+    Raises:
+        ConfigError: not even one token fits.
     """
     context = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    limits = [limit for limit in (context, budget) if limit is not None]
-    return min(limits) - max_new_tokens if limits else None
+    named = {"the model's context has {} tokens": context, "ppo.micro_batch_tokens is {}": budget}
+    limits = {text.format(limit): limit for text, limit in named.items() if limit is not None}
+    full = [text for text, limit in limits.items() if limit <= max_new_tokens]
+    if full:
+        raise ConfigError(
+            f"max_new_tokens leaves no room for a prompt: it is {max_new_tokens}, and {' and '.join(full)}; lower "
+            "max_new_tokens"
+        )
+    return min(limits.values()) - max_new_tokens if limits else None
 
 
 def fuse_gelu(model: nn.Module) -> None:

@@ -6,11 +6,14 @@ import asyncio
 import functools
 import inspect
 import logging
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tokencredit.errors import ConfigError, RunStopped
@@ -22,6 +25,9 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tokencredit")
 
+PACKAGE = str(Path(__file__).parents[2])
+LIBRARIES = [PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
+"""Folders whose code is not the user's."""
 FIRST_BACKOFF = 1.0
 """Seconds before the first retry; each further backoff is twice as long."""
 MAX_BACKOFF = 60.0
@@ -170,7 +176,29 @@ def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[A
     if len(missing) == 2 and missing == list(parameters)[:2]:
         rest = {name: value for name, value in named.items() if name not in ("prompts", "completions")}
         return [columns["prompts"], columns["completions"]], rest
-    raise ConfigError(f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(columns))}")
+    if "ref_logprobs" in missing:
+        raise ConfigError(
+            f"the reward {term.name!r} needs ref_logprobs, of a reference model, and there is none because kl.coef is "
+            "0; set kl.coef above 0 (1e-6 costs next to nothing)"
+        )
+    raise ConfigError(
+        f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(columns))}; others come "
+        "from the columns of prompts.dataset (train_dataset in Python) or from the term's kwargs"
+    )
+
+
+def check_columns(terms: Sequence[Term], names: Iterable[str]) -> None:
+    """Check, before a run begins, that each term's function finds its required arguments.
+
+    Args:
+        terms: the terms.
+        names: names of the columns that `start_call` will have.
+
+    Raises:
+        ConfigError: an argument is missing.
+    """
+    for term in terms:
+        _arguments(term, dict.fromkeys(names, ()))
 
 
 def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:
@@ -207,4 +235,16 @@ def _summary(term: Term, error: Exception) -> str:
     """A failed call's error in one line, escaped because a service may send anything."""
     if isinstance(error, RewardError):
         return str(error)
-    return f"reward term {term.name!r} raised {type(error).__name__}: {visible(str(error))}"
+    return visible(f"reward term {term.name!r} raised {type(error).__name__}: {error}{_place(error)}")
+
+
+def _place(error: Exception) -> str:
+    """File and line of the innermost frame in user code, as text; empty if there is none."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    user = [(file, line) for file, line in places if not file.startswith("<") and not _installed(Path(file))]
+    return " at {}:{}".format(*user[-1]) if user else ""
+
+
+def _installed(file: Path) -> bool:
+    """True for a file of Tokencredit, of Python's library or of an installed package."""
+    return any(file.is_relative_to(folder) for folder in LIBRARIES)

@@ -152,14 +152,7 @@ def reference_fluency() -> RewardFunction:
     It pulls towards the starting model's most likely, often dull, texts.
     """
 
-    def reference_fluency(
-        prompts: Texts, completions: Texts, ref_logprobs: Any = None, **columns: Any
-    ) -> list[float | None]:
-        if ref_logprobs is None:
-            raise ConfigError(
-                "the reward reference_fluency needs a reference model, and there is none because kl.coef is 0; "
-                "set kl.coef above 0 (1e-6 costs next to nothing)"
-            )
+    def reference_fluency(prompts: Texts, completions: Texts, ref_logprobs: Any, **columns: Any) -> list[float | None]:
         return [sum(row) / len(row) if row else None for row in ref_logprobs]
 
     return reference_fluency

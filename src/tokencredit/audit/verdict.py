@@ -1,0 +1,102 @@
+"""The verdict of an audit in sentences, for the screen and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NOISY = 0.5
+"""Share of noise in a measured truth above which figures and their intervals are no evidence. Measured: an audit with a
+share of 0.73 gave a false finding on a run with a correct critic."""
+MIN_ROWS = 6
+"""Fewest completions or episodes with intervals. A bootstrap interval stays within the range of the rows, and n rows
+all lie on one side of a median with probability 2^(1-n): 6 % for five, so that no such interval reaches 95 %."""
+
+
+def credit_verdict(audit: Mapping[str, Any]) -> str:
+    """The share of an audited run's credit that is real, or why the audit cannot tell; holds untrusted text.
+
+    Args:
+        audit: the contents of audit.json.
+    """
+    credit = audit["credit"]
+    correlation = credit["estimators"][credit["shown"]]["correlation"]
+    if correlation["value"] is None:
+        return (
+            "The share of real credit in this run is unknown: noise in the true values may explain the whole result "
+            f"({measured(audit)}). More continuations per state make them more precise."
+        )
+    value, interval = text_parts(correlation)
+    within = f"{interval}, " if interval else ""
+    correlates = f"advantages ({credit['shown']}) correlate {value} with the true ones ({within}{measured(audit)})"
+    noise = credit["noise"]["value"]
+    if noise is not None and noise > NOISY:
+        return f"This audit is {too_noisy(noise)}; {correlates}. Audit with more --continuations."
+    if audited_rows(audit["settings"]) < MIN_ROWS:
+        return (
+            f"This audit is too small to say how much of this run's credit is real: intervals need at least {MIN_ROWS} "
+            f"{rows_name(audit)}; {correlates}. Audit with more --completions."
+        )
+    return f"{share(correlation)} of this run's credit is real: {correlates}."
+
+
+def too_noisy(noise: float) -> str:
+    """The verdict on an audit with this share of noise, above `NOISY`."""
+    return (
+        f"too noisy to say how much of this run's credit is real: {100 * noise:.0f} % of the variance of its true "
+        "advantages is sampling noise"
+    )
+
+
+def critic_caution(critic: Mapping[str, Any] | None) -> str | None:
+    """A caution on a critic's figures if they are mostly noise; None otherwise, and without a critic."""
+    noise = None if critic is None else critic["noise"]["value"]
+    if noise is None or noise <= NOISY:
+        return None
+    return (
+        f"The critic's figures are too noisy to judge it: {100 * noise:.0f} % of the variance of its true values is "
+        "sampling noise."
+    )
+
+
+def share(correlation: Mapping[str, Any]) -> str:
+    """The squared correlation, as the beginning of a sentence."""
+    value, high = correlation["value"], correlation["high"]
+    if value <= 0:
+        return "None" if high is None or high <= 0 else "It is not shown that any"
+    percent = 100 * min(value, 1.0) ** 2
+    return "Less than 1 %" if percent < 1 else f"About {percent:.0f} %"
+
+
+def measured(audit: Mapping[str, Any]) -> str:
+    """The size of an audit, as text."""
+    steps = "steps" if rows_name(audit) == "episodes" else "tokens"
+    return (
+        f"{audit['credit']['tokens']:,} {steps} of {audited_rows(audit['settings']):,} {rows_name(audit)} "
+        f"{when(audit)}, {audit['continuations']:.3g} continuations per state"
+    )
+
+
+def when(audit: Mapping[str, Any]) -> str:
+    """The audited policy, as text."""
+    return "of the final policy" if audit["iteration"] is None else f"at iteration {audit['iteration']}"
+
+
+def rows_name(audit: Mapping[str, Any]) -> str:
+    """The audited rows: completions, or an agent's episodes."""
+    return "episodes" if "episodes" in audit["settings"] else "completions"
+
+
+def audited_rows(settings: Mapping[str, Any]) -> Any:
+    """Number of completions or episodes of an audit with these settings; None if not given."""
+    return settings.get("completions", settings.get("episodes"))
+
+
+def text_parts(figure: Mapping[str, Any]) -> tuple[str, str]:
+    """A figure and its interval as texts; the interval is empty if unknown."""
+    if figure["value"] is None:
+        return "not known", ""
+    # Adding 0.0 leaves no minus sign at a rounded zero.
+    ends = (figure[end] for end in ("value", "low", "high"))
+    value, low, high = (None if x is None else f"{round(x, 2) + 0.0:.2f}" for x in ends)
+    return str(value), "" if low is None or high is None else f"{low} to {high}"
