@@ -12,8 +12,8 @@ from tokencredit.report.reading import Run
 from tokencredit.report.significance import interval, rank_p, too_few, verdict
 
 
-def group(label, *ends, iterations=3):
-    rows = [[{"iteration": i, "reward": float(end)} for i in range(1, iterations + 1)] for end in ends]
+def group(label, *ends, iterations=3, metric="reward"):
+    rows = [[{"iteration": i, metric: float(end)} for i in range(1, iterations + 1)] for end in ends]
     return Group(label, [Run(Path(label), {}, found, [], {}) for found in rows], [{} for _ in ends])
 
 
@@ -125,3 +125,10 @@ def test_a_verdict_on_noise_is_rarely_more_than_noise():
     random = np.random.default_rng(0)
     found = [rank_p(*random.normal(size=(2, 5))) <= 0.05 for _ in range(400)]
     assert 0.01 < np.mean(found) < 0.08
+
+
+@pytest.mark.parametrize("metric", ["loss", "eval/loss", "perplexity"])
+def test_of_a_loss_less_is_better(metric):
+    high, low = group("high", 2.0, 2.1, 2.2, 2.3, metric=metric), group("low", 1.0, 1.1, 1.2, 1.3, metric=metric)
+    sentences = verdict([high, low], metric)
+    assert sentences[0].startswith(f"low ends at the lower {metric}: 1.15, against 2.15 with high, a difference of -1")

@@ -264,7 +264,9 @@ def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list
     measures: dict[str, Callable[[Run], float | None]] = {
         f"{metric}, first": lambda run: next(column(run, metric), None),
         f"{metric}, last": lambda run: last(run, metric),
-        f"{world.evaluation}, best": lambda run: max(column(run, world.evaluation), default=None),
+        f"{world.evaluation}, best": lambda run: (min if world.lower else max)(
+            column(run, world.evaluation), default=None
+        ),
         "kl, last": lambda run: final_mean(run.metrics, "kl"),
         "log_ratio, last": lambda run: final_mean(run.metrics, "log_ratio"),
         f"{world.length}, last": lambda run: final_mean(run.metrics, world.length),

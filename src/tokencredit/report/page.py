@@ -20,7 +20,7 @@ from tokencredit.runs.folder import RunFolder, read_python
 from tokencredit.runs.history import WINDOW, final_mean, mean
 from tokencredit.runs.summary import averaged, iterations_in
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.world import CONTROL, world_of
+from tokencredit.settings.world import CONTROL, OFFLINE, world_of
 
 LARGEST = 8 * 2**20
 """Maximum size of a page, in bytes."""
@@ -91,6 +91,12 @@ def story(run: Run) -> list[tuple[str, str]]:
     seconds = sum(row.get("seconds") or 0.0 for row in metrics)
     if world is CONTROL:
         entries = [("trained", f"an agent in {config['env'].get('id')}")]
+    elif world in OFFLINE:
+        entries = [
+            ("trained", str(config.get("model", {}).get("name"))),
+            ("with", f"tokencredit {world.command}"),
+            ("on the data set", str(config.get("data", {}).get("dataset") or "from Python")),
+        ]
     else:
         entries = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(run)))]
     entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics))})"))

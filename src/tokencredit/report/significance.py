@@ -18,23 +18,28 @@ EXCHANGES = 10_000
 """Exchanges of runs between two groups in a test; it is exact if there are no more."""
 
 
+LOSSES = ("loss", "perplexity")
+"""Metrics of which less is better, with those that end in them, such as eval/loss and value_loss."""
+
+
 def verdict(groups: Sequence[Group], metric: str) -> list[str]:
-    """Sentences on the two groups that end highest, or on the only group; first, if so, that their rewards differ.
+    """Sentences on the two groups that end highest, a loss lowest, or on the only group; first, if rewards differ, so.
 
     A run ends at its mean over the last iterations, a group at the interquartile mean of its runs. The interval of the
     difference is a percentile bootstrap over the runs of each group; a rank-sum test says if it is noise.
     """
     ends = [(group.label, np.array([last(run, metric) for run in group.runs], dtype=float)) for group in groups]
-    (higher, best), *others = sorted(ends, key=lambda found: -float(interquartile_mean(found[1])))
+    word, sign = ("lower", 1) if metric.endswith(LOSSES) else ("higher", -1)
+    (first, best), *others = sorted(ends, key=lambda found: sign * float(interquartile_mean(found[1])))
     if not others:
         runs = f"{len(best)} run" + "s" * (len(best) > 1)
         return [f"{metric} ends at {middle(best)} in {runs} of one setting; there is nothing to compare."]
-    lower, other = others[0]
+    second, other = others[0]
     caution = different_rewards(reward_keys(groups, metric))
     if not spread(best, other):
-        return [*caution, f"{higher} and {lower} end at the same {metric}, {middle(best)}."]
+        return [*caution, f"{first} and {second} end at the same {metric}, {middle(best)}."]
     rest = f", the next of {len(ends)} settings" if len(ends) > 2 else ""
-    sentence = f"{higher} ends at the higher {metric}: {middle(best)}, against {middle(other)} with {lower}{rest}"
+    sentence = f"{first} ends at the {word} {metric}: {middle(best)}, against {middle(other)} with {second}{rest}"
     stops = sorted({run.metrics[-1]["iteration"] for group in groups for run in group.runs})
     apart = [f"The runs end at different iterations, {stops[0]} to {stops[-1]}."] if len(stops) > 1 else []
     return [*caution, *compared(sentence, best, other), *apart]
