@@ -141,9 +141,10 @@ def test_a_result_without_findings_says_how_little_was_checked():
     """Fewer than half of the illnesses can be named in nine iterations."""
     named = {name for name in DISEASES if name in names(sick(name)[:9])}
     assert len(named) < len(DISEASES) / 2
-    assert no_finding(1) == "the checks find nothing wrong in 1 iteration, but most of them need at least 10"
-    assert no_finding(9) == "the checks find nothing wrong in 9 iterations, but most of them need at least 10"
-    assert no_finding(10) == "the checks find nothing wrong with this run"
+    assert no_finding({}, 1) == "the checks find nothing wrong in 1 iteration, but most of them need at least 10"
+    assert no_finding({}, 9) == "the checks find nothing wrong in 9 iterations, but most of them need at least 10"
+    assert no_finding({}, 10) == "the checks find nothing wrong with this run"
+    assert no_finding({"model": {}, "dpo": {}}, 10) == "there are no checks for runs of tokencredit dpo"
 
 
 @pytest.mark.parametrize("name", DISEASES)

@@ -201,4 +201,4 @@ def doctor(options: Namespace) -> None:
     screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
     screen.findings(findings)
     if not findings:
-        screen.say(no_finding(len(run.metrics)))
+        screen.say(no_finding(run.config, len(run.metrics)))

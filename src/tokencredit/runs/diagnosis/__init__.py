@@ -7,12 +7,13 @@ from typing import Any
 
 from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
+from tokencredit.settings.world import OFFLINE, world_of
 
 __all__ = ["Finding", "diagnose", "no_finding"]
 
 
 def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
-    """Findings on a run, most important first.
+    """Findings on a run, most important first; none on a run that learns from a data set, which has no checks.
 
     Args:
         metrics: one mapping per iteration, as in metrics.jsonl.
@@ -20,14 +21,17 @@ def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *,
         ended: true for a whole run; some checks need its end.
     """
     evidence = Evidence(metrics, config)
-    if not len(evidence):
+    if not len(evidence) or evidence.world in OFFLINE:
         return []
     checks = CHECKS + FINAL_CHECKS if ended else CHECKS
     return sorted(filter(None, (check(evidence) for check in checks)), key=lambda finding: -finding.weight)
 
 
-def no_finding(iterations: int) -> str:
+def no_finding(config: Mapping[str, Any], iterations: int) -> str:
     """The result for a run of this length without findings; most checks need `SETTLED` iterations."""
+    world = world_of(config)
+    if world in OFFLINE:
+        return f"there are no checks for runs of tokencredit {world.command}"
     if iterations >= SETTLED:
         return "the checks find nothing wrong with this run"
     number = f"{iterations} iteration" + "s" * (iterations > 1)
