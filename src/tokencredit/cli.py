@@ -24,6 +24,7 @@ FAILED, BAD_ARGUMENTS = 1, 2
 MEMORY_ADVICE = {
     "generate": "; lower --samples or --max_new_tokens",
     "audit": "; lower --completions or --continuations",
+    "inspect": "; give a shorter --prompt",
     "play": "; lower --episodes",
 }
 """Advice by command that runs out of memory outside a run's stages, which have their own."""
