@@ -110,7 +110,7 @@ def record(name: str, parts: Parts, ids: Tensor) -> Record:
 
     def save(key: str) -> Callable[[Tensor], Tensor]:
         def keep(x: Tensor) -> Tensor:
-            saved[key].append(x.reshape(len(ids), -1))
+            saved[key].append(x.reshape(len(ids), -1).clone())  # Falcon adds to outputs in place
             return x
 
         return keep
