@@ -26,6 +26,7 @@ MEMORY_ADVICE = {
     "pairs": "; lower --batch_size or --max_new_tokens",
     "generate": "; lower --samples or --max_new_tokens",
     "audit": "; lower --completions or --continuations",
+    "inspect": "; give a shorter --prompt",
     "play": "; lower --episodes",
 }
 """Advice by command that runs out of memory outside a run's stages, which have their own."""

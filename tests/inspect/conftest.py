@@ -33,7 +33,7 @@ def gemma2(tokenizer):
     return unusual("gemma2", tokenizer)
 
 
-@pytest.fixture(params=["gemma2", "opt", "bloom", "cohere", "granite", "mixtral"])
+@pytest.fixture(params=["gemma2", "opt", "bloom", "cohere", "falcon", "granite", "mixtral"])
 def other(request, tokenizer):
     """A model of a family with something unusual, in whose sum of parts it matters."""
     return unusual(request.param, tokenizer)
@@ -49,10 +49,12 @@ def unusual(family, tokenizer):
         "opt": {"ffn_dim": 48},  # its MLPs read rows of all batches at once
         "bloom": {},  # its attention and MLP add the residual stream themselves
         "cohere": {"logit_scale": 3.0},  # parallel; its norms are a class of its own
+        "falcon": {"head_dim": None, "new_decoder_architecture": True},  # adds to outputs in place
         "granite": {"logits_scaling": 2.0},
         "mixtral": {"num_local_experts": 2},
     }
-    return read_parts(family, random_lm(family, tokenizer, **shape | own[family]).requires_grad_(False))
+    config = {key: value for key, value in (shape | own[family]).items() if value is not None}
+    return read_parts(family, random_lm(family, tokenizer, **config).requires_grad_(False))
 
 
 def moved(lm):

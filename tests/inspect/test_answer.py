@@ -12,7 +12,7 @@ NUMBERS = Numbers(
     shares={MLP: 0.5, HEAD: 0.25},
     direct=({MLP: 0.1, HEAD: 0.2}, {MLP: 2.0, HEAD: 0.3}),
     top=[MLP, HEAD],
-    together=0.7,
+    together=1.8,
     others=[],
 )
 

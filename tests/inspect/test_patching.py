@@ -6,16 +6,16 @@ import torch
 from tokencredit.inspect.parts import Part, read_parts
 from tokencredit.inspect.patching import (
     UNEMBEDDING,
+    Means,
     ablate,
     candidates,
-    mean_outputs,
     odds_of,
     patch,
     repeat,
     share,
     strongest,
 )
-from tokencredit.inspect.question import Question, Text
+from tokencredit.inspect.question import Question, Text, choose, predict
 from tokencredit.inspect.recording import record
 
 QUESTION = Question(9, torch.tensor([5, 6]), torch.tensor([9]), "")
@@ -77,9 +77,11 @@ def test_a_change_of_the_final_norm_is_the_unembeddings(load, ids):
 
 
 def test_means_are_over_all_tokens(gpt2, ids):
-    texts = [ids, ids[:5] + 100]
-    means = mean_outputs("it", gpt2[0], texts)
-    seen = [record("it", gpt2[0], text) for text in texts]
+    seen = [record("it", gpt2[0], text) for text in (ids, ids[:5] + 100)]
+    sums = Means(gpt2[0])
+    for x in seen:
+        sums.add(x)
+    means = sums.outputs()
     expected = torch.cat([x.mlp[1] for x in seen]).mean(0)
     assert torch.allclose(means[Part("mlp", 2)], expected, atol=1e-5)
     assert torch.allclose(means[Part("head", 1, 2)], torch.cat([x.heads[0][:, 8:16] for x in seen]).mean(0), atol=1e-5)
@@ -97,8 +99,17 @@ def test_ablation_puts_in_the_mean(gpt2, ids):
 
 
 def test_shares_in_another_text(gpt2, ids):
-    parts = [Part("mlp", 1), Part("mlp", 2)]
-    shares = repeat("it", gpt2, Text(ids + 7, 4), [], [], parts)
-    assert all(isinstance(x, float) for x in shares)
-    assert repeat("it", (gpt2[0], gpt2[0]), Text(ids, 4), [], [], parts) == [None, None]
-    assert repeat("it", gpt2, Text(ids, len(ids)), [], [], parts) == [None, None]
+    parts, text = [Part("mlp", 1), Part("mlp", 2)], Text(ids + 7, 4)
+    records = tuple(record("it", model, text.ids) for model in gpt2)
+    question = choose(predict(gpt2, records, text), text, [], [])
+    before, after = odds_of(gpt2, records, question)
+    values = patch(*gpt2, records[1], text.ids, question, [{part} for part in parts])
+    expected = [(value - before) / (after - before) for value in values]
+    assert repeat(gpt2, records, text, [], [], parts) == pytest.approx(expected)
+
+
+def test_no_share_where_nothing_changed(gpt2, ids):
+    base = gpt2[0]
+    records, parts = (record("it", base, ids),) * 2, [Part("mlp", 1)]
+    assert repeat((base, base), records, Text(ids, 4), [], [], parts) == [None]
+    assert repeat(gpt2, records, Text(ids, len(ids)), [], [], parts) == [None]

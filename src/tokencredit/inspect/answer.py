@@ -28,8 +28,8 @@ class Numbers(NamedTuple):
     """Direct contributions to the log-odds: base, tuned; none of the unembedding."""
     top: Sequence[Part]
     """The strongest parts, first the strongest."""
-    together: float | None
-    """Share of the change that the strongest carry together."""
+    together: float
+    """Log-odds with the strongest patched together."""
     others: Sequence[Sequence[float | None]]
     """Shares of each of the strongest in other completions; None where training changed too little."""
 
@@ -44,7 +44,8 @@ def sentence(numbers: Numbers, up: Sequence[str], down: Sequence[str], unchanged
         return f"Training hardly changed {asked}: {base:.2f} nats before, {tuned:.2f} now. No part stands out."
     moved = f"Training moved {asked} from {base:.2f} to {tuned:.2f} nats."
     largest = numbers.shares[first] or 0.0
-    together, title = f"The five strongest parts together carry {_percent(numbers.together)}.", _title(first)
+    together = f"The five strongest parts together carry {_percent((numbers.together - base) / (tuned - base))}."
+    title = _title(first)
     if largest < SMALL_SHARE:
         return f"No part stands out. {moved} The strongest part, {title}, carries {_percent(largest)}. {together}"
     carries = (
@@ -93,8 +94,8 @@ def _words(tokens: Sequence[str]) -> str:
     return ", ".join(map(repr, tokens))
 
 
-def _percent(value: float | None) -> str:
-    return "an unknown share" if value is None else f"{100 * value:.0f} %"
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
 
 
 def record(numbers: Numbers, text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tokencredit.inspect.attribution import log_odds
 from tokencredit.inspect.parts import Part, Parts
 from tokencredit.inspect.question import SMALL_CHANGE, Question, Text, choose, predict
-from tokencredit.inspect.recording import Edits, Record, edited_states, record
+from tokencredit.inspect.recording import Edits, Record, edited_states
 
 UNEMBEDDING = Part("unembedding")
 """Final norm and output projection."""
@@ -55,13 +55,18 @@ def odds_of(models: Sequence[Parts], records: Sequence[Record], question: Questi
 
 
 def repeat(
-    name: str, models: tuple[Parts, Parts], text: Text, up: Sequence[int], down: Sequence[int], parts: Sequence[Part]
+    models: tuple[Parts, Parts],
+    records: tuple[Record, Record],
+    text: Text,
+    up: Sequence[int],
+    down: Sequence[int],
+    parts: Sequence[Part],
 ) -> list[float | None]:
     """The shares of some parts in another text, with the question that it asks; None where too little changed.
 
     Args:
-        name: the tuned model's name in messages.
         models: base and tuned model.
+        records: their outputs in the text.
         text: the text.
         up: chosen token ids; empty to choose them.
         down: the same.
@@ -69,7 +74,6 @@ def repeat(
     """
     if not text.positions:
         return [None] * len(parts)
-    records = [record(name, model, text.ids) for model in models]
     question = choose(predict(models, records, text), text, up, down)
     base, tuned = odds_of(models, records, question)
     if abs(tuned - base) < SMALL_CHANGE:
@@ -87,22 +91,23 @@ def ablate(tuned: Parts, means: Edits, ids: Tensor, question: Question) -> dict[
     return dict(zip(means, values.tolist(), strict=True))
 
 
-@torch.no_grad()
-def mean_outputs(name: str, parts: Parts, texts: Sequence[Tensor]) -> dict[Part, Tensor]:
-    """The mean output of each head, MLP and of the embedding over all tokens of some texts.
+class Means:
+    """The mean output of each head, MLP and of the embedding over all tokens of some texts."""
 
-    Args:
-        name: the model's name in messages.
-        parts: the model.
-        texts: token ids of each text, `[time]`.
-    """
-    sums: dict[Part, Tensor] = {}
-    for ids in texts:
-        seen = record(name, parts, ids)
-        for part in parts.components():
-            sums[part] = sums.get(part, 0) + seen.output(part, parts.heads).sum(0)
-    tokens = sum(map(len, texts))
-    return {part: x / tokens for part, x in sums.items()}
+    def __init__(self, parts: Parts):
+        self.parts = parts
+        self.sums: dict[Part, Tensor] = {}
+        self.tokens = 0
+
+    def add(self, seen: Record) -> None:
+        """Take in a text by the model's outputs."""
+        self.tokens += len(seen.embedding)
+        for part in self.parts.components():
+            self.sums[part] = self.sums.get(part, 0) + seen.output(part, self.parts.heads).sum(0)
+
+    def outputs(self) -> dict[Part, Tensor]:
+        """The means."""
+        return {part: x / self.tokens for part, x in self.sums.items()}
 
 
 def share(value: float, start: float, end: float) -> float | None:

@@ -79,9 +79,14 @@ def compare(
     question = choose(predicted, pair.text, up, down)
     base, tuned = (x[question.position - pair.text.prompt_length + 1].exp() for x in predicted)
     direct = _direct(pair, seen, question)
-    patched, numbers = _patching(pair, seen, question, direct, others)
-    apart = [text.apart(pair.text) for text in others]
-    repeated = [patching.repeat(pair.name, pair.models, text, up, down, numbers.top) for text in apart]
+    numbers = _shares(pair, seen, question, direct)
+    means = patching.Means(pair.tuned)
+    means.add(seen[1])
+    repeated = []
+    for text in others:
+        records = (record(pair.name, pair.base, text.ids), record(pair.name, pair.tuned, text.ids))
+        means.add(records[1])
+        repeated.append(patching.repeat(pair.models, records, text.apart(pair.text), up, down, numbers.top))
     numbers = numbers._replace(others=[list(column) for column in zip(*repeated, strict=True)])
     words = (pair.words(question.up), pair.words(question.down))
     result: dict[str, Any] = rounded(
@@ -98,7 +103,7 @@ def compare(
             "answer": answer.record(numbers, answer.sentence(numbers, *words, weights.unchanged(*pair.models))),
             "lens": _lens(pair, seen),
             "attribution": _attribution(direct, (numbers.base, numbers.tuned)),
-            "patching": patched,
+            "patching": _patching(numbers, patching.ablate(pair.tuned, means.outputs(), pair.text.ids, question)),
             "attention": _attention(pair, question),
             "critic": None if critic is None else _critic(pair, critic),
             "weights": {
@@ -156,32 +161,33 @@ def _two(base: float, tuned: float, change: str) -> dict[str, float]:
     return {"base": base, "tuned": tuned, change: tuned - base}
 
 
-def _patching(
-    pair: Pair, seen: tuple[Record, Record], question: Question, direct: Direct, others: Sequence[Text]
-) -> tuple[dict[str, Any], answer.Numbers]:
-    """Patching and ablation of each part, and the numbers of the answer."""
+def _shares(pair: Pair, seen: tuple[Record, Record], question: Question, direct: Direct) -> answer.Numbers:
+    """Patching of each part and of the strongest together: the numbers of the answer, but for other texts."""
     base, tuned = patching.odds_of(pair.models, seen, question)
-    parts, ids = patching.candidates(pair.tuned), pair.text.ids
-    values = patching.patch(*pair.models, seen[1], ids, question, [{part} for part in parts])
+    parts = patching.candidates(pair.tuned)
+    values = patching.patch(*pair.models, seen[1], pair.text.ids, question, [{part} for part in parts])
     patched = dict(zip(parts, values, strict=True))
-    means = patching.mean_outputs(pair.name, pair.tuned, [ids, *(text.ids for text in others)])
-    ablated = patching.ablate(pair.tuned, means, ids, question)
     shares = {part: patching.share(x, base, tuned) for part, x in patched.items()}
     top = patching.strongest(patched, base, tuned)
-    (together,) = patching.patch(*pair.models, seen[1], ids, question, [set(top)])
+    (together,) = patching.patch(*pair.models, seen[1], pair.text.ids, question, [set(top)])
+    return answer.Numbers(base, tuned, patched, shares, direct, top, together, [])
+
+
+def _patching(numbers: answer.Numbers, ablated: Mapping[Part, float]) -> dict[str, Any]:
+    """Patching and ablation of each part."""
+    base, tuned, together = numbers.base, numbers.tuned, numbers.together
     components = []
-    for part in parts:
+    for part, patched in numbers.patched.items():
         without = ablated.get(part)
         lost = None if without is None else patching.share(without, tuned, base)
-        numbers = {"patched": patched[part], "share": shares[part], "ablated": without, "ablated_share": lost}
-        components.append(part.record() | numbers)
-    five = patching.share(together, base, tuned)
-    result = {
+        row = {"patched": patched, "share": numbers.shares[part], "ablated": without, "ablated_share": lost}
+        components.append(part.record() | row)
+    names = [part.name for part in numbers.top]
+    return {
         "metric": "log-odds of the question",
         "components": components,
-        "top_five": {"names": [part.name for part in top], "patched": together, "share": five},
+        "top_five": {"names": names, "patched": together, "share": patching.share(together, base, tuned)},
     }
-    return result, answer.Numbers(base, tuned, patched, shares, direct, top, five, [])
 
 
 def _attention(pair: Pair, question: Question) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.policy import Policy
 from tokencredit.text.rewards.terms import build_terms
 
-SAMPLES = 16
+SAMPLES = 8
 """Completions sampled: the first is inspected; all give the means of ablation, and the answer's share elsewhere."""
 LONGEST = 64
 """Longest completion in tokens, which bounds the cost of patching."""
