@@ -35,17 +35,18 @@ class Pair:
 
 
 def read_pairs(file: Path, seed: int) -> list[Pair]:
-    """The distinct pairs of a JSONL file of preferences, each in an order that the seed decides.
+    """The distinct pairs of a JSONL file, ranked or not; the seed decides which completion is A.
 
     Raises:
         ConfigError: there is no such file, it has no pair, or a line is not one; the message names it.
     """
     pairs: dict[str, Pair] = {}
     for where, row in _lines(file):
-        for name in ("prompt", "chosen", "rejected"):
+        names = ("a", "b") if "a" in row and "chosen" not in row else ("chosen", "rejected")
+        for name in ("prompt", *names):
             if not is_text(row.get(name)):
                 raise ConfigError(f"{where} has no {name} that is a text or a conversation")
-        first, second = row["chosen"], row["rejected"]
+        first, second = (row[name] for name in names)
         both = sorted((first, second), key=json.dumps)
         key = hashlib.sha256(json.dumps([row["prompt"], both], sort_keys=True).encode()).hexdigest()[:16]
         if random.Random(f"{seed} {key}").random() < 0.5:
