@@ -77,7 +77,7 @@ def label(options: Namespace) -> None:
     labels = Labels.open(file)
     if options.export is not None:
         out = check_new_file("--export", options.export, ".jsonl")
-        print(f"{export(labels, out)} preferences in {out}")
+        print(f"{export(labels, pairs, out)} preferences in {out}")
         return
     session = Session(pairs, labels)
     if options.browser:
