@@ -14,6 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from helpers.browser import complaints, requests
+from helpers.commands import refused
 from helpers.files import read_jsonl
 from tokencredit.preferences.browser import LabelServer
 from tokencredit.preferences.labels import Labels, Session, read_pairs, readable
@@ -206,6 +207,14 @@ def test_the_same_request_from_the_page_is_answered(start, pairs_file):
     body = json.dumps({"pair": server.session.current().key, "label": "A"})
     code, text, _ = ask(server, f"/{server.token}/label", "POST", body)
     assert (code, json.loads(text)["counts"]["A"], labels(pairs_file)) == (200, 1, ["A"])
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_refused_in_one_line(start, pairs_file, capsys):
+    server, _ = start()
+    port = str(server.server_address[1])
+    message = refused(capsys, "label", str(pairs_file), "--browser", "--port", port)
+    assert message == f"--port is {port}, which cannot be used: Address already in use; give another one"
 
 
 def test_answers_forbid_everything_that_the_page_does_not_need(start):

@@ -12,7 +12,7 @@ from helpers.commands import HEAVY, imported, refused, wait_for
 from helpers.files import count_lines, read_jsonl
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
-from tokencredit.preferences.labels import Labels, Session, read_pairs, readable
+from tokencredit.preferences.labels import Labels, Pair, Session, read_pairs, readable
 
 
 def session(pairs_file, seed=1):
@@ -83,6 +83,8 @@ def test_preferences_are_those_of_a_and_b(pairs_file, tmp_path, capsys):
     one.label("skip")
     third = one.current()
     one.label("A")
+    other = Pair("0" * 16, "of another file", "x", "y")
+    one.labels.add(other, "A")
     out = tmp_path / "preferences.jsonl"
     assert main(["label", str(pairs_file), "--export", str(out)]) == 0
     assert capsys.readouterr().out == f"2 preferences in {out}\n"
@@ -167,7 +169,7 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
 
 def test_nothing_is_exported_without_a_preference(pairs_file, tmp_path, capsys):
     out = tmp_path / "preferences.jsonl"
-    assert "has no pair that is labelled A or B" in refused(capsys, "label", str(pairs_file), "--export", str(out))
+    assert "has none of these pairs labelled A or B" in refused(capsys, "label", str(pairs_file), "--export", str(out))
     assert not out.exists()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 
 import pytest
 from datasets import load_dataset
@@ -10,6 +11,7 @@ from helpers.commands import refused
 from helpers.files import read_jsonl
 from helpers.models import with_chat_template
 from tokencredit.cli import main
+from tokencredit.preferences.labels import read_pairs
 from tokencredit.preferences.pairs import choose
 
 LENGTH = "[{function: length, kwargs: {unit: characters}}]"
@@ -18,8 +20,9 @@ FILM = ["--prompts.text", "This movie was really"]
 INF, NAN = math.inf, math.nan
 
 
-def counts(not_finite=0, duplicates=0, ties=0, within=0):
-    return {"not_finite": not_finite, "duplicate_completions": duplicates, "ties": ties, "within_margin": within}
+def counts(unscored=0, not_finite=0, duplicates=0, ties=0, within=0):
+    found = {"unscored": unscored, "not_finite": not_finite, "duplicate_completions": duplicates}
+    return Counter(found | {"ties": ties, "within_margin": within})
 
 
 @pytest.mark.parametrize(
@@ -35,14 +38,12 @@ def counts(not_finite=0, duplicates=0, ties=0, within=0):
         ("abc", [1, NAN, 2], "best-worst", 0, [(2, 0)], counts(not_finite=1)),
         ("abc", [INF, -INF, 2], "all", 0, [], counts(not_finite=2)),
         ("aab", [NAN, 1, 2], "all", 0, [(2, 1)], counts(not_finite=1)),
+        ("abc", [1, None, 2], "best-worst", 0, [(2, 0)], counts(unscored=1)),
+        ("aabc", [0, 0, 0, 0], "unranked", 0, [(0, 2)], counts(duplicates=1)),
     ],
 )
 def test_pairs_of_a_group(texts, rewards, kind, margin, pairs, left_out):
-    assert choose(texts, rewards, range(len(texts)), kind, margin) == (pairs, left_out)
-
-
-def test_completions_that_no_reward_applies_to_make_no_pair():
-    assert choose("abc", [1.0, 0.0, 2.0], [0, 2], "best-worst", 0) == ([(2, 0)], counts())
+    assert choose(texts, rewards, kind, margin) == (pairs, left_out)
 
 
 def write(tmp_path, name, *arguments, model="builtin:reviews"):
@@ -145,6 +146,19 @@ def test_conversations_keep_their_format(tmp_path):
 
 
 @pytest.mark.slow
+def test_unranked_pairs_need_no_reward_and_can_be_labelled(tmp_path):
+    settings = [*FILM, *SMALL[:4], "--samples", "2", "--groups", "3", "--pairs"]
+    rows, about = write(tmp_path, "unranked", *settings, "unranked")
+    assert [set(row) for row in rows] == [{"prompt", "a", "b"}] * 3
+    ranked, _ = write(tmp_path, "ranked", *settings, "all", "--reward", "[{classifier: builtin:reviews}]")
+    texts = [{row["chosen"], row["rejected"]} for row in ranked]
+    assert [{row["a"], row["b"]} for row in rows] == texts, "the same samples"
+    assert about["reward"] == []
+    pairs = read_pairs(tmp_path / "unranked.jsonl", 1)
+    assert [pair.key for pair in pairs] == [pair.key for pair in read_pairs(tmp_path / "ranked.jsonl", 1)]
+
+
+@pytest.mark.slow
 def test_a_run_brings_its_prompts_its_reward_and_its_sampling(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "prompts: {text: A film}\nreward: [{function: length}]\nrollout: {max_new_tokens: 5}\nseed: 7\n"
@@ -164,7 +178,13 @@ def test_a_run_brings_its_prompts_its_reward_and_its_sampling(tmp_path):
         (["x", "--out", "x.jsonl", *SMALL], "'x' has no prompts of its own; give --prompts.text or"),
         (["x", "--out", "x.jsonl", "--samples", "1"], "samples is 1; it must be at least 2"),
         (["x", "--out", "x.jsonl", "--noise", "2"], "noise is 2.0; it must be at least 0 and at most 1"),
-        (["x", "--out", "x.jsonl", "--pairs", "best"], "pairs is 'best'; it must be one of best-worst, all"),
+        (["x", "--out", "x.jsonl", "--pairs", "best"], "pairs is 'best'; it must be one of best-worst, all, unranked"),
+        (["x", "--out", "x.jsonl", "--pairs", "unranked"], "'x' has no prompts of its own"),
+        (
+            ["x", "--out", "x.jsonl", "--pairs", "unranked", "--reward", LENGTH],
+            "reward is given, which has no effect with pairs: unranked; leave one of them out",
+        ),
+        (["x", "--out", "x.jsonl", "--pairs", "unranked", "--noise", "0.1"], "noise is 0.1, which has no effect"),
         (["x", "--out", "x.jsonl", "--margn", "1"], "unknown key margn; did you mean margin?"),
         (["x", "--out", "x.jsonl", "--no-code", *FILM, "--reward", "[{function: a.py:f}]"], "runs a.py:f"),
     ],

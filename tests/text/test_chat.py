@@ -33,6 +33,7 @@ def speaker(name, which="policy", longest=6, temperature=1.0, seed=1) -> Speaker
     return load_speaker(read_source(str(name)), which, longest, temperature, seed)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_chat_template_sees_the_conversation(chat_folder):
     one = speaker(chat_folder)
     [first] = answer([one], "Good?")
@@ -52,12 +53,14 @@ def test_a_reply_is_what_generate_writes(run):
     assert [reply] == load(run).generate("The film was", max_new_tokens=8, temperature=1.0)
 
 
+@pytest.mark.slow
 def test_the_seed_decides_and_is_the_same_for_each_model(run):
     first = answer([speaker(run, "base"), speaker("builtin:reviews")], "The film was")
     assert first[0] == first[1], "one model by two names"
     assert answer([speaker("builtin:reviews", seed=2)], "The film was")[0] != first[0]
 
 
+@pytest.mark.slow
 def test_old_turns_make_room_for_new_ones(chat_folder):
     one = speaker(chat_folder, longest=40)
     for message in ("first " * 10, "second " * 10, "third " * 10):

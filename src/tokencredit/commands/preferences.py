@@ -29,7 +29,7 @@ def pairs_parser() -> Parser:
     parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
     parser.add_argument("--best", action="store_true", help="Sample from the policy with the best evaluation.")
     parser.add_argument(
-        "--out", metavar="FILE", help="New JSONL file of the pairs; FILE.json gets settings and counts."
+        "--out", metavar="FILE", help="New .jsonl file of the pairs; a .json beside it has settings and counts."
     )
     return parser
 
@@ -77,7 +77,7 @@ def label(options: Namespace) -> None:
     labels = Labels.open(file)
     if options.export is not None:
         out = check_new_file("--export", options.export, ".jsonl")
-        print(f"{export(labels, out)} preferences in {out}")
+        print(f"{export(labels, pairs, out)} preferences in {out}")
         return
     session = Session(pairs, labels)
     if options.browser:

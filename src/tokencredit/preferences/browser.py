@@ -15,10 +15,12 @@ import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 
+from tokencredit.errors import ConfigError
 from tokencredit.preferences.labels import LABELS, Session, readable
 from tokencredit.signals import raising_interrupt
 
@@ -33,12 +35,20 @@ class LabelServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, session: Session, port: int = 0):
-        """Listen on this port of 127.0.0.1; 0 for any free one."""
-        super().__init__((HOST, port), Handler)
+        """Listen on this port of 127.0.0.1, 0 for any free one; raises `ConfigError` if it cannot be used."""
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            raise ConfigError(f"--port is {port}, which cannot be used: {error.strerror}; give another one") from error
         self.session, self.token = session, secrets.token_urlsafe(32)
         self.lock = threading.Lock()
         self.host = f"{HOST}:{self.server_address[1]}"
         self.url = f"http://{self.host}/{self.token}/"
+
+    def server_bind(self) -> None:
+        """Bind without the reverse look-up of the host's name, which may ask the network."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, self.server_address[1]
 
     def serve(self) -> None:
         """Serve until the page or Ctrl-C stops it."""

@@ -7,7 +7,7 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,18 @@ class Pair:
 
 
 def read_pairs(file: Path, seed: int) -> list[Pair]:
-    """The distinct pairs of a JSONL file of preferences, each in an order that the seed decides.
+    """The distinct pairs of a JSONL file, ranked or not; the seed decides which completion is A.
 
     Raises:
         ConfigError: there is no such file, it has no pair, or a line is not one; the message names it.
     """
     pairs: dict[str, Pair] = {}
     for where, row in _lines(file):
-        for name in ("prompt", "chosen", "rejected"):
+        names = ("a", "b") if "a" in row and "chosen" not in row else ("chosen", "rejected")
+        for name in ("prompt", *names):
             if not is_text(row.get(name)):
                 raise ConfigError(f"{where} has no {name} that is a text or a conversation")
-        first, second = row["chosen"], row["rejected"]
+        first, second = (row[name] for name in names)
         both = sorted((first, second), key=json.dumps)
         key = hashlib.sha256(json.dumps([row["prompt"], both], sort_keys=True).encode()).hexdigest()[:16]
         if random.Random(f"{seed} {key}").random() < 0.5:
@@ -109,22 +110,23 @@ class Labels:
         self.rows.pop(row["pair"], None)
         self.rows[row["pair"]] = row
 
-    def preferences(self) -> list[dict[str, Any]]:
-        """Rows of prompt, chosen and rejected, of the pairs labelled A or B."""
+    def preferences(self, pairs: Collection[Pair]) -> list[dict[str, Any]]:
+        """Rows of prompt, chosen and rejected, of those of the pairs that are labelled A or B."""
         order = {"A": ("a", "b"), "B": ("b", "a")}
-        chosen = [(row, *order[row["label"]]) for row in self.rows.values() if row["label"] in order]
+        rows = [self.rows[pair.key] for pair in pairs if pair.key in self.rows]
+        chosen = [(row, *order[row["label"]]) for row in rows if row["label"] in order]
         return [{"prompt": row["prompt"], "chosen": row[one], "rejected": row[other]} for row, one, other in chosen]
 
 
-def export(labels: Labels, out: Path) -> int:
-    """Write the preferences of labels as JSON lines; returns their number.
+def export(labels: Labels, pairs: Collection[Pair], out: Path) -> int:
+    """Write the preferences of labelled pairs as JSON lines; returns their number.
 
     Raises:
         ConfigError: there is none.
     """
-    rows = labels.preferences()
+    rows = labels.preferences(pairs)
     if not rows:
-        raise ConfigError(f"{labels.file} has no pair that is labelled A or B; label some first")
+        raise ConfigError(f"{labels.file} has none of these pairs labelled A or B; label some first")
     write_file(out, "".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)
 

@@ -67,6 +67,10 @@ class ScoringOptions:
         """True if these options have prompts or rewards of their own."""
         return bool(self.prompts.text or self.prompts.dataset if key == "prompts" else self.reward)
 
+    def needs(self) -> tuple[str, ...]:
+        """The keys of `FROM_PYTHON` that must be given or the run's own."""
+        return tuple(FROM_PYTHON)
+
     def sampling(self, own: Sampling) -> Sampling:
         """Sampling settings: a run's own with those that are given."""
         given = {key: value for key in SAMPLING if (value := getattr(self, key)) is not None}
@@ -84,7 +88,7 @@ class ScoringOptions:
         Raises:
             ConfigError: prompts or rewards are neither given nor the run's own, or user code is refused.
         """
-        missing = [key for key in FROM_PYTHON if not self.given(key)]
+        missing = [key for key in self.needs() if not self.given(key)]
         lost = {key: names for key in missing if (names := [name for name in FROM_PYTHON[key] if name in python])}
         if lost:
             arguments = ", ".join(", ".join(names) for names in lost.values())
@@ -130,6 +134,10 @@ class EvaluateOptions(ScoringOptions):
         return replace(config, eval=replace(own, samples=samples, best_of=best_of))
 
 
+RANKED = "pairs: not unranked"
+"""The condition that pairs are ranked by a reward."""
+
+
 @dataclass
 class PairsOptions(ScoringOptions):
     """Options of `tokencredit pairs`."""
@@ -138,11 +146,23 @@ class PairsOptions(ScoringOptions):
     """Completions per group; a group has one prompt."""
     groups: int | None = setting(None, at_least=1)
     """Number of groups, through the prompts in turn; null for one per prompt."""
-    pairs: Literal["best-worst", "all"] = "best-worst"
-    """Pairs of a group: the best against the worst completion, or all."""
-    margin: float = setting(0.0, at_least=0)
+    pairs: Literal["best-worst", "all", "unranked"] = "best-worst"
+    """Pairs of a group: the best against the worst completion, all, or two completions without a reward, for
+    `tokencredit label`."""
+    margin: float = setting(0.0, needs=RANKED, at_least=0)
     """Least difference of the rewards of a pair; equal rewards never make one."""
-    noise: float = setting(0.0, at_least=0, at_most=1)
+    noise: float = setting(0.0, needs=RANKED, at_least=0, at_most=1)
     """Probability that a preference is flipped, as label noise; rows then have the field `flipped`."""
     batch_size: int = setting(64, at_least=1)
     """Completions sampled at once, at least one group; lower it when memory runs out."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot work."""
+        super().__post_init__()
+        for key in ("reward", "reference"):
+            if self.pairs == "unranked" and getattr(self, key):
+                raise ConfigError(f"{key} is given, which has no effect with pairs: unranked; leave one of them out")
+
+    def needs(self) -> tuple[str, ...]:
+        """As `ScoringOptions.needs`; unranked pairs need no reward."""
+        return ("prompts",) if self.pairs == "unranked" else super().needs()
