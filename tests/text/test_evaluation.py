@@ -1,6 +1,7 @@
 """Evaluation after a run measures what the run's own evaluations measured."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -81,12 +82,9 @@ def test_it_runs_on_the_gpu_that_the_run_used(run):
 
 
 def figures(capsys):
-    """The metrics that the command has printed."""
-    return {name: float(value) for name, value in (line.rsplit(maxsplit=1) for line in _lines(capsys))}
-
-
-def _lines(capsys):
-    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("model.dtype auto")]
+    """The metrics that the command has printed, by name."""
+    found = re.findall(r"^(\S+) +(-?[\d.]+(?:e[+-]\d+)?|nan)\b", capsys.readouterr().out, re.MULTILINE)
+    return {name: float(value) for name, value in found}
 
 
 LENGTH = "[{function: length, name: characters, kwargs: {unit: characters}}]"
