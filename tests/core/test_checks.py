@@ -42,7 +42,7 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     **dict.fromkeys(("sparse_mask", "reduction_count", "token_weights", "require_acted", "empty_rows"), ALONE),
     "weighted_sum": {"x": ROWS, "weights": ROWS},
     "total_loss": {"policy": ROWS, "value": ROWS, "entropy": ROWS, "weights": ROWS},
-    **dict.fromkeys(("masked_sum", "masked_mean", "moments", "whiten", "zero_outside"), OVER),
+    **dict.fromkeys(("masked_sum", "masked_mean", "moments", "moments_and_centred", "whiten", "zero_outside"), OVER),
     "explained_variance": {"values": ROWS, "returns": ROWS, "mask": MASK},
     **dict.fromkeys(("above_rounding", "inverse_deviation"), DEVIATION),
     "at_least_float32": {"x": ROWS},

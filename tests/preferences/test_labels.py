@@ -88,9 +88,10 @@ def test_preferences_are_those_of_a_and_b(pairs_file, tmp_path, capsys):
     out = tmp_path / "preferences.jsonl"
     assert main(["label", str(pairs_file), "--export", str(out)]) == 0
     assert capsys.readouterr().out == f"2 preferences in {out}\n"
+    whole = {"chosen_truncated": False, "rejected_truncated": False}
     assert read_jsonl(out) == [
-        {"prompt": first.prompt, "chosen": first.b, "rejected": first.a},
-        {"prompt": third.prompt, "chosen": third.a, "rejected": third.b},
+        {"prompt": first.prompt, "chosen": first.b, "rejected": first.a} | whole,
+        {"prompt": third.prompt, "chosen": third.a, "rejected": third.b} | whole,
     ]
     assert "exists already" in refused(capsys, "label", str(pairs_file), "--export", str(out))
 
@@ -208,3 +209,14 @@ def test_a_process_that_is_killed_loses_no_label(tmp_path):
     assert whole >= 20
     again = Session(read_pairs(file, 1), Labels.open(labels))
     assert again.counts()["A"] == whole == count_lines(labels)
+
+
+def test_a_truncated_completion_stays_known_as_one(tmp_path, capsys):
+    file = tmp_path / "pairs.jsonl"
+    row = {"prompt": "Good?", "chosen": "No, the", "rejected": "Yes.", "chosen_truncated": True}
+    file.write_text(json.dumps(row) + "\n")
+    one = session(file)
+    one.label("A" if one.current().a == "No, the" else "B")
+    out = tmp_path / "preferences.jsonl"
+    assert main(["label", str(file), "--export", str(out)]) == 0
+    assert read_jsonl(out) == [row | {"rejected_truncated": False}]

@@ -58,7 +58,9 @@ def test_a_file_holds_ranked_pairs_of_what_was_sampled(tmp_path, capsys):
     from tokencredit.text.policy import Policy
 
     rows, about = write(tmp_path, "pairs", *FILM, *SMALL, "--groups", "3", "--samples", "4", "--seed", "5")
-    assert [set(row) for row in rows] == [{"prompt", "chosen", "rejected", "reward_chosen", "reward_rejected"}] * 3
+    assert [set(row) for row in rows] == [
+        {"prompt", "chosen", "rejected", "chosen_truncated", "rejected_truncated", "reward_chosen", "reward_rejected"}
+    ] * 3
     for row in rows:
         assert row["prompt"] == "This movie was really"
         assert (len(row["chosen"]), len(row["rejected"])) == (row["reward_chosen"], row["reward_rejected"])
@@ -149,7 +151,7 @@ def test_conversations_keep_their_format(tmp_path):
 def test_unranked_pairs_need_no_reward_and_can_be_labelled(tmp_path):
     settings = [*FILM, *SMALL[:4], "--samples", "2", "--groups", "3", "--pairs"]
     rows, about = write(tmp_path, "unranked", *settings, "unranked")
-    assert [set(row) for row in rows] == [{"prompt", "a", "b"}] * 3
+    assert [set(row) for row in rows] == [{"prompt", "a", "b", "a_truncated", "b_truncated"}] * 3
     ranked, _ = write(tmp_path, "ranked", *settings, "all", "--reward", "[{classifier: builtin:reviews}]")
     texts = [{row["chosen"], row["rejected"]} for row in ranked]
     assert [{row["a"], row["b"]} for row in rows] == texts, "the same samples"

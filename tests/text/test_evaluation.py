@@ -230,6 +230,6 @@ def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(
     assert main(["evaluate", str(folder), "--reward", LENGTH, *BARE]) == 0
     assert "characters" in capsys.readouterr().out
     assert main(["generate", str(folder)]) == 2
-    assert "prompts came from Python (train_dataset), and its folder does not hold them" in capsys.readouterr().err
+    assert "does not hold prompts, which came from Python (train_dataset)" in capsys.readouterr().err
     assert main(["generate", str(folder), "--prompt", "A film", "-n", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2

@@ -131,9 +131,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
 
 
 def moments_and_centred(
-    x: Tensor, mask: Tensor, reduce: Reduce | None, known_count: Tensor | float | None
+    x: Tensor, mask: Tensor, reduce: Reduce | None = None, known_count: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result of `moments`, and x − μ without the rounding error of μ."""
+    """The result of `moments`, and x − μ without the rounding error of μ; arguments as there."""
     require_tensors(mask=mask)
     x = zero_outside(x, mask)
     if known_count is None:

@@ -32,6 +32,8 @@ class Pair:
     prompt: Text
     a: Text
     b: Text
+    truncated: tuple[bool, bool] = (False, False)
+    """True for A and for B if it has no end, because it reached the longest length."""
 
 
 def read_pairs(file: Path, seed: int) -> list[Pair]:
@@ -47,11 +49,12 @@ def read_pairs(file: Path, seed: int) -> list[Pair]:
             if not is_text(row.get(name)):
                 raise ConfigError(f"{where} has no {name} that is a text or a conversation")
         first, second = (row[name] for name in names)
+        cut, other_cut = (row.get(f"{name}_truncated") is True for name in names)
         both = sorted((first, second), key=json.dumps)
         key = hashlib.sha256(json.dumps([row["prompt"], both], sort_keys=True).encode()).hexdigest()[:16]
         if random.Random(f"{seed} {key}").random() < 0.5:
-            first, second = second, first
-        pairs.setdefault(key, Pair(key, row["prompt"], first, second))
+            first, second, cut, other_cut = second, first, other_cut, cut
+        pairs.setdefault(key, Pair(key, row["prompt"], first, second, (cut, other_cut)))
     if not pairs:
         raise ConfigError(f"{file} has no pairs; `tokencredit pairs` writes them")
     return list(pairs.values())
@@ -93,7 +96,8 @@ class Labels:
 
     def add(self, pair: Pair, label: str) -> None:
         """Append a label and flush it to the disk."""
-        row = {"pair": pair.key, "label": label, "prompt": pair.prompt, "a": pair.a, "b": pair.b}
+        row: dict[str, Any] = {"pair": pair.key, "label": label, "prompt": pair.prompt, "a": pair.a, "b": pair.b}
+        row |= dict(zip(("a_truncated", "b_truncated"), pair.truncated, strict=True))
         line = (json.dumps(row) + "\n").encode()
         with self.file.open("ab", buffering=0) as file:
             before = file.tell()
@@ -115,7 +119,14 @@ class Labels:
         order = {"A": ("a", "b"), "B": ("b", "a")}
         rows = [self.rows[pair.key] for pair in pairs if pair.key in self.rows]
         chosen = [(row, *order[row["label"]]) for row in rows if row["label"] in order]
-        return [{"prompt": row["prompt"], "chosen": row[one], "rejected": row[other]} for row, one, other in chosen]
+        return [
+            {"prompt": row["prompt"], "chosen": row[one], "rejected": row[other]}
+            | {
+                "chosen_truncated": row.get(f"{one}_truncated") is True,
+                "rejected_truncated": row.get(f"{other}_truncated") is True,
+            }
+            for row, one, other in chosen
+        ]
 
 
 def export(labels: Labels, pairs: Collection[Pair], out: Path) -> int:

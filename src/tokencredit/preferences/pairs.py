@@ -59,6 +59,7 @@ class Pairs:
         self,
         batch: PromptBatch,
         completions: Sequence[str],
+        truncated: Sequence[bool],
         rewards: Sequence[float | None],
         options: PairsOptions,
         noise: torch.Generator,
@@ -68,6 +69,7 @@ class Pairs:
         Args:
             batch: prompts, one row per completion.
             completions: texts.
+            truncated: true for each that reached the longest length, so that it has no end.
             rewards: one per completion; None where no reward term applies.
             options: settings of groups and pairs.
             noise: random numbers of the label noise.
@@ -87,13 +89,16 @@ class Pairs:
                     continue
                 self._seen.add(key)
                 if options.pairs == "unranked":
-                    self.rows.append({"prompt": prompt, "a": answers[better], "b": answers[worse]})
+                    both = {"a": answers[better], "b": answers[worse]}
+                    cut = {"a_truncated": truncated[better], "b_truncated": truncated[worse]}
+                    self.rows.append({"prompt": prompt, **both, **cut})
                     continue
                 flip = bool(torch.rand((), generator=noise) < options.noise)
                 chosen, rejected = (worse, better) if flip else (better, worse)
                 row = {"prompt": prompt, "chosen": answers[chosen], "rejected": answers[rejected]}
+                cut = {"chosen_truncated": truncated[chosen], "rejected_truncated": truncated[rejected]}
                 numbers = {"reward_chosen": rewards[chosen], "reward_rejected": rewards[rejected]}
-                self.rows.append({**row, **numbers, **({"flipped": flip} if options.noise else {})})
+                self.rows.append({**row, **cut, **numbers, **({"flipped": flip} if options.noise else {})})
                 self.counts["flipped"] += flip
             self.counts["groups"] += 1
             self.counts["pairs"] += len(self.rows) - before
@@ -174,7 +179,7 @@ def collect_pairs(
             rollout, completions, rewards = scored.rollout, scored.completions, rewards_of(scored)
         pairs.counts["completions"] += len(completions)
         pairs.counts["truncated"] += int(rollout.truncated.sum())
-        pairs.add(batch, completions, rewards, options, noise)
+        pairs.add(batch, completions, rollout.truncated.tolist(), rewards, options, noise)
     return pairs
 
 

@@ -40,8 +40,9 @@ class Policy:
         """
         self.config, processes = config, Processes()
         self.given = given_in_python(run)
-        self.prompted = read_source(str(run)).scored and "train_dataset" not in self.given
-        """The run's folder has its prompts."""
+        from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
+        self.prompted = not from_data and "train_dataset" not in self.given
+        """The run has prompts of its own, which its folder holds."""
         models = load_run_models(run, config, which, processes, critic=critic)
         self.pipeline = build_pipeline(config, models, [], processes)
         self.model, self.tokenizer = models.policy, models.tokenizer
@@ -87,8 +88,8 @@ class Policy:
         """
         config, rows = self.config.prompts, None
         if prompt is None and not self.prompted:
-            of = " (they came from Python, as train_dataset)" if "train_dataset" in self.given else ""
-            raise ConfigError(f"the run's folder does not hold prompts{of}; give a prompt")
+            source = ", which came from Python (train_dataset)" if "train_dataset" in self.given else " to complete"
+            raise ConfigError(f"the run's folder does not hold prompts{source}; give a prompt")
         if prompt is not None and chat:
             config = replace(config, column="prompt")
             rows = [{"prompt": [{"role": "user", "content": prompt}]}]

@@ -237,7 +237,7 @@ def test_a_run_is_generated_from_evaluated_and_inspected(lora, data, tmp_path, c
     run = str(tmp_path / "run")
     assert main(["dpo", *options(run, data["dpo"], **{"model.lora.rank": lora, "run.iterations": 8})]) == 0
     capsys.readouterr()
-    assert refused(capsys, "generate", run) == "the run's folder does not hold prompts; give a prompt"
+    assert refused(capsys, "generate", run) == "the run's folder does not hold prompts to complete; give a prompt"
     assert main(["generate", run, "--prompt", "The film is", "-n", "2"]) == 0
     assert main(["generate", run, "--base", "--prompt", "The film is", "-n", "2"]) == 0
     assert capsys.readouterr().out.count("The film is") == 4
