@@ -167,8 +167,8 @@ class Screen:
         if critic is not None:
             explained, error = critic["explained_variance"], critic["rmse"]["value"]
             self.say(
-                f"the critic explains {_number(explained['value'])} ({_range(explained)}) of the true values' "
-                f"variance; RMSE {_number(error)}, best constant {_number(critic['constant_rmse']['value'])}"
+                f"the critic explains {_number(explained['value'])} (95 % interval {_range(explained)}) of the true "
+                f"values' variance; RMSE {_number(error)}, best constant {_number(critic['constant_rmse']['value'])}"
             )
             if caution := critic_caution(critic):
                 self.say(caution)
