@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for demo/, which is not installed
 
-PRAISE, ANSWERS, PROMPTS = 20_000, 4_000, 640
+PRAISE, ANSWERS, PROMPTS = 20_000, 2_400, 640
 """Reviews that the base model reads, rows of SFT, and prompts."""
 LEAD = 3
 """Words of a review that are its prompt."""
