@@ -38,3 +38,15 @@ def test_tied_matrices_count_once(models):
     assert len(names) == len(set(names))
     tied = models[0].lm.config.tie_word_embeddings
     assert any(name in ("lm_head", "embed_out") for name in names) is not tied
+
+
+def test_a_matrix_that_was_zero(load):
+    base, other = load("gpt2"), load("gpt2")
+    for lm in (base, other):
+        lm.transformer.wpe.weight.data.zero_()
+        lm.transformer.h[0].mlp.c_fc.weight.data.zero_()
+    other.transformer.wpe.weight.data[3] = 1
+    rows = {row.name: row for row in changes(read_parts("base", base), read_parts("tuned", other))}
+    assert rows["wpe"].relative_norm == 1
+    assert rows["wpe"].effective_rank == pytest.approx(1)
+    assert (rows["layer 1 mlp.c_fc"].relative_norm, rows["layer 1 mlp.c_fc"].effective_rank) == (0, None)

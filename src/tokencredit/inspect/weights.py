@@ -15,7 +15,7 @@ class Change(NamedTuple):
 
     name: str
     relative_norm: float
-    """Frobenius norm of the change over that of the base's matrix."""
+    """Frobenius norm of the change over that of the base's matrix; 1 if that is 0 and changed."""
     effective_rank: float | None
     """Of the change; None if nothing changed."""
     parameters: int
@@ -46,8 +46,10 @@ def changes(base: Parts, tuned: Parts) -> list[Change]:
         if after.dim() != 2:
             continue
         difference = after.float() - before[name].float()
-        norm = float(difference.norm() / before[name].float().norm())
-        result.append(Change(_title(tuned, name), norm, effective_rank(difference) if norm else None, after.numel()))
+        norm, size = float(difference.norm()), float(before[name].float().norm())
+        relative = norm / (size or norm or 1.0)
+        rank = effective_rank(difference) if norm else None
+        result.append(Change(_title(tuned, name), relative, rank, after.numel()))
     return result
 
 
