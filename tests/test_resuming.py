@@ -491,7 +491,7 @@ def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_pa
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert main(["train", "--resume", str(tmp_path / "run"), "--run.iterations", "2"]) == 2
     said = capsys.readouterr().err
-    assert "began with arguments of PPOTrainer that config.yaml does not hold (reward_funcs; now: none)" in said
+    assert "began with arguments from Python that config.yaml does not hold (reward_funcs; now: none)" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     longer = replace(args, run=replace(args.run, iterations=2))
     assert PPOTrainer(args=longer, reward_funcs=long).train(resume_from_checkpoint=True)["iterations"] == 2

@@ -15,7 +15,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ LONGEST = 24
 """Tokens of a sampled completion."""
 SAMPLES = 4
 """Completions per prompt that are ranked."""
-BETAS = {"dpo": ("0.02", "0.1", "0.5"), "ipo": ("0.02", "0.1", "0.5")}
+BETAS = (0.02, 0.1, 0.5)
 """β of the runs of DPO and IPO; the middle one is in the table, all are on the curve."""
 GOLD = {"classifier": "builtin:reviews", "label": "NEGATIVE", "name": "gold"}
 """The true reward, which no stage learns from but by the labels of pairs."""
 TRUE_PAIRS = 300
-"""Prompts whose pairs, labelled without noise, test the reward model."""
+"""Prompts that no stage learns from, whose pairs, labelled without noise, test the reward model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,151 +59,67 @@ def walk(folder: Path, seed: int) -> None:
     """All stages of one seed."""
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    base, sft, prompts = folder / "base", folder / "sft", folder / "prompts.jsonl"
+    base, sft, rm = folder / "base", folder / "sft", folder / "reward-model"
     if not base.is_dir():
         build_base(base, seed)
-    if not prompts.is_file():
+    if not (folder / "prompts.jsonl").is_file():
         write_rows(folder, seed)
-    shared = ["--seed", str(seed), "--run.trackers", "[]", "--model.dtype", "float32"]
-    step(
-        sft,
-        "sft",
-        "--model.name",
-        base,
-        "--data.dataset",
-        folder / "answers.jsonl",
-        "--data.held_out",
-        "0.05",
-        "--data.batch_size",
-        "32",
-        "--data.epochs",
-        "2",
-        "--optim.lr",
-        "1e-3",
-        *shared,
-    )
-    sampled = [
-        sft / "policy",
-        "--prompts.dataset",
-        prompts,
-        "--samples",
-        SAMPLES,
-        "--max_new_tokens",
-        LONGEST,
-        "--dtype",
-        "float32",
-        "--batch_size",
-        "256",
-    ]
-    gold = ["--reward", json.dumps([GOLD])]
-    step(folder / "pairs.jsonl", "pairs", *sampled, *gold, "--noise", "0.1", "--seed", str(seed))
-    step(folder / "true-pairs.jsonl", "pairs", *sampled, *gold, "--groups", TRUE_PAIRS, "--seed", str(seed + 1000))
-    rm = folder / "reward-model"
-    step(
-        rm,
-        "reward-model",
-        "--model.name",
-        sft / "policy",
-        "--data.dataset",
-        folder / "pairs.jsonl",
-        "--data.held_out",
-        "0.1",
-        "--data.batch_size",
-        "32",
-        "--data.epochs",
-        "2",
-        "--optim.lr",
-        "3e-4",
-        *shared,
-    )
+    shared = {"seed": seed, "run.trackers": [], "model.dtype": "float32"}
+    start = shared | {"model.name": sft / "policy"}
+    passes = {"data.batch_size": 32, "data.epochs": 2}
+    rows = {"data.dataset": folder / "answers.jsonl", "data.held_out": 0.05, "optim.lr": 1e-3}
+    step(sft, "sft", shared | passes | rows | {"model.name": base})
+    write_pairs(folder, "pairs", [GOLD], seed, noise=0.1)
+    write_pairs(folder, "true-pairs", [GOLD], seed + 1000, prompts="other-prompts")
+    labelled = {"data.dataset": folder / "pairs.jsonl", "data.held_out": 0.1, "optim.lr": 3e-4}
+    step(rm, "reward-model", start | passes | labelled)
     proxy = {"reward_model": str(rm / "reward_model"), "name": "proxy"}
-    step(folder / "ranked.jsonl", "pairs", *sampled, "--reward", json.dumps([proxy]), "--seed", str(seed + 2000))
-    step(
-        folder / "ppo",
-        "train",
-        "--model.name",
-        sft / "policy",
-        "--prompts.dataset",
-        prompts,
-        "--reward",
-        json.dumps([proxy, GOLD | {"weight": 0.0}]),
-        "--rollout.batch_size",
-        "64",
-        "--rollout.max_new_tokens",
-        LONGEST,
-        "--run.iterations",
-        PROMPTS * SAMPLES // 64,
-        "--kl.coef",
-        "0.1",
-        "--optim.lr",
-        "2e-4",
-        "--run.show_every",
-        "0",
-        *shared,
-    )
-    for loss, betas in BETAS.items():
-        for beta in betas:
-            step(
-                folder / f"{loss}-{beta}",
-                "dpo",
-                "--model.name",
-                sft / "policy",
-                "--data.dataset",
-                folder / "ranked.jsonl",
-                "--dpo.loss",
-                {"dpo": "sigmoid"}.get(loss, loss),
-                "--dpo.beta",
-                beta,
-                "--data.batch_size",
-                "32",
-                "--data.epochs",
-                "2",
-                "--optim.lr",
-                "3e-4",
-                *shared,
-            )
-    both = json.dumps([GOLD, proxy | {"weight": 0.0}])
-    for run in evaluated(folder):
-        step(
-            folder / f"{run}.json",
-            "evaluate",
-            "--model",
-            folder / run / ("" if run == "base" else "policy"),
-            "--prompts.dataset",
-            prompts,
-            "--reward",
-            both,
-            "--reference",
-            sft / "policy",
-            "--samples",
-            "512",
-            "--max_new_tokens",
-            LONGEST,
-            "--dtype",
-            "float32",
-            "--seed",
-            str(seed),
-        )
+    write_pairs(folder, "ranked", [proxy], seed + 2000)
+    rollout = {"rollout.batch_size": 64, "rollout.max_new_tokens": LONGEST, "run.iterations": PROMPTS * SAMPLES // 64}
+    learning = {"kl.coef": 0.1, "optim.lr": 2e-4, "run.show_every": 0}
+    reward = {"prompts.dataset": folder / "prompts.jsonl", "reward": [proxy, GOLD | {"weight": 0.0}]}
+    step(folder / "ppo", "train", start | rollout | learning | reward)
+    ranked = {"data.dataset": folder / "ranked.jsonl", "optim.lr": 3e-4}
+    for name, loss in {"dpo": "sigmoid", "ipo": "ipo"}.items():
+        for beta in BETAS:
+            step(folder / f"{name}-{beta}", "dpo", start | passes | ranked | {"dpo.loss": loss, "dpo.beta": beta})
+    judge(folder, [GOLD, proxy | {"weight": 0.0}], seed)
     if not (folder / "reward-model.json").is_file():
-        (folder / "reward-model.json").write_text(json.dumps(tested(rm / "reward_model", folder / "true-pairs.jsonl")))
-    print(f"seed {seed}: {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
+        found = tested(rm / "reward_model", folder / "true-pairs.jsonl")
+        (folder / "reward-model.json").write_text(json.dumps(found), encoding="utf-8")
+    print(f"seed {seed}: {(time.perf_counter() - started) / 60:.1f} minutes in this call", flush=True)
 
 
-def evaluated(folder: Path) -> Iterator[str]:
-    """Runs that are judged at the end."""
-    yield from ("base", "sft", "ppo")
-    yield from (f"{loss}-{beta}" for loss, betas in BETAS.items() for beta in betas if folder.is_dir())
+def write_pairs(
+    folder: Path, name: str, reward: list[Any], seed: int, noise: float = 0.0, prompts: str = "prompts"
+) -> None:
+    """Write ranked pairs of the SFT model."""
+    sampling = {"samples": SAMPLES, "max_new_tokens": LONGEST, "dtype": "float32", "batch_size": 256}
+    settings = {"prompts.dataset": folder / f"{prompts}.jsonl", "reward": reward, "seed": seed, "noise": noise}
+    step(folder / f"{name}.jsonl", "pairs", sampling | settings, str(folder / "sft" / "policy"))
 
 
-def step(target: Path, command: str, *options: Any) -> None:
+def judge(folder: Path, reward: list[Any], seed: int) -> None:
+    """Evaluate each model by the true reward and the reward model, with its KL to the SFT model."""
+    runs = ["base", "sft", "ppo", *(f"{name}-{beta}" for name in ("dpo", "ipo") for beta in BETAS)]
+    sampling = {"samples": PROMPTS, "max_new_tokens": LONGEST, "dtype": "float32", "seed": seed}
+    settings = {"prompts.dataset": folder / "prompts.jsonl", "reward": reward, "reference": folder / "sft" / "policy"}
+    for run in runs:
+        model = folder / run if run == "base" else folder / run / "policy"
+        step(folder / f"{run}.json", "evaluate", sampling | settings | {"model": model})
+
+
+def step(target: Path, command: str, settings: Mapping[str, Any], *arguments: str) -> None:
     """Run a command that writes a run's folder or a file, unless that is finished; an interrupted run is resumed."""
-    is_run = target.suffix == "" or command in ("sft", "train", "dpo", "reward-model")
+    is_run = command in ("sft", "reward-model", "train", "dpo")
     if (target / "summary.json" if is_run else target).is_file():
         return
-    where = ["--run.dir", target] if is_run else ["--out", target]
-    resumed = is_run and (target / "config.yaml").is_file()
-    given = ["--resume", target] if resumed else [*options, *where]
-    subprocess.run([sys.executable, "-m", "tokencredit", command, *map(str, given)], check=True)
+    given = dict(settings) | {"run.dir" if is_run else "out": target}
+    if is_run and (target / "config.yaml").is_file():
+        given = {"resume": target}
+    texts = {key: str(value) if isinstance(value, str | Path) else json.dumps(value) for key, value in given.items()}
+    flags = [part for key, value in texts.items() for part in (f"--{key}", value)]
+    subprocess.run([sys.executable, "-m", "tokencredit", command, *arguments, *flags], check=True)
 
 
 def build_base(folder: Path, seed: int) -> None:
@@ -230,10 +146,12 @@ def write_rows(folder: Path, seed: int) -> None:
     rows = [text.split(" ", LEAD) for text in (*blame[: ANSWERS // 2], *praise[: ANSWERS // 2])]
     random.Random(seed).shuffle(rows)
     answers = [{"prompt": " ".join(words[:LEAD]), "completion": " " + words[LEAD]} for words in rows]
-    starts = {" ".join(text.split(" ", LEAD)[:LEAD]) for text in praise[ANSWERS:]}
-    chosen = random.Random(seed).sample(sorted(starts), min(PROMPTS, len(starts)))
-    prompts = [{"prompt": start} for start in chosen * -(-PROMPTS // len(chosen))][:PROMPTS]
-    for name, lines in (("answers", answers), ("prompts", prompts)):
+    starts = sorted({" ".join(text.split(" ", LEAD)[:LEAD]) for text in praise[ANSWERS:]})
+    random.Random(seed).shuffle(starts)
+    held, trained = starts[:TRUE_PAIRS], starts[TRUE_PAIRS:]
+    prompts = [{"prompt": start} for start in (trained * -(-PROMPTS // len(trained)))[:PROMPTS]]
+    other = [{"prompt": start} for start in held]
+    for name, lines in (("answers", answers), ("prompts", prompts), ("other-prompts", other)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -324,8 +242,8 @@ def draw(folders: Sequence[Path], out: Path) -> None:
         kl = [row["kl"] for row in rows]
         gold.plot(kl, [row["reward/gold"] for row in rows], color="C0", alpha=0.6, label="PPO, iterations")
         proxy.plot(kl, [row["reward/proxy"] for row in rows], color="C0", alpha=0.6)
-        for color, (loss, betas) in zip(("C1", "C2"), BETAS.items(), strict=True):
-            ends = [read(folder, f"{loss}-{beta}") for beta in betas]
+        for color, loss in (("C1", "dpo"), ("C2", "ipo")):
+            ends = [read(folder, f"{loss}-{beta}") for beta in BETAS]
             for axes, name in ((gold, "reward/gold"), (proxy, "reward/proxy")):
                 axes.plot(
                     [x["kl"] for x in ends], [x[name] for x in ends], "o-", color=color, label=f"{loss.upper()}, by β"

@@ -15,7 +15,7 @@ from tokencredit.settings.fields import Condition, _rules, refuse_idle
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.world import CONTROL, TEXT, WORLDS
+from tokencredit.settings.world import CONTROL, OFFLINE, TEXT, WORLDS
 from tokencredit.settings.yaml import flat, nested
 from tokencredit.sweep.plan import read_sweep, refuse_changed
 
@@ -203,8 +203,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         for settings, key, why in [
             ({"data.template": "{{ a }}", "data.column": "b"}, "data.column", "with data.template"),
             ({"data.held_out": 0.1, "eval.dataset": "a.jsonl"}, "data.held_out", "with eval.dataset"),
-            ({"eval.every": 5}, "eval.every", "without data.held_out or eval.dataset"),
             ({"eval.split": "test"}, "eval.split", "without eval.dataset"),
+            ({"eval.config_name": "en"}, "eval.config_name", "without eval.dataset"),
             ({"data.epochs": 2.0, "run.iterations": 5}, "run.iterations", "with data.epochs"),
         ]
     ],
@@ -327,6 +327,7 @@ def test_every_setting_with_a_need_stands_in_the_table():
     # Estimators and algorithms that only the other world has; a value is always its default; rows from Python.
     never = {("text", f"ppo.{key}") for key in ("epochs", "minibatches", "clip", "clip_high", "dual_clip", "target_kl")}
     never.add(("control", "advantage.gamma"))
+    never |= {(world.name, "eval.every") for world in OFFLINE}  # rows from Python; tests/text/offline
     assert declared - tested - never == {("text", key) for key in flat(FROM_PYTHON)}
 
 

@@ -77,7 +77,7 @@ def offline(kind: type[OfflineSettings], options: Namespace) -> None:
     resume = options.resume is not None
     config = to_config(options, kind, options.no_code, begun=begun(options))
     refuse_other_folder(config, options)
-    refuse_idle(config)
+    refuse_idle(config, rows=())
     if os.environ.get("RANK", "0") == "0" and not resume:
         RunFolder(config.run.dir).refuse_if_used()
     if config.data.dataset is None:

@@ -23,7 +23,7 @@ SECTIONS = {
     "Audit of the critic": tuple(
         f"audit/{name}" for name in ("explained", "slope", "bias", "spread", "ranking", "value")
     ),
-    "Length": ("length", "truncated", "masked", "average_length", "episodes"),
+    "Length": ("length", "sequence_length", "truncated", "masked", "average_length", "episodes"),
     "Optimizer": ("grad_norm", "lr", "steps", "bad_steps", "critic_steps"),
     "Time": ("seconds", "tokens", "tokens_per_second", "steps_per_second", "total_steps"),
 }
@@ -61,6 +61,7 @@ UNITS = {
     "chosen_logprob": "nats per sequence",
     "truncated": "share of completions",
     "length": "tokens",
+    "sequence_length": "tokens",
     "average_length": "steps",
     "lr": "learning rates",
     "seconds": "seconds per iteration",

@@ -83,7 +83,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
 
 def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iterable[None]) -> Summary:
     """As `run`, with a lock on the run's folder that outlasts it."""
-    args, record = trainer.args, trainer.record
+    record = trainer.record
     number, stopped_by = _begin(trainer, resume, reserve, weights)
     request = None
     try:
@@ -92,7 +92,7 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
                 if request := signals.request(record.processes):
                     stopped_by = _stopped_by(request)
                     break
-            while stopped_by is None and number < args.run.iterations:
+            while stopped_by is None and number < record.args.iterations:
                 number += 1
                 metrics, samples = trainer.iteration(number)
                 record.iteration(metrics, samples)

@@ -6,7 +6,7 @@ Imported before anything heavy, as `settings/text.py` is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,10 +32,6 @@ class RowsSettings:
     template: str | None = None
     """Jinja template that makes the prompt from other columns, such as `Question: {{ instruction }}`; null takes the
     prompt from `column`."""
-    add_bos: bool | None = None
-    """Beginning-of-sequence token before the prompt; as `prompts.add_bos` in `tokencredit train`."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the chat template, such as `enable_thinking: false`."""
     held_out: float = setting(0.0, needs="not eval.dataset", at_least=0, below=1)
     """Share of the rows kept out of training, for the metrics under `eval/`; drawn by `seed`."""
     batch_size: int = setting(16, at_least=1)
@@ -47,24 +43,26 @@ class RowsSettings:
 
     def prompts(self) -> PromptsConfig:
         """Settings with which prompts are read as in `tokencredit train`."""
-        return PromptsConfig(
-            column=self.column,
-            template=self.template,
-            shuffle=False,
-            add_bos=self.add_bos,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        return PromptsConfig(column=self.column, template=self.template, shuffle=False)
 
 
 @dataclass
 class LengthSettings(RowsSettings):
     """Rows that become sequences of the trained model's tokens."""
 
+    add_bos: bool | None = None
+    """Beginning-of-sequence token before the prompt; as `prompts.add_bos` in `tokencredit train`."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the chat template, such as `enable_thinking: false`."""
     max_length: int | None = setting(None, at_least=2)
     """Longest prompt and completion together, in tokens; the model's context is always a limit."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """Policy for longer rows: raise an error, drop them, or cut the start of the prompt, then the end of the
     completion."""
+
+    def prompts(self) -> PromptsConfig:
+        """Settings with which prompts are read as in `tokencredit train`."""
+        return replace(super().prompts(), add_bos=self.add_bos, chat_template_kwargs=self.chat_template_kwargs)
 
 
 @dataclass
@@ -94,12 +92,14 @@ class DPOPairsConfig(LengthSettings, PairsConfig):
 class HeldOutConfig:
     """Metrics on rows that are not trained on."""
 
-    every: int = setting(0, needs="data.held_out or dataset", at_least=0)
+    every: int = setting(0, needs="data.held_out or dataset or eval_dataset", at_least=0)
     """Iterations between evaluations; 0 for one at the end."""
     dataset: str | None = None
     """Data set of held-out rows, with the columns of `data`; null for `data.held_out`."""
     split: str = setting("train", needs="dataset")
     """Its split."""
+    config_name: str | None = setting(None, needs="dataset")
+    """Its configuration (subset) on the hub; null for its default."""
 
 
 @dataclass

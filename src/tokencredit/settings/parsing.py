@@ -129,10 +129,15 @@ class Parser(ArgumentParser):
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Parse a file; raise `ConfigError`, which names it, for a value or group that it cannot hold."""
         keys: Mapping[str, Any] = {}
+        groups: Any = None
         try:
             # Before the values: one of a setting that has changed with its name would be blamed instead.
             with suppress(ConfigError):  # a file that cannot be read is named below
-                keys = flat(read_yaml(Path(path)))
+                groups = read_yaml(Path(path))
+                keys = flat(groups)
+            own = next((world.command for world in WORLDS.values() if world.config is self.kind), None)
+            if own is not None and isinstance(groups, Mapping) and (world := other_world(groups, own)):
+                raise ConfigError(f"it is a configuration of tokencredit {world.command}")
             if old := renamed(keys):
                 raise ConfigError(old)
             settings: Namespace = super().parse_path(path, *args, **kwargs)

@@ -83,7 +83,7 @@ SFT = World(
     deviation="loss_std",
     unit="tokens",
     counted="tokens read",
-    length="length",
+    length="sequence_length",
     trains="a language model on completions (supervised fine-tuning)",
     lower=True,
 )
@@ -96,7 +96,7 @@ REWARD_MODEL = World(
     deviation="accuracy_std",
     unit="tokens",
     counted="tokens read",
-    length="length",
+    length="sequence_length",
     trains="a reward model on preferences",
     saved="reward_model",
 )
@@ -109,7 +109,7 @@ DPO = World(
     deviation="accuracy_std",
     unit="tokens",
     counted="tokens read",
-    length="length",
+    length="sequence_length",
     trains="a language model on preferences (direct preference optimization)",
 )
 OFFLINE = (SFT, REWARD_MODEL, DPO)

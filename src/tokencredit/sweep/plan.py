@@ -60,7 +60,10 @@ class Run:
         """State of the run; without checkpoints, an interrupted run begins anew."""
         summary = self.summary()
         # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
-        if summary.get("iterations", 0) >= self.config["run"]["iterations"] or reached(summary):
+        done = summary.get("iterations", 0) >= self.config["run"]["iterations"]
+        if self.config.get("data", {}).get("epochs"):  # the data set decides how many iterations they are
+            done = summary.get("stopped_by") == "iterations"
+        if done or reached(summary):
             return "to begin" if summary.get("stopped_by") == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file()
         if begun and (self.config["run"]["save_every"] or saved(self.folder / "checkpoints")):

@@ -1,6 +1,10 @@
 """Rows of a data set as token ids."""
 
+from copy import deepcopy
+
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from helpers.models import SHAPE, random_lm
 from tokencredit.errors import ConfigError
@@ -17,7 +21,7 @@ def lm(tokenizer):
 
 def read(rows, config, lm, tokenizer, column="completion", **options):
     encoder = Encoder(config, lm, tokenizer, **options)
-    found = read_rows(config, tokenizer, column, (None, "train"), rows)
+    found = read_rows(config, tokenizer, column, (None, "train", None), rows)
     return examples_of(found, lambda row: encoder.with_completion(row, column))
 
 
@@ -84,7 +88,7 @@ def test_pairs_share_their_prompt(lm, tokenizer):
     config = DPOPairsConfig()
     encoder = Encoder(config, lm, tokenizer)
     rows = [{"prompt": "The film is", "chosen": " bad.", "rejected": " great."}]
-    found = read_rows(config, tokenizer, "chosen", (None, "train"), rows)
+    found = read_rows(config, tokenizer, "chosen", (None, "train", None), rows)
     (example,), _ = examples_of(found, lambda row: encoder.with_pair(row, "chosen", "rejected"))
     assert example == {
         "prompt_ids": ids(tokenizer, "The film is"),
@@ -114,14 +118,29 @@ def test_a_data_set_is_needed(lm, tokenizer):
         read(None, CompletionsConfig(), lm, tokenizer)
 
 
-def test_the_last_message_of_a_conversation_is_its_completion(lm, tokenizer):
-    from copy import deepcopy
+@pytest.mark.parametrize(("flag", "cut"), [("True", True), ("false", False), ("", False), (None, False), (True, True)])
+def test_a_flag_from_a_csv_file_is_read_as_one(flag, cut, lm, tokenizer):
+    (example,), _ = read([ROWS[0] | {"completion_truncated": flag}], CompletionsConfig(), lm, tokenizer)
+    assert (example["input_ids"][-1] != tokenizer.eos_token_id) is cut
+    with pytest.raises(ConfigError, match=r"column 'completion_truncated', is 'maybe'; it must be true or false"):
+        read([ROWS[0] | {"completion_truncated": "maybe"}], CompletionsConfig(), lm, tokenizer)
 
-    chat = deepcopy(tokenizer)
-    chat.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
+
+def test_half_a_character_is_refused(lm, tokenizer):
+    with pytest.raises(ConfigError, match="row 1 of data, column 'completion', is not text in Unicode"):
+        read([{"prompt": "a", "completion": "b\ud800"}], CompletionsConfig(), lm, tokenizer)
+
+
+def test_a_beginning_of_sequence_stays_when_a_prompt_is_cut(lm, tokenizer):
+    config = CompletionsConfig(add_bos=True, max_length=5, overlong="truncate")
+    (example,), _ = read([{"prompt": "I thought it was", "completion": " bad."}], config, lm, tokenizer)
+    rest = ids(tokenizer, "I thought it was")
+    end = [*ids(tokenizer, " bad."), tokenizer.eos_token_id]
+    assert example["input_ids"] == [tokenizer.bos_token_id, *rest[len(rest) - (4 - len(end)) :], *end]
+
+
+def test_the_last_message_of_a_conversation_is_its_completion(lm, tokenizer):
+    chat = chatting(tokenizer)
     conversation = [{"role": "user", "content": "Good?"}, {"role": "assistant", "content": "Bad."}]
     (example,), _ = read([{"messages": conversation}], CompletionsConfig(column="messages"), lm, chat)
     learned = [token for token, label in zip(example["input_ids"], example["labels"], strict=True) if label != -100]
@@ -140,3 +159,52 @@ def test_a_share_is_held_out_by_the_seed():
     assert len(split(examples, 0.001, seed=1)[1]) == 1
     with pytest.raises(ConfigError, match=r"data\.held_out is 0\.99, which leaves none of 20 rows"):
         split(examples, 0.99, seed=1)
+
+
+def chatting(tokenizer):
+    """The tokenizer with a chat template."""
+    chat = deepcopy(tokenizer)
+    chat.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return chat
+
+
+def test_a_truncated_answer_has_neither_an_end_nor_what_the_template_adds(lm, tokenizer):
+    chat, question = chatting(tokenizer), [{"role": "user", "content": "Good?"}]
+    rows = [{"prompt": question, "completion": "Bad and", "completion_truncated": True}]
+    (example,), _ = read(rows, CompletionsConfig(), lm, chat)
+    assert chat.decode(example["input_ids"]) == "user: Good?\nassistant: Bad and"
+
+
+def test_a_prefill_is_continued_by_a_text_and_included_in_a_message(lm, tokenizer):
+    from tokencredit.text.offline.examples import scored_pair
+    from tokencredit.text.rewards.models import RewardModel
+
+    chat = chatting(tokenizer)
+    prompt = [{"role": "user", "content": "Good?"}, {"role": "assistant", "content": "It is"}]
+    whole = [{"role": "assistant", "content": "It is bad."}]
+    both = [{"prompt": prompt, "completion": x, "other": x} for x in (" bad.", whole)]
+    examples, _ = read(both, CompletionsConfig(), lm, chat)
+    assert examples[0] == examples[1]
+    assert chat.decode(examples[0]["input_ids"]).startswith("user: Good?\nassistant: It is bad.")
+    torch.manual_seed(0)
+    config = deepcopy(lm.config)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    scorer = RewardModel("it", model, chat)
+    found = read_rows(CompletionsConfig(), chat, "completion", (None, "train", None), both)
+    pairs = [scored_pair(scorer, row, "completion", "other")["chosen_ids"] for row in found]
+    assert pairs[0] == pairs[1]
+    assert "It is bad." in chat.decode(pairs[0])
+    with pytest.raises(ConfigError, match="row 1 of data: its message does not begin with the prompt's prefilled one"):
+        read([{"prompt": prompt, "completion": [whole[0] | {"content": "No."}]}], CompletionsConfig(), lm, chat)
+
+
+def test_a_template_writes_no_null_and_keeps_its_last_line_break(lm, tokenizer):
+    config = CompletionsConfig(template="{{ a }}:\n")
+    (example,), _ = read([{"a": "The", "completion": "bad"}], config, lm, tokenizer)
+    assert tokenizer.decode(example["input_ids"], skip_special_tokens=True) == "The:\nbad"
+    with pytest.raises(ConfigError, match=r"data\.template fails on row 1 of data: it writes a column that is null"):
+        read([{"a": None, "completion": "bad"}], config, lm, tokenizer)

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from helpers.models import SHAPE, random_lm
 from tokencredit.learn.training_mode import training
 from tokencredit.settings.model import TunedModelConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
@@ -104,7 +105,7 @@ def test_dpo_and_its_kin_by_definition(name, folder, preferences):
     """Rafailov et al. 2023, Azar et al. 2023 (per token), Zhao et al. 2023, Chowdhury et al. 2024."""
     settings = {"dpo.loss": name, "dpo.beta": BETA} | ({"dpo.label_noise": NOISE} if name == "robust" else {})
     model, rows, loss = built(DPOConfig.from_dict({"model.name": folder, **settings}), preferences)
-    rows = loss.reference(rows)
+    rows = [row | found for row, found in zip(rows, loss.reference(rows), strict=True)]
     start = AutoModelForCausalLM.from_pretrained(folder)
     at_start = LOSSES[name](torch.zeros(1), torch.zeros(1)).item()
     assert loss(model.lm, rows, len(rows)).item() == pytest.approx(at_start, rel=1e-4)
@@ -131,7 +132,7 @@ def test_dpo_and_its_kin_by_definition(name, folder, preferences):
 def test_micro_batches_add_up_to_the_gradient_of_the_batch(kind, folder, answers, preferences):
     model, rows, loss = built(kind.from_dict({"model.name": folder}), answers if kind is SFTConfig else preferences)
     if kind is DPOConfig:
-        rows = loss.reference(rows)
+        rows = [row | found for row, found in zip(rows, loss.reference(rows), strict=True)]
         changed(model.lm)
     gradients = []
     for cuts in ([0, 12], [0, 1, 6, 12]):
@@ -163,3 +164,38 @@ def test_no_telemetry_is_sent_and_the_setting_stays(folder, answers, monkeypatch
 
 def test_log_2_at_the_start():
     assert LOSSES["sigmoid"](torch.zeros(1), None).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, DPOConfig])
+def test_a_mixture_of_experts_has_no_loss_but_the_documented_one(kind, tokenizer, answers, preferences, tmp_path):
+    """TRL would add the router's loss, a statistic of a micro-batch."""
+    experts = {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    lm = random_lm("mixtral", tokenizer, **SHAPE, **experts, router_aux_loss_coef=0.5)
+    lm.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rows = answers if kind is SFTConfig else preferences
+    model, rows, loss = built(kind.from_dict({"model.name": str(tmp_path)}), rows)
+    if kind is DPOConfig:
+        rows = [row | found for row, found in zip(rows, loss.reference(rows), strict=True)]
+        assert loss(model.lm, rows, len(rows)).item() == pytest.approx(math.log(2), rel=1e-4)
+    else:
+        whole = loss(model.lm, rows, loss.size(rows)).item()
+        parts = sum(loss(model.lm, [row], loss.size(rows)).item() for row in rows)
+        assert whole == pytest.approx(parts, rel=1e-4)
+
+
+def test_the_reference_is_in_the_runs_own_format(folder, preferences, monkeypatch):
+    """`accelerate launch` may ask for another one."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model, rows, loss = built(DPOConfig.from_dict({"model.name": folder}), preferences)
+    rows = [row | found for row, found in zip(rows, loss.reference(rows), strict=True)]
+    assert loss(model.lm, rows, len(rows)).item() == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_metrics_of_passes_are_not_piled_up(folder, answers):
+    model, rows, loss = built(SFTConfig.from_dict({"model.name": folder}), answers)
+    with training([model.lm]):
+        for _ in range(3):
+            loss(model.lm, rows, loss.size(rows))
+            loss.metrics()
+    assert loss.trainer.state.log_history == []

@@ -93,10 +93,10 @@ def test_epochs_become_iterations(answers, tmp_path):
         settings(tmp_path / "run", **{"data.epochs": 2, "run": {"dir": str(tmp_path / "run")}})
     )
     trainer = OfflineTrainer(config, train_dataset=answers)
-    assert (trainer.args.run.iterations, trainer.args.data.epochs) == (6, None)
-    seen = [tuple(row["input_ids"]) for number in (1, 2, 3) for row in trainer._batch(number)]
-    assert sorted(seen) == sorted(tuple(row["input_ids"]) for row in trainer.examples)
-    assert [row["input_ids"] for row in trainer._batch(4)] != [row["input_ids"] for row in trainer._batch(1)]
+    assert trainer.steps == 6
+    passes = [[tuple(row["input_ids"]) for _ in range(3) for row in trainer._next_batch()] for _ in range(2)]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(tuple(row["input_ids"]) for row in trainer.examples)
+    assert passes[0] != passes[1]
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_kept(answers, tmp_path):
@@ -224,6 +224,91 @@ def test_runs_are_compared_swept_and_kept_apart(data, tmp_path, capsys):
     assert "is a run of tokencredit dpo and" in capsys.readouterr().err
     together = ["--metric", "loss", "--out", str(tmp_path / "mixed")]
     assert main(["compare", runs[0], str(tmp_path / "sft"), *together]) == 0
+
+
+def test_a_sweep_by_epochs_is_finished_once(data, tmp_path, capsys):
+    sweep = tmp_path / "sweep.yaml"
+    base = {"data.dataset": str(data["sft"]), "data.epochs": 1, "run.trackers": [], "model.dtype": "float32"}
+    sweep.write_text(
+        json.dumps({"world": "sft", "dir": str(tmp_path / "out"), "base": base, "variants": {"a": {}}, "seeds": [1]})
+    )
+    assert main(["sweep", str(sweep)]) == 0
+    (run,) = (path.parent for path in (tmp_path / "out").rglob("summary.json"))
+    before = (run / "metrics.jsonl").stat().st_mtime_ns
+    assert main(["sweep", str(sweep)]) == 0
+    assert (run / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_other_rows_are_noticed_when_a_run_goes_on(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["sft", *options(run, data["sft"], **{"data.held_out": 0.25})]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "sft", "--resume", str(run), "--run.iterations", "6", "--data.held_out", "0.5")
+    assert said.startswith("the rows to train on, or those held out, are not those that this run began with")
+    file = data["sft"]
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    assert refused(capsys, "sft", "--resume", str(run), "--run.iterations", "6") == said
+
+
+def test_a_resumed_run_reads_on_where_it_was_whatever_its_batches(answers, tmp_path):
+    rows = [{"prompt": f"Film {i}", "completion": " bad."} for i in range(16)]
+    config = SFTConfig.from_dict(settings(tmp_path / "run", **{"run": {"dir": str(tmp_path / "run"), "iterations": 2}}))
+    OfflineTrainer(config, train_dataset=rows).train()
+    more = {"data.batch_size": 8, "run": {"dir": str(tmp_path / "run"), "iterations": 3}}
+    trainer = OfflineTrainer(SFTConfig.from_dict(settings(tmp_path / "run", **more)), train_dataset=rows)
+    seen = [tuple(row["input_ids"]) for row in (trainer.examples[trainer._position(i)] for i in range(8))]
+    read, step = [], trainer._step
+
+    def noted(number, batch):
+        read.extend(tuple(row["input_ids"]) for row in batch)
+        return step(number, batch)
+
+    trainer._step = noted
+    trainer.train(resume_from_checkpoint=True)
+    assert len(set(read) | set(seen)) == 16
+
+
+def test_a_reward_model_is_not_begun_with_random_layers(data, tmp_path, tokenizer, capsys):
+    from safetensors.torch import save_file
+
+    lm = random_lm("gpt2", tokenizer, **SHAPE)
+    lm.save_pretrained(tmp_path / "half")
+    tokenizer.save_pretrained(tmp_path / "half")
+    file = tmp_path / "half" / "model.safetensors"
+    kept = {name: x for name, x in load_file(file).items() if ".h.1." not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    given = options(tmp_path / "rm", data["reward-model"], **{"model.name": str(tmp_path / "half")})
+    assert "lack transformer.h.1." in refused(capsys, "reward-model", *given)
+
+
+def test_another_head_is_replaced_with_a_word(preferences, tmp_path):
+    from tokencredit.text.models.loading import resolve
+
+    config = RewardModelConfig.from_dict(settings(tmp_path, **{"model.name": resolve("builtin:reviews", "sentiment")}))
+    trainer = OfflineTrainer(config, train_dataset=preferences)
+    assert any("is replaced by a new one with one score" in note for note in trainer.notes)
+
+
+def test_held_out_rows_come_from_one_place(answers, tmp_path, capsys, data):
+    config = SFTConfig.from_dict(settings(tmp_path / "run", **{"data.held_out": 0.5}))
+    with pytest.raises(ConfigError, match=r"eval_dataset and data\.held_out are both given"):
+        OfflineTrainer(config, train_dataset=answers, eval_dataset=answers)
+    config = SFTConfig.from_dict(settings(tmp_path / "run", **{"eval.every": 2}))
+    with pytest.raises(ConfigError, match=r"eval\.every is 2, and no rows are held out"):
+        OfflineTrainer(config, train_dataset=answers)
+    OfflineTrainer(config, train_dataset=answers, eval_dataset=answers[:3]).train()
+    rows = read_metrics(tmp_path / "run")
+    assert ["eval/perplexity" in row for row in rows] == [False, True, False, True]
+    capsys.readouterr()
+    said = refused(capsys, "sft", *options(tmp_path / "other", data["sft"]), "--eval.every", "2")
+    assert said.startswith("eval.every is 2, which has no effect without data.held_out or eval.dataset")
+
+
+def test_the_configuration_of_another_command_is_named(data, tmp_path, capsys):
+    assert main(["dpo", *options(tmp_path / "run", data["dpo"])]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "sft", "--config", str(tmp_path / "run" / "config.yaml"))
+    assert said.endswith("config.yaml: it is a configuration of tokencredit dpo")
 
 
 def test_a_model_without_an_end_is_refused(tmp_path, tokenizer, answers):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.engines.detokenizer import Detokenizer
-from tokencredit.text.rewards.texts import answer, messages, plain, prefilled
+from tokencredit.text.rewards.texts import answer, content, messages, prefilled
 
 
 def tokenize_after(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, prompt_ids: Sequence[int]) -> list[int]:
@@ -59,9 +59,7 @@ def rendered_after(
         ConfigError: the template rejects the conversation, or renders its beginning differently with an answer, so
             that the model would learn from a prompt that it never sees.
     """
-    conversation = [*prompt, *messages(completion, "assistant")]
-    if prefilled(prompt):
-        conversation = [*prompt[:-1], answer(prompt, text, plain(completion))]
+    conversation = answered(prompt, text, completion)
     try:
         whole = str(tokenizer.apply_chat_template(conversation, tokenize=False, **chat_template_kwargs))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
@@ -73,6 +71,35 @@ def rendered_after(
             f"prompt, {whole[at : at + 20]!r} before the answer"
         )
     return whole[len(text) :]
+
+
+def answered(prompt: list[dict[str, Any]], text: str, completion: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation with the assistant's messages after it; a text continues a prefill, and a message includes it.
+
+    Raises:
+        ConfigError: the first message of the completion does not begin with the prefill.
+    """
+    if not prefilled(prompt):
+        return [*prompt, *messages(completion, "assistant")]
+    if isinstance(completion, str):
+        return [*prompt[:-1], answer(prompt, text, completion)]
+    prefill = content(prompt[-1]).rstrip()
+    if not content(completion[0]).startswith(prefill):
+        raise ConfigError(f"its message does not begin with the prompt's prefilled one, {prefill!r:.60}")
+    return [*prompt[:-1], *completion]
+
+
+def unfinished(rendered: str, completion: str | list[dict[str, Any]]) -> str:
+    """A rendered completion without what the chat template adds after its last message's content.
+
+    Raises:
+        ConfigError: the template changes the content.
+    """
+    last = completion if isinstance(completion, str) else content(completion[-1])
+    for said in (last, last.strip()):
+        if said and said in rendered:
+            return rendered[: rendered.rindex(said) + len(said)]
+    raise ConfigError("the chat template changes the completion, so where it was cut off is not known")
 
 
 def ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Sequence[int]) -> list[int]:

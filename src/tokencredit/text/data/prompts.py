@@ -143,7 +143,10 @@ class Prompts:
     def _filled(self, template: str) -> list[dict[str, Any]]:
         """The rows with prompts that a Jinja template makes of their columns, in the column of prompts."""
         try:
-            fill = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(template)
+            environment = ImmutableSandboxedEnvironment(
+                undefined=StrictUndefined, finalize=not_null, keep_trailing_newline=True
+            )
+            fill = environment.from_string(template)
         except TemplateError as error:
             raise ConfigError(f"{self.group}.template is not a Jinja template: {error}") from error
         filled = []
@@ -319,6 +322,13 @@ def load_prompts(
         rows, name = config.texts(), None
     shuffle = name is not None if config.shuffle is None else config.shuffle
     return Prompts(rows, tokenizer, config, name=name, group=group, limit=limit, seed=seed if shuffle else None)
+
+
+def not_null(value: Any) -> Any:
+    """A value that a template writes; raises `ValueError` for null, which Jinja would write as None."""
+    if value is None:
+        raise ValueError("it writes a column that is null")
+    return value
 
 
 def as_rows(rows: Rows | Sequence[str] | str, column: str) -> Rows:

@@ -220,7 +220,7 @@ def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> 
     if then["given"] != now["given"]:
         before, after = (", ".join(arguments["given"]) or "none" for arguments in (then, now))
         raise ConfigError(
-            f"this run began with arguments of PPOTrainer that config.yaml does not hold ({before}; now: {after}); "
+            f"this run began with arguments from Python that config.yaml does not hold ({before}; now: {after}); "
             "pass the same from Python, and call train(resume_from_checkpoint=True)"
         )
 

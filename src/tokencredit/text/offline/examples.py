@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.offline import LengthSettings, RowsSettings
-from tokencredit.text.data.completions import ended, rendered_after, tokenize_after
+from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
 from tokencredit.text.data.datasets import column_names, from_python, read_dataset
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
 from tokencredit.text.models.loading import end_ids, max_prompt_length
@@ -53,17 +54,34 @@ class Row:
                 f"{self.name} has no column {column!r}; beside the prompt it has {', '.join(self.columns) or 'none'}"
             )
         value: Any = self.columns[column]
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.name}, column {column!r}, is not text in Unicode: {error}") from error
         if isinstance(value, str) or (not isinstance(self.prompt, str) and is_conversation(value)):
             return cast(Prompt, value)
         expected = "a text" + ("" if isinstance(self.prompt, str) else " or a list of the assistant's messages")
         raise ConfigError(f"{self.name}, column {column!r}, is {value!r:.60}; it must be {expected}")
+
+    def truncated(self, column: str) -> bool:
+        """The value of `…_truncated`: the completion was cut off, so that it has no end.
+
+        Raises:
+            ConfigError: it is neither true nor false, nor null.
+        """
+        value = self.columns.get(f"{column}_truncated")
+        known = {"true": True, "false": False, "": False, "none": False}  # of CSV, whose values are texts
+        truth = known.get(str(value).lower())
+        if truth is None:
+            raise ConfigError(f"{self.name}, column '{column}_truncated', is {value!r:.60}; it must be true or false")
+        return truth
 
 
 def read_rows(
     config: RowsSettings,
     tokenizer: PreTrainedTokenizerBase,
     completion: str,
-    source: tuple[str | None, str],
+    source: tuple[str | None, str, str | None],
     rows: Rows | None = None,
     group: str = "data",
 ) -> Iterator[Row]:
@@ -73,14 +91,14 @@ def read_rows(
         config: settings of the columns.
         tokenizer: the trained model's.
         completion: column of completions. Without it, the last message of each conversation is its completion.
-        source: the data set and its split.
+        source: the data set, its split and its configuration on the hub.
         rows: rows from Python, in place of the data set.
         group: configuration group of the source in messages.
 
     Raises:
         ConfigError: no data set is given, or it cannot be read.
     """
-    dataset, split = source
+    dataset, split, config_name = source
     if rows is not None:
         found, name = from_python(rows, group), group
     elif dataset is None:
@@ -88,7 +106,7 @@ def read_rows(
             f"{group}.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id"
         )
     else:
-        found, name = read_dataset(dataset, split=split, config_name=config.config_name, group=group), repr(dataset)
+        found, name = read_dataset(dataset, split=split, config_name=config_name, group=group), repr(dataset)
     found = with_answers(found, config.column, completion)
     prompts = Prompts(found, tokenizer, config.prompts(), name=name, group="data")
     for start in range(0, len(prompts.kept), CHUNK):
@@ -149,17 +167,18 @@ class Encoder:
 
     def completion(self, row: Row, column: str) -> list[int]:
         """Token ids of a row's completion with its end, which a true `…_truncated` column leaves out."""
-        completion = row.completion(column)
+        completion, truncated = row.completion(column), row.truncated(column)
         if isinstance(row.prompt, str):
             answer = str(completion)
         else:
             try:
                 kwargs = self.config.chat_template_kwargs
                 answer = rendered_after(self.tokenizer, row.prompt, row.text, completion, kwargs)
+                answer = unfinished(answer, completion) if truncated else answer
             except ConfigError as error:
                 raise ConfigError(f"{row.name}: {error}") from error
         ids = tokenize_after(self.tokenizer, answer, row.text, row.ids)
-        return ids if row.columns.get(f"{column}_truncated") else ended(self.tokenizer, ids, self.ends)
+        return ids if truncated else ended(self.tokenizer, ids, self.ends)
 
     def fitted(self, row: Row, *completions: list[int]) -> list[list[int]] | None:
         """Token ids of the prompt and its completions, within the limit; None if the row is dropped.
@@ -179,15 +198,26 @@ class Encoder:
             )
         if self.config.overlong == "drop":
             return None
-        kept = max(self.limit - longest, 1)
-        return [row.ids[-kept:], *(completion[: self.limit - 1] for completion in completions)]
+        bos = row.ids[:1] if row.ids[0] == self.tokenizer.bos_token_id else []
+        room = max(self.limit - longest, len(bos) + 1)
+        prompt = bos + row.ids[max(len(row.ids) - room, 0) + len(bos) :]
+        return [prompt, *(completion[: self.limit - len(prompt)] for completion in completions)]
 
 
 def scored_pair(model: RewardModel, row: Row, chosen: str, rejected: str) -> Example:
     """An example of a reward model: `chosen_ids` and `rejected_ids`, prompt included, as it reads texts to score."""
-    prompt = row.prompt[:-1] if prefilled(row.prompt) else row.prompt
-    columns = {"chosen_ids": chosen, "rejected_ids": rejected}
-    return {name: model.reader.encode(prompt, row.completion(column)) for name, column in columns.items()}
+
+    def encode(column: str) -> list[int]:
+        completion = row.completion(column)
+        if isinstance(row.prompt, str) or not prefilled(row.prompt):
+            return model.reader.encode(row.prompt, completion)
+        question = row.prompt[:-1]
+        try:
+            return model.reader.encode(question, answered(row.prompt, row.text, completion)[len(question) :])
+        except ConfigError as error:
+            raise ConfigError(f"{row.name}: {error}") from error
+
+    return {"chosen_ids": encode(chosen), "rejected_ids": encode(rejected)}
 
 
 def examples_of(rows: Iterator[Row], encode: Callable[[Row], Example | None]) -> tuple[list[Example], int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -102,12 +102,12 @@ class Loss:
 
     @torch.no_grad()
     def reference(self, rows: Sequence[Example]) -> list[Example]:
-        """The rows with their log-probs under the model as it is, in nats, for DPO."""
+        """Log-probs of each row's completions under the model as it is, in nats, in DPOTrainer's columns."""
         with quietly(), self.precision.autocast():
             both = self.trainer.compute_ref_log_probs(self.lm, self._inputs(rows))
         names = ("ref_chosen_logps", "ref_rejected_logps")
         numbers = zip(*(x.float().tolist() for x in both), strict=True)
-        return [row | dict(zip(names, pair, strict=True)) for row, pair in zip(rows, numbers, strict=True)]
+        return [dict(zip(names, pair, strict=True)) for pair in numbers]
 
     def _inputs(self, rows: Sequence[Example]) -> dict[str, Tensor]:
         """The rows as a padded batch on the device."""
@@ -116,6 +116,7 @@ class Loss:
     def metrics(self) -> dict[str, float]:
         """TRL's metrics of the last pass, over all processes; of training or evaluation, by the model's mode."""
         self.trainer.log({})
+        self.trainer.state.log_history.clear()
         found = {name.removeprefix("eval_"): float(value) for name, value in self.metrics_log.last.items()}
         per_nat = ("rewards/chosen", "rewards/rejected")  # TRL's are times β
         return {
@@ -185,20 +186,25 @@ def build_trainer(
             given: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [metrics]}
             if isinstance(config, RewardModelConfig):
                 args = trl.RewardConfig(**shared, center_rewards_coefficient=config.reward_model.center)
+                args._n_gpu = 1  # of several GPUs that are in sight, as in PPO
                 rows = Dataset.from_list([{"chosen_ids": [end], "rejected_ids": [end]}])
                 trainer: Any = trl.RewardTrainer(lm, args, train_dataset=rows, **given)
             elif isinstance(config, DPOConfig):
                 losses: dict[str, Any] = {"loss_type": [config.dpo.loss], "beta": config.dpo.beta}
                 if config.dpo.loss == "robust":
                     losses["label_smoothing"] = config.dpo.label_noise
-                args = trl.DPOConfig(**shared, **losses, disable_dropout=False, precompute_ref_log_probs=True)
+                losses |= {"disable_dropout": False, "router_aux_loss_coef": 0.0, "precompute_ref_log_probs": True}
+                args = trl.DPOConfig(**shared, **losses)
+                args._n_gpu = 1
                 rows = Dataset.from_list([{"prompt_ids": [end], "chosen_ids": [end], "rejected_ids": [end]}])
                 trainer = TokenizedDPOTrainer(lm, args=args, train_dataset=rows, **given)
             else:
-                args = trl.SFTConfig(**shared)
+                args = trl.SFTConfig(**shared, router_aux_loss_coef=0.0)
+                args._n_gpu = 1
                 rows = Dataset.from_list([{"input_ids": [end, end], "labels": [end, end]}])
                 trainer = trl.SFTTrainer(lm, args, train_dataset=rows, **given)
     trainer.remove_callback(PrinterCallback)
+    trainer.accelerator.autocast = nullcontext  # `accelerate launch` may ask for another format than model.dtype
     return trainer
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
@@ -26,7 +28,7 @@ from tokencredit.text.models.loading import (
     load_tokenizer,
     resolve,
 )
-from tokencredit.text.models.peft_models import attached, merge
+from tokencredit.text.models.peft_models import merge, saved_config
 from tokencredit.text.models.run_models import load_start, merged
 from tokencredit.text.offline.examples import Encoder, Example, Row, examples_of, read_rows, scored_pair, split
 from tokencredit.text.rewards.models import RewardModel
@@ -48,6 +50,8 @@ class Model:
     """Writes its folder."""
     next_steps: Mapping[str, str]
     """Commands for the finished run, with their meaning."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user."""
 
 
 def load_model(args: OfflineSettings) -> Model:
@@ -80,17 +84,24 @@ def load_reward_model(args: RewardModelConfig) -> Model:
     tokenizer = load_tokenizer(settings)
     folder = resolve(settings.name, "policy")
     options: dict[str, Any] = {"num_labels": 1, "trust_remote_code": settings.trust_remote_code}
+    notes = []
     with without_load_report(), as_config_error(f"a model with a score head from {settings.name!r}"):
-        if (Path(folder) / "adapter_config.json").is_file() and not (Path(folder) / "config.json").is_file():
+        if saved_config(folder) is not None:
             lm, tokenizer = load_language_model(settings, tokenizer)
-            config = AutoConfig.from_pretrained(lm.config._name_or_path, **options)
+            config = deepcopy(lm.config)
+            config.num_labels = 1
             model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-            start = merge(lm) if attached(lm) is not None else lm
-            trunk_of(model).load_state_dict(trunk_of(start).state_dict())
+            trunk_of(model).load_state_dict(trunk_of(merge(lm)).state_dict())
         else:
-            model = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, ignore_mismatched_sizes=True, **options
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
             )
+            notes = check_head(settings.name, model, loaded)
     check_vocabulary(settings.name, model, tokenizer)
     fuse_gelu(model)
     disable_noise(model, dropout=True)
@@ -105,7 +116,21 @@ def load_reward_model(args: RewardModelConfig) -> Model:
         tokenizer.save_pretrained(folder)
 
     steps = {"tokencredit train --reward '[{reward_model: RUN/reward_model}]'": "PPO on this reward"}
-    return Model(model.eval().requires_grad_(True), tokenizer, fingerprint(model, tokenizer), save, steps)
+    model.eval().requires_grad_(True)
+    return Model(model, tokenizer, fingerprint(model, tokenizer), save, steps, notes)
+
+
+def check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> list[str]:
+    """A note if the score head of a loaded classifier is new in place of another one.
+
+    Raises:
+        ConfigError: weights below the head are missing.
+    """
+    replaced = [str(key[0] if isinstance(key, tuple) else key) for key in loaded["mismatched_keys"]]
+    prefix = f"{model.base_model_prefix}."
+    if lacking := sorted(key for key in [*loaded["missing_keys"], *replaced] if key.startswith(prefix)):
+        raise ConfigError(f"the weights of {name!r} lack {', '.join(lacking[:3])}")
+    return [f"the classification head of {name!r} is replaced by a new one with one score"] * bool(replaced)
 
 
 @contextmanager
@@ -134,18 +159,23 @@ def load_examples(
         ConfigError: rows cannot be read or used, or settings of held-out rows have no effect.
     """
     encode, column = encoding(args, model)
-    data, notes = args.data, []
+    data, notes = args.data, [*model.notes]
 
-    def read(source: tuple[str | None, str], rows: Rows | None, group: str) -> list[Example]:
+    def read(source: tuple[str | None, str, str | None], rows: Rows | None, group: str) -> list[Example]:
         found, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), encode)
         if dropped:
             notes.append(f"{dropped} of {len(found) + dropped} rows of {group} are too long and are dropped")
         return found
 
-    examples = read((data.dataset, data.split), train, "data")
+    if held_out is not None and (data.held_out or args.eval.dataset):
+        key = "eval.dataset" if args.eval.dataset else "data.held_out"
+        raise ConfigError(f"eval_dataset and {key} are both given; leave one of them out")
+    examples = read((data.dataset, data.split, data.config_name), train, "data")
     if held_out is None and args.eval.dataset is None:
+        if args.eval.every and not data.held_out:
+            raise ConfigError(f"eval.every is {args.eval.every}, and no rows are held out; leave it out")
         return *split(examples, data.held_out, args.seed), notes
-    return examples, read((args.eval.dataset, args.eval.split), held_out, "eval"), notes
+    return examples, read((args.eval.dataset, args.eval.split, args.eval.config_name), held_out, "eval"), notes
 
 
 def encoding(args: OfflineSettings, model: Model) -> tuple[Callable[[Row], Example | None], str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,11 +73,13 @@ class OfflineTrainer:
             lm = self.model.lm
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.examples, self.held_out, self.notes = load_examples(args, self.model, train_dataset, eval_dataset)
-            self.args = args = with_length(args, len(self.examples))
-            self.record = RunRecord(args.run, self.processes, world_of(asdict(args)), precision.choices)
+            self.args, self.steps = args, steps_of(args, len(self.examples))
+            length = replace(args.run, iterations=self.steps)
+            self.record = RunRecord(length, self.processes, world_of(asdict(args)), precision.choices)
             given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
             names = [name for name, value in given.items() if value is not None]
-            self.origin: State = dict(self.model.start) | {"given": names}
+            data = digest(self.examples, self.held_out)
+            self.origin: State = dict(self.model.start) | {"given": names, "data": data}
             self.record.from_python = self.origin["given"]
             torch.nn.Module.to(lm, precision.device)
             self.loss = Loss(args, lm, self.model.tokenizer, precision)
@@ -88,19 +93,20 @@ class OfflineTrainer:
         excluded = [] if projection is None else list(projection.parameters())
         hidden = hidden_matrices(lm, excluded) if optim.name == "muon" else ()
         self.optimizer = build_optimizer([group], optim.name, hidden=hidden, eps=optim.eps)
-        self.schedule = schedule(**optim.rates(args.run.iterations))
+        self.schedule = schedule(**optim.rates(self.steps))
         self.training_modules = training_modules(lm)
         self.stopping = EarlyStopping()
-        self.done = 0
-        """Iterations done, which is the position in the data."""
-        if isinstance(args, DPOConfig):
-            self._add_reference()
+        self.drawn = 0
+        """Rows read so far, over all processes; the position in the data."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return its summary; raises as `PPOTrainer.train`."""
         size = nbytes(self.model.lm.parameters())
         with rng.preserved():
             rng.set_torch_state(self.rng)
+            if isinstance(self.args, DPOConfig):  # before a checkpoint's weights are loaded
+                self._add_reference(self.examples if resume_from_checkpoint else self._to_read())
+                self._add_reference(self.held_out)
             trained = nbytes(self.parameters)
             return run(self, resume=resume_from_checkpoint, reserve=size + LARGEST + 2**20, weights=trained)
 
@@ -114,33 +120,34 @@ class OfflineTrainer:
         yield "data", f"{len(self.examples):,} rows of {name}{held}"
         jobs = f", {self.processes.count} processes" if self.processes.count > 1 else ""
         yield "device", f"{self.precision.device}, {self.precision.dtype}{jobs}"
-        steps, batch = self.args.run.iterations, self.args.data.batch_size
-        passes = f"{steps * batch / len(self.examples):.3g} passes over the data"
-        yield "run", f"{self.record.folder.path}, {steps:,} iterations of {batch:,} rows: {passes}"
+        batch = self.args.data.batch_size
+        passes = f"{self.steps * batch / len(self.examples):.3g} passes over the data"
+        yield "run", f"{self.record.folder.path}, {self.steps:,} iterations of {batch:,} rows: {passes}"
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Take one optimizer step; returns the iteration's metrics, and no samples."""
         started = time.perf_counter()
-        rows = self._batch(number)
-        metrics: dict[str, float] = {"iteration": number}
         rates = set_rates(self.optimizer, self.schedule(number - 1))
-        metrics |= self._step(number, rows) | {"lr": rates[0]}
-        if self.loss.by_token:
-            metrics["perplexity"] = math.exp(min(metrics["loss"], 20.0))
-        self.done = number
+        metrics = {"iteration": number} | self._step(number, self._next_batch()) | {"lr": rates[0]}
+        metrics["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - started)
         every = self.args.eval.every
-        if self.held_out and (number == self.args.run.iterations or (every and number % every == 0)):
+        if self.held_out and (number == self.steps or (every and number % every == 0)):
             metrics |= {f"eval/{name}": value for name, value in self.evaluate().items()}
         metrics["seconds"] = time.perf_counter() - started
-        metrics["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
         return metrics, []
 
-    def _batch(self, number: int) -> list[Example]:
-        """This process's rows of an iteration, in an order that is drawn anew for each pass over the data."""
+    def _next_batch(self) -> list[Example]:
+        """This process's rows of the next batch, in an order that is drawn anew for each pass over the data."""
         size = self.args.data.batch_size
         share = size // self.processes.count
-        first = (number - 1) * size + share * self.processes.rank
+        first = self.drawn + share * self.processes.rank
+        self.drawn += size
         return [self.examples[self._position(first + i)] for i in range(share)]
+
+    def _to_read(self) -> list[Example]:
+        """The examples that the run reads."""
+        places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))
+        return [self.examples[i] for i in sorted({self._position(place) for place in places})]
 
     def _position(self, place: int) -> int:
         """Index of the example at a place of the endless sequence."""
@@ -156,7 +163,8 @@ class OfflineTrainer:
             loss, measured = self._passes(rows)
         norm = float(clip_gradients(self.parameters, optim.max_grad_norm, optim.norm_order()))
         read, sequences = self._sum(tokens(rows)), self._sum(sum(1 for row in rows for _ in texts(row)))
-        metrics = {"loss": loss, **measured, "grad_norm": norm, "tokens": read, "length": read / sequences}
+        metrics = {**self._with_perplexity(loss, measured), "grad_norm": norm, "tokens": read}
+        metrics["sequence_length"] = read / sequences
         if not self.processes.all(math.isfinite(loss + norm)):
             ids = {f"row_{i}_{j}": torch.tensor(x) for i, row in enumerate(rows) for j, x in enumerate(texts(row))}
             self.record.bad_step(number, "the loss or the gradient is not finite", ids)
@@ -171,17 +179,13 @@ class OfflineTrainer:
         size = self._sum(self.loss.size(rows))
         micro = self.args.data.micro_batch or len(rows)
         total, parts = 0.0, []
-        try:
+        with advice():
             for start in range(0, len(rows), micro):
                 part = rows[start : start + micro]
                 loss = self.loss(self.wrapped, part, size)
                 loss.backward()
                 total += float(loss.detach())
                 parts.append((self.loss.metrics(), self._sum(len(part)), self._sum(learned(part))))
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            raise OutOfMemory("out of memory; lower data.micro_batch, or set model.gradient_checkpointing") from error
         return self._sum(total) / self.processes.count, combined(parts)
 
     @torch.no_grad()
@@ -189,32 +193,36 @@ class OfflineTrainer:
         """Loss and metrics on the held-out rows, all of them in each process."""
         rows, micro = self.held_out, self.args.data.micro_batch or self.args.data.batch_size
         total, parts = 0.0, []
-        for start in range(0, len(rows), micro):
-            part = rows[start : start + micro]
-            total += float(self.loss(self.model.lm, part, self.loss.size(rows))) / self.processes.count
-            parts.append((self.loss.metrics(), len(part), learned(part)))
-        return {"loss": total, **combined(parts)}
+        with advice():
+            for start in range(0, len(rows), micro):
+                part = rows[start : start + micro]
+                total += float(self.loss(self.model.lm, part, self.loss.size(rows))) / self.processes.count
+                parts.append((self.loss.metrics(), len(part), learned(part)))
+        return self._with_perplexity(total, combined(parts))
+
+    def _with_perplexity(self, loss: float, measured: dict[str, float]) -> dict[str, float]:
+        """A loss with its metrics, and with the perplexity if it is a mean over tokens."""
+        perplexity = {"perplexity": math.exp(min(loss, 20.0))} if self.loss.by_token else {}
+        return {"loss": loss, **perplexity, **measured}
 
     def _sum(self, number: float) -> float:
         """The sum of a number over all processes."""
         return float(self.processes.sum(torch.tensor(float(number), device=self.precision.device)))
 
-    def _add_reference(self) -> None:
-        """Add to each row that the run will read its log-probs under the model as it is before training."""
-        steps, size = self.args.run.iterations, self.args.data.batch_size
-        wanted = sorted({self._position(place) for place in range(min(steps * size, len(self.examples)))})
-        micro = self.args.data.micro_batch or size
-        for start in range(0, len(wanted), micro):
-            part = wanted[start : start + micro]
-            for index, row in zip(part, self.loss.reference([self.examples[i] for i in part]), strict=True):
-                self.examples[index] = row
-        for start in range(0, len(self.held_out), micro):
-            self.held_out[start : start + micro] = self.loss.reference(self.held_out[start : start + micro])
+    def _add_reference(self, rows: Sequence[Example]) -> None:
+        """Add to each row its log-probs under the model as it is now."""
+        micro = self.args.data.micro_batch or self.args.data.batch_size
+        with advice():
+            for start in range(0, len(rows), micro):
+                part = rows[start : start + micro]
+                for row, numbers in zip(part, self.loss.reference(part), strict=True):
+                    row.update(numbers)
 
     def state(self) -> tuple[State, State]:
         """Resumable state: the part that all processes share, and this process's own."""
         shared = {
             "origin": self.origin,
+            "drawn": self.drawn,
             "weights": trained_weights(self.model.lm),
             "optimizer": optimizer_state(self.optimizer),
         }
@@ -227,11 +235,17 @@ class OfflineTrainer:
             ConfigError: the model, tokenizer or data differ from those that the run began with.
         """
         check_origin(state["origin"], self.origin, self.args.model.name)
+        if state["origin"]["data"] != self.origin["data"]:
+            raise ConfigError(
+                "the rows to train on, or those held out, are not those that this run began with; restore the data set "
+                "and the settings under data, or begin a new run with the trained model as model.name"
+            )
         try:
             load_trained_weights(self.model.lm, state["weights"])
             load_optimizer_state(self.optimizer, state["optimizer"])
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
+        self.drawn = state["drawn"]
         rng.set_random_state(state["process"]["random"])
         return ()
 
@@ -254,12 +268,27 @@ class OfflineTrainer:
         self.model.save(folder)
 
 
-def with_length(args: OfflineSettings, rows: int) -> OfflineSettings:
-    """The configuration with `run.iterations` in place of `data.epochs`."""
+def steps_of(args: OfflineSettings, rows: int) -> int:
+    """Number of iterations: `run.iterations`, or those of `data.epochs`."""
     if args.data.epochs is None:
-        return args
-    steps = max(math.ceil(args.data.epochs * rows / args.data.batch_size - 1e-9), 1)
-    return replace(args, data=replace(args.data, epochs=None), run=replace(args.run, iterations=steps))
+        return args.run.iterations
+    return max(math.ceil(args.data.epochs * rows / args.data.batch_size - 1e-9), 1)
+
+
+def digest(train: Sequence[Example], held_out: Sequence[Example]) -> str:
+    """SHA-256 of the examples, in their order."""
+    return hashlib.sha256(json.dumps([list(train), list(held_out)]).encode()).hexdigest()
+
+
+@contextmanager
+def advice() -> Iterator[None]:
+    """A context in which a lack of memory is raised as `OutOfMemory`, with what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemory("out of memory; lower data.micro_batch, or set model.gradient_checkpointing") from error
 
 
 def texts(row: Example) -> Iterator[list[int]]:
