@@ -148,9 +148,9 @@ def write_rows(folder: Path, seed: int) -> None:
     answers = [{"prompt": " ".join(words[:LEAD]), "completion": " " + words[LEAD]} for words in rows]
     starts = sorted({" ".join(text.split(" ", LEAD)[:LEAD]) for text in praise[ANSWERS:]})
     random.Random(seed).shuffle(starts)
-    held, trained = starts[:TRUE_PAIRS], starts[TRUE_PAIRS:]
+    held, trained = starts[: len(starts) // 3], starts[len(starts) // 3 :]
     prompts = [{"prompt": start} for start in (trained * -(-PROMPTS // len(trained)))[:PROMPTS]]
-    other = [{"prompt": start} for start in held]
+    other = [{"prompt": start} for start in (held * -(-TRUE_PAIRS // len(held)))[:TRUE_PAIRS]]
     for name, lines in (("answers", answers), ("prompts", prompts), ("other-prompts", other)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
