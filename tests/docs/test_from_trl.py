@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from helpers.configs import keys
 from helpers.docs import names_in, table_rows
-from tokencredit import PPOConfig, PPOTrainer
+from tokencredit import DPOConfig, PPOConfig, PPOTrainer, RewardModelConfig, SFTConfig
 from tokencredit.settings.parsing import config_parser, to_config
 from tokencredit.settings.trl import TRL
 
@@ -72,7 +72,7 @@ def test_every_key_in_the_text_is_there():
     groups = {field.name for field in fields(PPOConfig) if is_dataclass(get_type_hints(PPOConfig)[field.name])}
     named = {n for n in re.findall(r"`([a-z]+\.[a-z_]+)(?::[^`]*)?`", PAGE) if n.split(".")[0] in groups}
     assert len(named) > 30
-    assert named <= keys(PPOConfig) | {"prompts.jsonl"}
+    assert named <= keys(PPOConfig) | keys(SFTConfig) | {"prompts.jsonl"}
 
 
 def test_the_script_for_trl_is_python_and_names_its_fields():
@@ -233,3 +233,21 @@ def test_each_column_has_the_loss_and_the_gradient_of_its_formula(name, tmp_path
     largest = max(float(gradient.abs().max()) for gradient in expected)
     for weight, gradient in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.grad, gradient, rtol=1e-3, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("row", rows("From SFTTrainer"), ids=lambda row: row[0])
+def test_what_a_row_on_the_other_trainers_names_is_there(row):
+    known = keys(SFTConfig) | keys(RewardModelConfig) | keys(DPOConfig)
+    named = re.findall(r"`([a-z_]+\.[a-z_.]+)(?::[^`]*)?`", f"{row[1]} {row[2]}")
+    assert named or row[1] == "none"
+    assert set(named) <= known
+
+
+@pytest.mark.parametrize("kind", ["SFTConfig", "RewardConfig", "DPOConfig"])
+def test_names_of_the_other_trainers_are_theirs(kind):
+    import trl
+
+    theirs = {name for row in rows("From SFTTrainer") for name in re.findall(r"`(\w+)`", row[0])}
+    own = {field.name for config in (trl.SFTConfig, trl.RewardConfig, trl.DPOConfig) for field in fields(config)}
+    assert theirs - own == {"model_name_or_path", "peft_config", "dataset_name"}, "of scripts and trainers"
+    assert {"learning_rate", "max_length"} <= {field.name for field in fields(getattr(trl, kind))}
