@@ -46,7 +46,7 @@ def test_each_stage_hands_over_to_the_next(path, tmp_path, capsys):
     }
     assert not prompts["prompts"] & prompts["true-pairs"], "other prompts test the reward model"
     table = (tmp_path / "outcome.md").read_text()
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:7]] == list(path.ROWS)
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:7]] == list(path.models())
     assert (tmp_path / "whole-path.svg").read_text().startswith("<?xml")
     sft = json.loads((seed / "sft.json").read_text())["metrics"]
     assert sft["eval/kl"] == pytest.approx(0, abs=1e-4)

@@ -33,9 +33,11 @@ LONGEST = 24
 SAMPLES = 4
 """Completions per prompt that are ranked."""
 BETAS = (0.02, 0.1, 0.5)
-"""β of the runs of DPO and IPO; the middle one is in the table, all are on the curve."""
+"""β of the runs of DPO and IPO."""
 GOLD = {"classifier": "builtin:reviews", "label": "NEGATIVE", "name": "gold"}
 """The true reward, which no stage learns from but by the labels of pairs."""
+FLUENCY = {"function": "reference_fluency", "name": "fluency", "weight": 0.0}
+"""Mean log-prob per token under the SFT model."""
 TRUE_PAIRS = 300
 """Prompts that no stage learns from, whose pairs, labelled without noise, test the reward model."""
 
@@ -83,7 +85,7 @@ def walk(folder: Path, seed: int) -> None:
     for name, loss in {"dpo": "sigmoid", "ipo": "ipo"}.items():
         for beta in BETAS:
             step(folder / f"{name}-{beta}", "dpo", start | passes | ranked | {"dpo.loss": loss, "dpo.beta": beta})
-    judge(folder, [GOLD, proxy | {"weight": 0.0}], seed)
+    judge(folder, [GOLD, proxy | {"weight": 0.0}, FLUENCY], seed)
     if not (folder / "reward-model.json").is_file():
         found = tested(rm / "reward_model", folder / "true-pairs.jsonl")
         (folder / "reward-model.json").write_text(json.dumps(found), encoding="utf-8")
@@ -99,12 +101,17 @@ def write_pairs(
     step(folder / f"{name}.jsonl", "pairs", sampling | settings, str(folder / "sft" / "policy"))
 
 
+def models() -> dict[str, str]:
+    """Folders of the models that are judged, by their names in the table."""
+    tuned = {f"{name.upper()}, β {beta}": f"{name}-{beta}" for name in ("dpo", "ipo") for beta in BETAS}
+    return {"base (praise alone)": "base", "SFT": "sft", "PPO": "ppo"} | tuned
+
+
 def judge(folder: Path, reward: list[Any], seed: int) -> None:
     """Evaluate each model by the true reward and the reward model, with its KL to the SFT model."""
-    runs = ["base", "sft", "ppo", *(f"{name}-{beta}" for name in ("dpo", "ipo") for beta in BETAS)]
     sampling = {"samples": PROMPTS, "max_new_tokens": LONGEST, "dtype": "float32", "seed": seed}
     settings = {"prompts.dataset": folder / "prompts.jsonl", "reward": reward, "reference": folder / "sft" / "policy"}
-    for run in runs:
+    for run in models().values():
         model = folder / run if run == "base" else folder / run / "policy"
         step(folder / f"{run}.json", "evaluate", sampling | settings | {"model": model})
 
@@ -191,16 +198,10 @@ def read(folder: Path, run: str) -> dict[str, float]:
     return {name.removeprefix("eval/"): value for name, value in metrics.items()}
 
 
-ROWS = {
-    "base (praise alone)": "base",
-    "SFT": "sft",
-    "PPO": "ppo",
-    "DPO, β 0.1": "dpo-0.1",
-    "IPO, β 0.1": "ipo-0.1",
-}
 COLUMNS = {
     "true reward": "reward/gold",
     "reward model": "reward/proxy",
+    "fluency": "reward/fluency",
     "KL to SFT (nats)": "kl",
     "distinct texts": "distinct",
     "distinct pairs of tokens": "distinct_2",
@@ -211,12 +212,12 @@ COLUMNS = {
 def outcome(folders: Sequence[Path]) -> str:
     """The table of outcomes: mean over seeds, and a 95 % interval of the mean by Student's t."""
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for label, run in ROWS.items():
+    for label, run in models().items():
         metrics = [read(folder, run) for folder in folders]
         cells = [interval([row.get(name, float("nan")) for row in metrics]) for name in COLUMNS.values()]
         lines.append(f"| {label} | {' | '.join(cells)} |")
-    models = [json.loads((folder / "reward-model.json").read_text()) for folder in folders]
-    accuracy = interval([model["accuracy"] for model in models])
+    tests = [json.loads((folder / "reward-model.json").read_text()) for folder in folders]
+    accuracy = interval([test["accuracy"] for test in tests])
     return "\n".join([*lines, "", f"Reward model: accuracy {accuracy} on pairs labelled without noise.", ""])
 
 
