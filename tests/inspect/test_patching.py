@@ -113,3 +113,24 @@ def test_no_share_where_nothing_changed(gpt2, ids):
     records, parts = (record("it", base, ids),) * 2, [Part("mlp", 1)]
     assert repeat((base, base), records, Text(ids, 4), [], [], parts) == [None]
     assert repeat(gpt2, records, Text(ids, len(ids)), [], [], parts) == [None]
+
+
+def test_a_change_of_the_output_projections_alone_is_carried_by_the_attentions(models, ids):
+    base = models[0]
+    changed = deepcopy(base.lm)
+    tuned = read_parts("it", changed)
+    torch.manual_seed(0)
+    for layer in tuned.layers:
+        for parameter in layer.projection.parameters():
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    records = [record("it", parts, ids) for parts in (base, tuned)]
+    start, end = odds_of((base, tuned), records, QUESTION)
+    attentions = {part for part in candidates(tuned) if part.kind == "attention"}
+    (value,) = patch(base, tuned, records[1], ids, QUESTION, [attentions])
+    assert abs(end - start) > 1e-3
+    assert share(value, start, end) == pytest.approx(1, abs=1e-3)
+
+
+def test_of_an_attention_and_its_heads_one_is_named():
+    patched = {Part("attention", 1): 3.0, Part("head", 1, 2): 2.5, Part("head", 2, 1): 2.0, Part("attention", 2): 1.0}
+    assert strongest(patched, 0.0, 4.0) == [Part("attention", 1), Part("head", 2, 1)]

@@ -42,9 +42,12 @@ def test_all_readings_of_one_pair(pair, ids):
         {"base": question["base"], "tuned": question["tuned"], "difference": question["change"]}
     )
     assert max(map(abs, attribution["error"].values())) < 1e-4
-    assert len(patching["components"]) == 1 + 2 * (4 + 1) + 1
-    shares = {x["name"]: x["share"] for x in patching["components"]}
-    assert [x["name"] for x in result["answer"]["top"]] == sorted(shares, key=shares.get, reverse=True)[:5]
+    assert len(patching["components"]) == 1 + 2 * (4 + 1 + 1) + 1
+    ranked = sorted(patching["components"], key=lambda x: x["share"], reverse=True)
+    top = [x["name"] for x in result["answer"]["top"]]
+    assert top[0] == ranked[0]["name"]
+    assert top == [x["name"] for x in ranked if x["name"] in top]
+    assert len(top) == 5
     assert all(len(x["others"]) == 2 for x in result["answer"]["top"])
     assert [(x["layer"], x["head"]) for x in result["attention"]["heads"]] == [
         (a, b) for a in (1, 2) for b in range(1, 5)

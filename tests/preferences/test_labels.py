@@ -220,3 +220,32 @@ def test_a_truncated_completion_stays_known_as_one(tmp_path, capsys):
     out = tmp_path / "preferences.jsonl"
     assert main(["label", str(file), "--export", str(out)]) == 0
     assert read_jsonl(out) == [row | {"rejected_truncated": False}]
+
+
+def test_a_label_is_shown_in_the_order_of_now(pairs_file):
+    one = session(pairs_file)
+    pair = one.current()
+    one.label("A")
+    rows = read_jsonl(pairs_file)
+    swapped = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    pairs_file.write_text("".join(json.dumps(row) + "\n" for row in swapped))
+    again = session(pairs_file)
+    again.back()
+    assert again.current().a == pair.b
+    assert again.given() == "B"
+
+
+def test_a_last_label_without_a_line_break_is_kept(pairs_file):
+    one = session(pairs_file)
+    one.label("A")
+    one.label("B")
+    file = pairs_file.with_name("labels.jsonl")
+    file.write_bytes(file.read_bytes().rstrip(b"\n"))
+    assert len(Labels.open(file).rows) == 2
+    assert len(read_jsonl(file)) == 2
+
+
+def test_an_export_labels_nothing(pairs_file, tmp_path, capsys):
+    for option in (["--browser"], ["--seed", "3"]):
+        said = refused(capsys, "label", str(pairs_file), "--export", str(tmp_path / "e.jsonl"), *option)
+        assert said == "--export labels nothing, so --browser and --seed have no effect; leave them out"

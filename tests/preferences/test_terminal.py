@@ -1,5 +1,6 @@
 """Labelling by keys: from a pipe, and at a terminal."""
 
+import json
 import os
 import pty
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -71,6 +73,19 @@ def drain(terminal):
 def canonical(terminal):
     """True if the terminal hands over whole lines and echoes them, as a shell needs it."""
     return bool(termios.tcgetattr(terminal)[3] & termios.ICANON and termios.tcgetattr(terminal)[3] & termios.ECHO)
+
+
+@pytest.mark.slow
+def test_an_arrow_is_no_label(terminal, pairs_file):
+    """The up key sends ESC [ A."""
+    process, ours, theirs = terminal
+    labels = pairs_file.with_name("labels.jsonl")
+    for key in (b"\x1b[A", b"\x1b[B", b"s"):
+        wait_for(lambda: not canonical(theirs), process)
+        os.write(ours, key)
+        time.sleep(0.2)  # a key at a time
+    wait_for(lambda: count_lines(labels) >= 1)
+    assert [json.loads(line)["label"] for line in labels.read_text().splitlines()] == ["skip"]
 
 
 @pytest.mark.slow

@@ -158,6 +158,13 @@ def test_a_run_of_another_trainer_is_its_policy_with_its_start_as_the_reference(
     assert "as a reward it is {reward_model: " in refused(capsys, "evaluate", str(other), "--reward", LENGTH)
 
 
+def test_a_reference_of_a_shorter_context_is_refused(model_folders, tokenizer, tmp_path, capsys):
+    random_lm("gpt2", tokenizer, **SHAPE | {"max_position_embeddings": 20}).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    bare = ["--model", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--reference", str(tmp_path)]
+    assert "whose context has 20 tokens; it must have at least the model's, 64" in refused(capsys, "evaluate", *bare)
+
+
 def test_a_reference_of_another_vocabulary_is_refused(model_folders, tokenizers, tmp_path, capsys):
     tokenizer = tokenizers["bytes"]
     random_lm("gpt2", tokenizer, **SHAPE).save_pretrained(tmp_path)

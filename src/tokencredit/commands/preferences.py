@@ -6,6 +6,7 @@ import webbrowser
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 from jsonargparse import Namespace
 from jsonargparse.typing import restricted_number_type
@@ -70,6 +71,8 @@ def label(options: Namespace) -> None:
     refuse_empty(options, "out")
     if options.port and not options.browser:
         raise ConfigError(f"--port is {options.port}, which has no effect without --browser; leave it out")
+    if options.export is not None and (options.browser or options.seed != 1):
+        raise ConfigError("--export labels nothing, so --browser and --seed have no effect; leave them out")
     from tokencredit.preferences.labels import Labels, Session, export, read_pairs
 
     pairs = read_pairs(Path(options.pairs), options.seed)
@@ -85,7 +88,8 @@ def label(options: Namespace) -> None:
 
         server = LabelServer(session, options.port)
         print(f"{server.url}\nCtrl-C, or Stop on the page, ends the command", flush=True)
-        webbrowser.open(server.url)
+        # In a thread: a browser in the terminal is waited for, and waits for the server.
+        Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
         server.serve()
     else:
         from rich.console import Console

@@ -124,6 +124,7 @@ def inspect(options: Namespace) -> None:
     refuse_empty(options, "against")
     run = Path(options.run)
     config = read_policy_config(run, options.no_code)
+    RunFolder(options.run).require_writable()  # before the comparison, which takes long
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.inspect.running import inspect_run

@@ -18,8 +18,12 @@ TOP = 5
 
 
 def candidates(parts: Parts) -> list[Part]:
-    """Parts that are patched: the unembedding, and the parts whose outputs the others are sums of."""
-    return [*parts.components(), UNEMBEDDING]
+    """Parts that are patched: the components, whole attentions, and the unembedding.
+
+    A head is patched before its attention's output projection, whose own change only the whole attention carries.
+    """
+    attentions = [Part("attention", number) for number in range(1, len(parts.layers) + 1)]
+    return [*parts.components(), *attentions, UNEMBEDDING]
 
 
 @torch.no_grad()
@@ -116,6 +120,11 @@ def share(value: float, start: float, end: float) -> float | None:
 
 
 def strongest(patched: dict[Part, float], base: float, tuned: float) -> list[Part]:
-    """The five parts that carry the largest shares of the change."""
+    """The five parts that carry the largest shares of the change; of an attention and its heads, whichever leads."""
     sign = 1 if tuned >= base else -1
-    return sorted(patched, key=lambda part: sign * patched[part], reverse=True)[:TOP]
+    chosen: list[Part] = []
+    for part in sorted(patched, key=lambda part: sign * patched[part], reverse=True):
+        related = [other for other in chosen if part.layer and other.layer == part.layer and part.kind != other.kind]
+        if not any({part.kind, other.kind} == {"head", "attention"} for other in related):
+            chosen.append(part)
+    return chosen[:TOP]

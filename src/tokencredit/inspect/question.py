@@ -135,7 +135,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, option: str, words: Sequence[s
             parts = ", ".join(repr(tokenizer.decode([i])) for i in ids[0])
             raise ConfigError(f"{option} {word!r} is {len(ids[0])} tokens ({parts}); give words of one token each")
         found.append(single)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def refuse_overlap(up: Sequence[int], down: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,12 @@ class Labels:
         if not file.exists():
             return labels
         written = file.read_bytes()
+        if written.endswith(b"}"):  # an editor takes the last line break off
+            with suppress(ValueError):
+                json.loads(written[written.rfind(b"\n") + 1 :])
+                written += b"\n"
+                with file.open("ab") as end:
+                    end.write(b"\n")
         whole = written[: written.rfind(b"\n") + 1]
         cut = written[len(whole) :]
         if not cut.startswith(START) and not START.startswith(cut):
@@ -169,8 +176,12 @@ class Session:
         self._again = done[-1] if done else self._again
 
     def given(self) -> str | None:
-        """The label that the current pair has already; None for a new one."""
-        return None if self._again is None else str(self.labels.rows[self._again]["label"])
+        """The label that the current pair has already, in its order of A and B; None for a new one."""
+        if self._again is None:
+            return None
+        row = self.labels.rows[self._again]
+        swapped = {"A": "B", "B": "A"} if row["a"] != self.pairs[self._again].a else {}
+        return swapped.get(row["label"], str(row["label"]))
 
     def counts(self) -> dict[str, int]:
         """Number of pairs by label, and how many are left."""

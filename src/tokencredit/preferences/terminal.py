@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -10,9 +11,13 @@ from rich.table import Table
 from rich.text import Text as Shown
 
 from tokencredit.preferences.labels import Pair, Session, readable
+from tokencredit.runs.untrusted import accept_any_bytes
 from tokencredit.signals import raising_interrupt
 
 KEYS = {"a": "A", "b": "B", "t": "tie", "s": "skip"}
+ESCAPE = "\x1b"
+KEY_BYTES = 64
+"""Bytes read at once: a key that sends several sends them together."""
 HELP = "a or b: the better one   t: tie   s: skip   u: back   q: quit"
 
 
@@ -62,6 +67,7 @@ def key_reader() -> Callable[[], str]:
     except ImportError:  # Windows
         return sys.stdin.readline
     if not sys.stdin.isatty():
+        accept_any_bytes(sys.stdin)
         return sys.stdin.readline
 
     def read() -> str:
@@ -70,7 +76,8 @@ def key_reader() -> Callable[[], str]:
         try:
             with raising_interrupt():
                 tty.setcbreak(descriptor)
-                return sys.stdin.read(1)
+                pressed = os.read(descriptor, KEY_BYTES).decode(errors="replace")
+                return ESCAPE if pressed.startswith(ESCAPE) else pressed  # an arrow is ESC [ A
         finally:
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
-from tokencredit.runs.untrusted import visible, visible_lines
+from tokencredit.runs.untrusted import accept_any_bytes, visible, visible_lines
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.training import SamplingConfig
@@ -166,6 +166,7 @@ def show(speakers: Sequence[Speaker], replies: Sequence[str], console: Console) 
 
 def typed() -> Iterator[str]:
     """Lines of standard input, after a prompt if it is a terminal."""
+    accept_any_bytes(sys.stdin)
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

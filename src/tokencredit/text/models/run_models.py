@@ -31,6 +31,7 @@ from tokencredit.text.models.loading import (
     fingerprint,
     load_language_model,
     load_tokenizer,
+    max_prompt_length,
 )
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
@@ -194,6 +195,12 @@ def with_reference(models: Models, reference: Source, processes: Processes) -> M
             f"--reference is {reference.name!r}, whose tokenizer has other ids for {len(different)} of the model's "
             f"{len(own)} tokens, such as {ids.get(token)} for {token!r}, which is {i} in the model; give a reference "
             "with the same vocabulary"
+        )
+    context, needed = (max_prompt_length(x.lm, 0) for x in (other.policy, models.policy))
+    if context is not None and (needed is None or context < needed):
+        raise ConfigError(
+            f"--reference is {reference.name!r}, whose context has {context} tokens; it must have at least the "
+            f"model's{'' if needed is None else f', {needed}'}"
         )
     return replace(models, reference=other.policy)
 
