@@ -7,8 +7,7 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,23 +81,20 @@ class Labels:
         if not file.exists():
             return labels
         written = file.read_bytes()
-        if written.endswith(b"}"):  # an editor takes the last line break off
-            with suppress(ValueError):
-                json.loads(written[written.rfind(b"\n") + 1 :])
-                written += b"\n"
-                with file.open("ab") as end:
-                    end.write(b"\n")
-        whole = written[: written.rfind(b"\n") + 1]
-        cut = written[len(whole) :]
-        if not cut.startswith(START) and not START.startswith(cut):
+        cut = written[written.rfind(b"\n") + 1 :]
+        whole = _is_label_line(cut)  # an editor took its line break off
+        if not whole and not cut.startswith(START) and not START.startswith(cut):
             raise ConfigError(f"{file} is not a file of labels; give another one")
-        for where, row in _lines(file, whole):
-            texts = all(is_text(row.get(name)) for name in ("prompt", "a", "b"))
-            if row.get("label") not in LABELS or not isinstance(row.get("pair"), str) or not texts:
+        kept = written if whole else written[: len(written) - len(cut)]
+        for where, row in _lines(file, kept):
+            if not _is_label(row):
                 raise ConfigError(f"{where} is not a label; give another file of labels")
             labels._keep(row)
-        if cut:  # its process was killed
-            os.truncate(file, len(whole))
+        if whole:
+            with file.open("ab") as end:
+                end.write(b"\n")
+        elif cut:  # its process was killed
+            os.truncate(file, len(kept))
         return labels
 
     def add(self, pair: Pair, label: str) -> None:
@@ -212,6 +208,20 @@ def readable(text: Text) -> str:
     if not isinstance(text, str):
         text = "\n".join(f"{message['role']}: {content(message)}" for message in text)
     return visible_lines(text)
+
+
+def _is_label(row: Mapping[str, Any]) -> bool:
+    """True for a row of a file of labels."""
+    texts = all(is_text(row.get(name)) for name in ("prompt", "a", "b"))
+    return row.get("label") in LABELS and isinstance(row.get("pair"), str) and texts
+
+
+def _is_label_line(line: bytes) -> bool:
+    """True for the text of a row of a file of labels."""
+    try:
+        return _is_label(read_object("line", line))
+    except (ConfigError, ValueError):
+        return False
 
 
 def _lines(file: Path, text: bytes | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
