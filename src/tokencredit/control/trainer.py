@@ -22,14 +22,14 @@ from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not
 from tokencredit.control.setup import build_learner
 from tokencredit.core.masked import moments
 from tokencredit.core.whitening import whiten
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import nbytes
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import NonFiniteUpdate
 from tokencredit.processes import Processes, threads
-from tokencredit.report.page import LARGEST, write_report
+from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
@@ -197,11 +197,7 @@ class ControlTrainer:
     def finish(self, stopped_by: str) -> Summary:
         """Write the agent, summary and report at the end of a run; returns the summary."""
         summary = self.record.end(stopped_by, self._save)
-        if self.record.history:
-            try:
-                write_report(self.record.folder.path)
-            except NotInstalled as error:
-                self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
+        write_final_report(self.record)
         audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
         self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
         self.envs.close()

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import pstdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokencredit.core.losses import clip_range
+from tokencredit.errors import NotInstalled
 from tokencredit.report import audit_view
 from tokencredit.report.curves import chart_of, constant, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
@@ -21,6 +22,9 @@ from tokencredit.runs.history import WINDOW, final_mean, mean
 from tokencredit.runs.summary import averaged, iterations_in
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.world import CONTROL, OFFLINE, world_of
+
+if TYPE_CHECKING:  # it imports torch, which a page does not need
+    from tokencredit.runs.recorder import RunRecord
 
 LARGEST = 8 * 2**20
 """Maximum size of a page, in bytes."""
@@ -45,6 +49,17 @@ def write_report(folder: Path) -> Path:
     target.require_writable()
     target.write(REPORT, render(run))
     return folder / REPORT
+
+
+def write_final_report(record: RunRecord) -> None:
+    """Write the page of a run that ends, if it has an iteration; an event says if a package for it is missing."""
+    if not (record.main and record.history):
+        return
+    folder = record.folder.path
+    try:
+        write_report(folder)
+    except NotInstalled as error:
+        record.event(f"no report.html: {error}, then tokencredit report {folder}")
 
 
 def render(run: Run) -> str:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, trainable
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes
 from tokencredit.report.card import model_card
-from tokencredit.report.page import LARGEST, write_report
+from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.folder import replacing
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
@@ -313,11 +313,7 @@ class PPOTrainer:
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary and report, upload the policy if configured, and return the summary."""
         summary = self.record.end(stopped_by, self._save)
-        if self.processes.main and self.record.history:
-            try:
-                write_report(self.record.folder.path)
-            except NotInstalled as error:
-                self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
+        write_final_report(self.record)
         can_audit = self.args.run.save_every and not self.origin["given"]
         audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
         prompt = " --prompt TEXT" if "train_dataset" in self.origin["given"] else ""

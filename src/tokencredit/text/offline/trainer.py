@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokencredit.errors import ConfigError, NotInstalled, OutOfMemory
+from tokencredit.errors import ConfigError, OutOfMemory
 from tokencredit.learn import rng
 from tokencredit.learn.optim import build_optimizer, clip_gradients, hidden_matrices, schedule, set_rates
 from tokencredit.learn.state import (
@@ -29,7 +29,7 @@ from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import drop_gradients
 from tokencredit.processes import Processes, out_of_memory
-from tokencredit.report.page import LARGEST, write_report
+from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
@@ -256,11 +256,7 @@ class OfflineTrainer:
     def finish(self, stopped_by: str) -> Summary:
         """Write the model, the summary and the report, and return the summary."""
         summary = self.record.end(stopped_by, self._save)
-        if self.processes.main and self.record.history:
-            try:
-                write_report(self.record.folder.path)
-            except NotInstalled as error:
-                self.record.event(f"no report.html: {error}, then tokencredit report {self.record.folder.path}")
+        write_final_report(self.record)
         self.record.next_steps(self.model.next_steps)
         return summary
 
