@@ -22,7 +22,7 @@ Config = TypeVar("Config")
 
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
-ROWS = ("train_dataset", "eval_dataset")
+ROWS = ("train_dataset", "eval_dataset", "environment_factory")
 """Arguments of `PPOTrainer` that a setting may need; a configuration alone does not show whether they are given."""
 
 
@@ -75,10 +75,10 @@ def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (
         if name not in hints:
             raise ConfigError(unknown_key(key, known))
         hint = hints[name]
-        group: Any = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+        group = _group_of(hint)
         if group is None or value is None:
             made[name] = value
-        elif get_origin(hint) is not list:
+        elif not any(get_origin(option) is list for option in _options(hint)):
             made[name] = _group(getattr(default, name) or group(), value, known, key)
         elif isinstance(value, list):  # of one of several kinds of groups
             made[name] = [group.read(inner, f"{key}[{place}]") for place, inner in enumerate(value)]
@@ -166,9 +166,15 @@ def hint_of(kind: Any, key: str) -> Any:
     """The type of a setting by its whole key; None if there is no such key."""
     hint: Any = kind
     for name in key.split("."):
-        group: Any = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+        group = _group_of(hint)
         hint = None if group is None else _hints(group).get(name)
     return hint
+
+
+def _group_of(hint: Any) -> Any:
+    """The dataclass in a type: itself, one that may be null, or of a list; None for another type."""
+    inner = [part for option in _options(hint) for part in (option, *get_args(option))]
+    return next((part for part in inner if is_dataclass(part)), None)
 
 
 def _is(value: Any, option: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import KINDS, ClassifierTerm, PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.training import (
@@ -45,8 +46,14 @@ class PPOConfig:
     """The critic: its model and how it learns."""
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     """The prompts that the policy completes."""
-    reward: list[RewardTerm] = field(default_factory=lambda: [ClassifierTerm(classifier="builtin:reviews")])
-    """Reward terms; their weighted sum is the score of a completion. A term is a `function`, called with `kwargs`, a
+    env: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Environment that answers the policy, for episodes of several turns."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`. Their
+    results are appended to the conversation, and the policy goes on until a turn has no call."""
+    reward: list[RewardTerm] | None = None
+    """Reward terms; their weighted sum is the score of a completion. null: with an environment, its own reward;
+    otherwise the sentiment of builtin:reviews. Terms are added to an environment's own reward. A term is a `function`, called with `kwargs`, a
     `classifier`, whose `output` for the class `label` is the reward, or a `reward_model`. The models also have `text`
     (their input: both, or the completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and
     `timeout` of a call. docs/rewards.md describes these keys."""
@@ -74,16 +81,19 @@ class PPOConfig:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
+        self.env.check()
+        if self.reward is None:
+            self.reward = [] if self.several_turns() else [ClassifierTerm(classifier="builtin:reviews")]
         for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
             if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
                 raise ConfigError(f"{key}.text is empty; give at least one prompt, or leave it out")
-        if not self.reward:
+        if not self.reward and not self.env.given():
             raise ConfigError("reward is empty; give at least one term")
         for number, term in enumerate(self.reward):
             if type(term) not in KINDS.values():
                 kinds = ", ".join(kind.__name__ for kind in KINDS.values())
                 raise ConfigError(f"reward[{number}] is a {type(term).__name__}; it must be one of {kinds}")
-        if not any(term.weight for term in self.reward):
+        if self.reward and not any(term.weight for term in self.reward):
             keys = ", ".join(f"reward[{number}].weight" for number in range(len(self.reward)))
             raise ConfigError(f"{keys}: 0, so every completion would score the same; give a term another weight")
         self.advantage.check_critic(self.critic.kind)
@@ -118,6 +128,10 @@ class PPOConfig:
         self._check_filters()
         self._check_overlong()
         refuse_idle(self)
+
+    def several_turns(self) -> bool:
+        """True if an environment or tools answer the policy."""
+        return self.env.given() or bool(self.tools)
 
     def _check_filters(self) -> None:
         """Raise `ConfigError` for rules that need a KL that filtered samples cannot estimate."""

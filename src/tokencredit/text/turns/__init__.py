@@ -1,0 +1,1 @@
+"""Episodes of several turns: environments, tools, chat templates, and their rollouts."""
