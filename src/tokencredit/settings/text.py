@@ -49,11 +49,11 @@ class PPOConfig:
     env: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Environment that answers the policy, for episodes of several turns."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`. Their
-    results are appended to the conversation, and the policy goes on until a turn has no call."""
+    """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`.
+    Their results are appended to the conversation, and the policy goes on until a turn has no call."""
     reward: list[RewardTerm] | None = None
-    """Reward terms; their weighted sum is the score of a completion. null: with an environment, its own reward;
-    otherwise the sentiment of builtin:reviews. Terms are added to an environment's own reward. A term is a `function`, called with `kwargs`, a
+    """Reward terms; their weighted sum is the score of a completion, added to an environment's own reward. null: none
+    with an environment, otherwise the sentiment of builtin:reviews. A term is a `function`, called with `kwargs`, a
     `classifier`, whose `output` for the class `label` is the reward, or a `reward_model`. The models also have `text`
     (their input: both, or the completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and
     `timeout` of a call. docs/rewards.md describes these keys."""
