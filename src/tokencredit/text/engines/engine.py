@@ -59,10 +59,18 @@ class Rollout:
         return extents(self.mask)
 
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
-        """Extra columns for reward functions: token ids, and log-probs under the reference model."""
+        """Extra columns for reward functions.
+
+        `completion_ids`, the token ids after the prompt; `completion_mask`, with several turns, 1 at sampled tokens and 0
+        at an environment's; `ref_logprobs`, log-probs of the sampled tokens under the reference model, if there is one.
+        """
         # One transfer from the device per tensor, not per row.
-        rows, response_ids = list(self.mask.cpu()), self.response_ids.cpu()
-        columns = {"completion_ids": [ids[acted].tolist() for ids, acted in zip(response_ids, rows, strict=True)]}
+        rows, lengths = list(self.mask.cpu()), self.response_lengths().tolist()
+        response_ids = zip(self.response_ids.cpu(), lengths, strict=True)
+        columns: dict[str, list[Any]] = {"completion_ids": [ids[:length].tolist() for ids, length in response_ids]}
+        if self.turn_ends is not None:
+            masks = zip(rows, lengths, strict=True)
+            columns["completion_mask"] = [mask[:length].int().tolist() for mask, length in masks]
         if ref_logprobs is not None:
             columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs.cpu(), rows, strict=True)]
         return columns
@@ -72,13 +80,13 @@ class Rollout:
         prompt_rows = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
         prompts = [tuple(ids[mask].tolist()) for ids, mask in prompt_rows]
         detokenizers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
-        rows = zip(prompts, self.response_ids.cpu(), self.mask.cpu(), strict=True)
-        return [detokenizers[prompt].text(ids[acted].tolist()) for prompt, ids, acted in rows]
+        rows = zip(prompts, self.response_ids.cpu(), self.response_lengths().tolist(), strict=True)
+        return [detokenizers[prompt].text(ids[:length].tolist()) for prompt, ids, length in rows]
 
     def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The text of each token of a completion, special tokens included."""
         prompt = self.prompt_ids[row][self.prompt_mask[row]].tolist()
-        return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row][self.mask[row]].tolist())
+        return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row, : self.response_lengths()[row]].tolist())
 
 
 class Conversation(Protocol):

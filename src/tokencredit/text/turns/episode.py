@@ -39,8 +39,8 @@ class Reply:
 
     observation: str | Sequence[Message] = ()
     """A text that continues plain texts, or messages with the roles `tool` and `user`; may be empty at the end."""
-    reward: float = 0.0
-    """Reward of the turn."""
+    reward: float | None = None
+    """Reward of the turn; None if the environment pays none by turn."""
     ending: Ending | None = None
     """None if the policy has another turn."""
     problems: tuple[Problem, ...] = ()
