@@ -170,9 +170,7 @@ class Player:
 class Game:
     """The episodes of one batch: turns are sampled together, replies computed in threads."""
 
-    def __init__(
-        self, player: Player, framing: Framing, conversation: Conversation, transcripts: Sequence[Transcript]
-    ):
+    def __init__(self, player: Player, framing: Framing, conversation: Conversation, transcripts: Sequence[Transcript]):
         """Start before the first turns."""
         self.player, self.framing, self.conversation, self.transcripts = player, framing, conversation, transcripts
         self.pending: dict[int, Future[Reply]] = {}
@@ -203,7 +201,9 @@ class Game:
         """Record the tokens of an observation."""
         spans = self.transcripts[row].spans
         if observation:
-            spans.append(Span(_role(self.transcripts[row].replies[-1]), spans[-1].end, spans[-1].end + len(observation)))
+            spans.append(
+                Span(_role(self.transcripts[row].replies[-1]), spans[-1].end, spans[-1].end + len(observation))
+            )
 
     def _ended(self, begun: dict[int, int], row: int) -> None:
         """A turn has ended: parse it, and ask for the reply in a thread."""
