@@ -203,7 +203,7 @@ def _configured(config: EnvironmentConfig) -> tuple[str, Any]:
     """The setting that names an environment, and its factory with the settings' arguments; None if there is none."""
     for key, path in ADAPTERS.items():
         if (value := getattr(config, key)) is not None:
-            return f"env.{key}", partial(load_object(path, "environment"), value, **config.kwargs)
+            return f"env.{key} {value}", partial(load_object(path, "environment"), value, **config.kwargs)
     if config.factory is None:
         return "env", None
     label = f"env.factory {config.factory}"

@@ -85,6 +85,8 @@ def inspect_factory(
         first = call_within(workers, timeout, create)
     except TimedOut as error:
         raise ConfigError(f"{label} took longer than env.timeout, {timeout:g} s, to create an environment") from error
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{label} created no environment, it {described(error)}") from error
     kind = type(first)
