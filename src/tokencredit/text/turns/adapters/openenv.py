@@ -88,7 +88,9 @@ def _schema(url: str) -> Any:
     try:
         with urlopen(f"{url.rstrip('/')}/schema", timeout=ANSWER) as reply:
             schema = json.load(reply)
-        if {"action", "observation"} <= schema.keys() and all("properties" in schema[key] for key in schema if key != "state"):
+        if {"action", "observation"} <= schema.keys() and all(
+            "properties" in schema[key] for key in schema if key != "state"
+        ):
             return schema
     except (URLError, OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"no OpenEnv server answers at {url}: {error}") from error

@@ -9,9 +9,9 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
-from tokencredit.text.turns.instances import Instance
 from tokencredit.text.turns.observations import appended, as_text, encodable, is_text_blocks, shorten
-from tokencredit.text.turns.tools import Tool
+from tokencredit.text.turns.protocols.instances import Instance
+from tokencredit.text.turns.protocols.tools import Tool
 from tokencredit.text.user_code.failures import summarized
 from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within, is_coroutine_function
 
