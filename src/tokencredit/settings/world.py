@@ -115,8 +115,9 @@ DPO = World(
 OFFLINE = (SFT, REWARD_MODEL, DPO)
 """Kinds of runs that learn from a data set."""
 WORLDS = {world.name: world for world in (TEXT, CONTROL, *OFFLINE)}
-MARKERS = {"env": CONTROL, "sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "rollout": TEXT, "model": TEXT}
-"""Kinds of runs by keys of their configurations; the first that a configuration has counts."""
+MARKERS = {"sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "rollout": TEXT, "model": TEXT, "env": CONTROL}
+"""Kinds of runs by keys of their configurations; the first that a configuration has counts: language models may have
+`env` too."""
 
 
 def world_of(config: Mapping[str, Any]) -> World:
