@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,17 +35,6 @@ class Calculator:
         self._right, self._answer = evaluate(f"{one} {sign} {other}"), None
         return f"What is {one} {word} {other}?"
 
-    def calculate(self, expression: str) -> str:
-        """Evaluate an arithmetic expression.
-
-        Args:
-            expression: Numbers with + - * / and brackets.
-
-        Returns:
-            The value.
-        """
-        return str(evaluate(expression))
-
     def answer(self, number: int) -> str:
         """Hand in the answer to the question.
 
@@ -56,6 +46,17 @@ class Calculator:
         """
         self._answer = int(number)
         return "Received."
+
+    def calculate(self, expression: str) -> str:
+        """Evaluate an arithmetic expression.
+
+        Args:
+            expression: Numbers with + - * / and brackets.
+
+        Returns:
+            The value.
+        """
+        return str(evaluate(expression))
 
     def get_reward(self) -> float:
         """1.0 if the right number was handed in."""
@@ -71,11 +72,12 @@ def evaluate(expression: str) -> Number:
     """
     if len(expression) > LONGEST:
         raise ValueError(f"an expression has at most {LONGEST} characters; this one has {len(expression)}")
+    if re.search(r"[^0-9.+*/() -]", expression.strip()):
+        raise ValueError("an expression may have numbers, + - * / and brackets, and nothing else")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, ValueError) as error:  # ValueError for a null character
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
         raise ValueError("this is no arithmetic expression; write numbers with + - * / and brackets") from error
-    return _value(tree.body)
 
 
 def _value(node: ast.expr) -> Number:
