@@ -49,11 +49,11 @@ class PPOConfig:
     env: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Environment that answers the policy, for episodes of several turns."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`. Their
-    results are appended to the conversation, and the policy goes on until a turn has no call."""
+    """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`.
+    Their results are appended to the conversation, and the policy goes on until a turn has no call."""
     reward: list[RewardTerm] | None = None
-    """Reward terms; their weighted sum is the score of a completion. null: with an environment, its own reward;
-    otherwise the sentiment of builtin:reviews. Terms are added to an environment's own reward. A term is a `function`, called with `kwargs`, a
+    """Reward terms; their weighted sum is the score of a completion, added to an environment's own reward. null: none
+    with an environment, otherwise the sentiment of builtin:reviews. A term is a `function`, called with `kwargs`, a
     `classifier`, whose `output` for the class `label` is the reward, or a `reward_model`. The models also have `text`
     (their input: both, or the completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and
     `timeout` of a call. docs/rewards.md describes these keys."""
@@ -127,6 +127,7 @@ class PPOConfig:
             )
         self._check_filters()
         self._check_overlong()
+        self._check_turns()
         refuse_idle(self)
 
     def several_turns(self) -> bool:
@@ -144,6 +145,32 @@ class PPOConfig:
                     f"{key} is {value:g}, and sampling is filtered by {' and '.join(filters)}; filtered samples do "
                     "not estimate the KL: set kl.estimator: full with kl.place: reward, or sample without filters"
                 )
+
+    def _check_turns(self) -> None:
+        """Raise `ConfigError` for settings that episodes of several turns do not have, in the order of their keys."""
+        if self.advantage.unit == "turn" and self.critic.places:
+            raise ConfigError(
+                "advantage.unit is turn, with one value per turn, and critic.places chooses tokens; leave one of them out"
+            )
+        if not self.several_turns():
+            return
+        refused = {
+            "critic.continuations": self.critic.continuations,
+            "audit.every": self.audit.every,
+        }
+        for key, value in refused.items():
+            if value:
+                raise ConfigError(
+                    f"{key} is {value}, which samples continuations of a text from its middle; an environment cannot be "
+                    "continued from there: leave it out"
+                )
+        if self.rollout.cache == "static":
+            raise ConfigError("rollout.cache is static, and episodes of several turns use a dynamic cache; leave it out")
+        if self.eval.every and self.eval.max_new_tokens < self.rollout.max_new_tokens:
+            raise ConfigError(
+                f"eval.max_new_tokens is {self.eval.max_new_tokens}; with an environment it must be at least "
+                f"rollout.max_new_tokens, {self.rollout.max_new_tokens}, or evaluated episodes would be cut short"
+            )
 
     def _check_overlong(self) -> None:
         """Raise `ConfigError` for settings of long and truncated completions that conflict or have no effect."""

@@ -23,8 +23,10 @@ from tokencredit.text.batch import text_metrics
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
-from tokencredit.text.rewards.terms import build_terms, term_metrics
-from tokencredit.text.setup import build_pipeline, evaluation_prompts
+from tokencredit.text.rewards.terms import term_metrics
+from tokencredit.text.setup import build_pipeline, evaluation_prompts, evaluation_tasks, load_terms
+from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.tasks import Tasks
 
 MEANINGS = {
     "best": "mean over prompts of the best completion's reward",
@@ -36,7 +38,7 @@ SEED_OFFSET = 1_000_003
 """Separates the seeds of evaluation from those of training; all evaluations of a run share their random numbers."""
 
 
-def evaluate(pipeline: Pipeline, prompts: Prompts, settings: EvalConfig, *, seed: int) -> dict[str, float]:
+def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig, *, seed: int) -> dict[str, float]:
     """Sample `best_of` completions for each of the first `samples` prompts and compute metrics.
 
     Returns:
@@ -94,7 +96,11 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
     """
     config, processes = source.config, Processes()
     models, pipeline = load_pipeline(source, which, reference, processes)
-    prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
+    prompts: Prompts | Tasks
+    if pipeline.player is None:
+        prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
+    else:
+        prompts = evaluation_tasks(config)
     for line in filter(None, [*models.notes, prompts.dropped()]):
         print(visible(line))
     try:
@@ -115,8 +121,9 @@ def load_pipeline(
     kl = source.config.kl
     if reference is not None:
         models, kl = with_reference(models, reference, processes), KLConfig()
-    terms = build_terms(source.config.reward, processes.device)
-    return models, replace(build_pipeline(source.config, models, terms, processes), kl=kl)
+    environments = load_environments(source.config.env, source.config.tools)
+    terms = load_terms(source.config, None, processes.device, environments)
+    return models, replace(build_pipeline(source.config, models, terms, processes, environments), kl=kl)
 
 
 def describe(source: Source, which: str, reference: Source | None, prompts: PromptsConfig) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Policy:
             temperature=own.temperature if temperature is None else temperature,
         )
         uniforms = torch.rand(len(prompts.ids), max_new_tokens, generator=torch.Generator().manual_seed(seed))
-        return self.pipeline.sample(prompts, settings, uniforms)[1]
+        return self.pipeline.sample(prompts, settings, uniforms).completions
 
     def logprobs(self, text: str, prompt: str = "") -> list[float]:
         """Log-prob of each token of a text after a prompt, at the run's temperature, in nats.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -36,6 +36,7 @@ from tokencredit.text.audit.targets import continuation_targets
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
+from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
@@ -48,6 +49,8 @@ from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
 from tokencredit.text.startup_summary import overview
+from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.tasks import Tasks
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -70,6 +73,8 @@ class PPOTrainer:
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: Any = None,
         callbacks: Iterable[Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
         **unknown: Any,
     ):
         """Load everything that a run needs; `train` creates its folder.
@@ -83,6 +88,8 @@ class PPOTrainer:
             processing_class: the policy's tokenizer.
             peft_config: a PEFT configuration for a new adapter; only the adapter is then trained.
             callbacks: see `text.callbacks.Callback`.
+            tools: functions that the policy may call (docs/turns.md).
+            environment_factory: a class of environments, or a dict of names to classes.
             unknown: refused; the message has the keys for TRL's names.
 
         Raises:
@@ -91,7 +98,8 @@ class PPOTrainer:
         refuse_arguments(unknown, [*signature(PPOTrainer).parameters][:-1])
         callbacks = check_callbacks(callbacks)
         args = require_config(args, PPOConfig)
-        setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset)
+        played = environment_factory is not None or bool(tools)
+        setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset, played)
         if model is not None:
             name = model if isinstance(model, str) else run_models.name_of(model)
             args = replace(args, model=replace(args.model, name=name))
@@ -100,13 +108,20 @@ class PPOTrainer:
         setup.check_batch_size(args, self.processes.count)
         with rng.preserved():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
-            terms = setup.load_terms(args, reward_funcs, self.processes.device)
+            environments = load_environments(args.env, args.tools, environment_factory, tools)
+            terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             datasets = train_dataset, eval_dataset
-            self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
+            self.prompts: Prompts | Tasks
+            self.eval_prompts: Prompts | Tasks
+            if environments is None:
+                self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
+            else:
+                self.prompts, self.eval_prompts = setup.prepare_tasks(args, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            given |= {"tools": tools or None, "environment_factory": environment_factory}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
             self.record.from_python = self.origin["given"]
             named = model is None or isinstance(model, str)
@@ -114,7 +129,7 @@ class PPOTrainer:
             setup.check_columns(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
-        self.pipeline = setup.build_pipeline(args, models, terms, self.processes)
+        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments)
         self.credit = Credit(args, self.processes.sum)
         self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner = setup.build_learner(args, models, self.processes)

@@ -1,0 +1,203 @@
+"""Call user code within a timeout: functions in a few daemon threads, coroutine functions on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+THREADS = 64
+"""Most threads of a pool; they mostly wait, for tools and services."""
+RESPONSE = 1.0
+"""Seconds within which an event loop that no coroutine blocks answers."""
+
+
+class TimedOut(Exception):
+    """A call exceeded its timeout."""
+
+
+@dataclass(eq=False)
+class _Job:
+    call: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+    started: float | None = None
+    abandoned: bool = False
+
+
+class Workers:
+    """Daemon threads that take calls from a queue.
+
+    Threads start as calls need them and are then kept. Being daemons, unlike the threads of an executor, they do not
+    keep the process alive.
+    """
+
+    def __init__(self, most: int = THREADS):
+        """Args: most: the most threads that take calls; abandoned ones do not count."""
+        self._most, self._threads, self._idle = most, 0, 0
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call a function in a thread; its result, or whatever it raises, SystemExit included, is the future's."""
+        return self._enqueue(lambda: function(*args)).future
+
+    def call(self, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in a thread and wait for its result, which must not happen in a thread of the same pool.
+
+        Args:
+            timeout: seconds, counted from the start of the call; the thread of a call that exceeds them is abandoned,
+                and another one takes its place. None for no timeout.
+            function: the function.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Raises:
+            TimedOut: the timeout was exceeded.
+            BaseException: the function raised it.
+        """
+        job = self._enqueue(lambda: function(*args, **kwargs))
+        rest = timeout
+        # Not result(timeout): its TimeoutError would look like the function's own.
+        while not wait([job.future], rest).done:
+            assert timeout is not None
+            begun = job.started
+            rest = timeout if begun is None else begun + timeout - time.monotonic()
+            if rest <= 0 and self._abandon(job):
+                raise TimedOut(f"exceeded the timeout of {timeout:g} s")
+            rest = max(rest, 0)
+        return job.future.result()
+
+    def _enqueue(self, call: Callable[[], Any]) -> _Job:
+        job = _Job(call)
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+            self._add_thread()
+        return job
+
+    def _add_thread(self) -> None:
+        """Start a thread if more calls wait than threads do."""
+        if len(self._jobs) > self._idle and self._threads < self._most:
+            self._threads += 1
+            threading.Thread(target=self._work, name="tokencredit-worker", daemon=True).start()
+
+    def _abandon(self, job: _Job) -> bool:
+        """Stop counting on a call's thread; False if the call has just ended."""
+        with self._changed:
+            job.abandoned = not job.future.done()
+            if job.abandoned:
+                self._threads -= 1
+                self._add_thread()
+            return job.abandoned
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                while not self._jobs:
+                    self._changed.wait()
+                self._idle -= 1
+                job = self._jobs.popleft()
+                job.started = time.monotonic()
+            if not job.future.set_running_or_notify_cancel():
+                continue
+            result, error = None, None
+            try:
+                result = job.call()
+            except BaseException as raised:
+                error = raised
+            with self._changed:
+                if job.abandoned:
+                    return
+                if error is None:
+                    job.future.set_result(result)
+                else:
+                    job.future.set_exception(error)
+            del job, result, error  # an idle thread keeps nothing alive
+
+
+class EventLoop:
+    """An event loop in a daemon thread; the caller, such as a notebook, may already run one of its own.
+
+    There is one for all coroutines, because clients keep connections bound to the loop that opened them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Start a coroutine; the future has its outcome, for `result_of`."""
+        return asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._running())
+
+    def result(self, future: Future[Any], timeout: float | None) -> Any:
+        """Wait for a coroutine's result; on a timeout it is cancelled, and a loop that it blocks is replaced.
+
+        Raises:
+            TimedOut: the timeout was exceeded.
+            BaseException: the coroutine raised it.
+        """
+        if not wait([future], timeout).done:
+            future.cancel()
+            self._replace_if_blocked()
+            raise TimedOut(f"exceeded the timeout of {timeout:g} s")
+        result, error = future.result()
+        if error is not None:
+            raise error
+        return result
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="tokencredit-loop", daemon=True).start()
+            return self._loop
+
+    def _replace_if_blocked(self) -> None:
+        """Abandon a loop that does not answer, so that the next coroutine gets a new one."""
+        loop, answered = self._running(), threading.Event()
+        loop.call_soon_threadsafe(answered.set)
+        if answered.wait(RESPONSE):
+            return
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+
+
+async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """A coroutine's result, and what it raised: sys.exit() in a task would end the whole loop."""
+    try:
+        return await coroutine, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+LOOP = EventLoop()
+"""The loop of all coroutines of user code."""
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """True for a coroutine function, and for an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def call_within(workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a thread, or a coroutine function on the loop, and wait for the result.
+
+    Raises:
+        TimedOut: the call took longer than `timeout` seconds.
+        BaseException: the function raised it.
+    """
+    if is_coroutine_function(function):
+        return LOOP.result(LOOP.submit(function(*args, **kwargs)), timeout)
+    result = workers.call(timeout, function, *args, **kwargs)
+    # A function that returns the coroutine of another, such as a decorated one.
+    return LOOP.result(LOOP.submit(result), timeout) if inspect.iscoroutine(result) else result
