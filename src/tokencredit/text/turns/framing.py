@@ -1,0 +1,267 @@
+"""Prompts, turns and observations as token ids. Sampled tokens are kept; only the texts between them are tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import get_json_schema
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.data import PromptsConfig
+from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.engines.detokenizer import MAX_TOKENS, Detokenizer
+from tokencredit.text.rewards.texts import messages as as_messages
+from tokencredit.text.rewards.texts import prefilled
+from tokencredit.text.turns.call_formats import CallFormat
+from tokencredit.text.turns.chat_template import PROBE, USER, ChatTemplate, Rejected
+from tokencredit.text.turns.encoding import Encoder
+from tokencredit.text.turns.episode import Message, Turn
+from tokencredit.text.turns.tool_calls import Schema, find_format, parse_turn
+
+THINK = "<think>"
+"""Begins thinking; some templates write it into the generation prompt."""
+
+
+class Framing(Protocol):
+    """Token ids of everything that the policy does not write, and the message in what it writes."""
+
+    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]]) -> tuple[str, list[int]]:
+        """The text and the token ids of an episode's prompt."""
+
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]]) -> Turn:
+        """The sampled turn; never raises for what the policy wrote."""
+
+    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
+        """Token ids between a sampled turn and the next: the observation in its framing."""
+
+
+class TextFraming:
+    """Plain texts: an observation continues the text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PromptsConfig | None = None):
+        """Tokenize with the policy's tokenizer, and a beginning-of-sequence token as `prompts.add_bos` says."""
+        self.tokenizer, self.config, self.encoder = tokenizer, config or PromptsConfig(), Encoder(tokenizer)
+
+    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]] = ()) -> tuple[str, list[int]]:
+        """The text and its token ids, tokenized as prompts without environments are."""
+        if not isinstance(prompt, str):
+            raise ConfigError("an environment's prompt is a conversation; it must be a plain text, as the others are")
+        ids = self.tokenizer(prompt, add_special_tokens=self.config.add_bos is None, verbose=False)["input_ids"]
+        return prompt, with_bos(self.tokenizer, self.config, list(ids))
+
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]] = ()) -> Turn:
+        """The sampled turn as text."""
+        return Turn(ids, text_of(self.tokenizer, ids, prefix))
+
+    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
+        """Token ids of the observation's text alone, without special tokens."""
+        if not isinstance(observation, str):
+            raise ConfigError("an environment answers with messages; prompts are plain texts, so it must be a text")
+        return self.encoder.continuation(self.encoder.guarded(observation))
+
+
+class ChatFraming:
+    """Conversations, in which the chat template frames the observations."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PromptsConfig | None = None,
+        *,
+        uses_tools: bool = False,
+        answers_with_text: bool = False,
+        end_ids: Collection[int] = (),
+    ):
+        """Check the chat template.
+
+        Args:
+            tokenizer: the policy's.
+            config: `add_bos` and `chat_template_kwargs`.
+            uses_tools: the policy calls tools; their answers are messages with the role `tool`.
+            answers_with_text: the environment answers with texts, which become user messages.
+            end_ids: token ids that end a turn in sampling, beside the tokenizer's.
+
+        Raises:
+            ConfigError: there is no chat template, it cannot frame these observations, or its tool calls are in no
+                known format. The message names the part that the template rejects or drops.
+        """
+        self.tokenizer, self.config = tokenizer, config or PromptsConfig()
+        kwargs = self.config.chat_template_kwargs
+        self.template = ChatTemplate(tokenizer, kwargs, uses_tools=uses_tools, end_ids=end_ids)
+        self.encoder = self.template.encoder
+        self._schemas: WeakKeyDictionary[Any, Schema] = WeakKeyDictionary()
+        self.format: CallFormat | None = None
+        """Format of the tool calls; None without tools."""
+        self.end: str | None = None
+        """Name of the token that ends a turn; None if the template has none."""
+        if answers_with_text or not uses_tools:
+            self.end = check_texts(self.template)
+        if uses_tools:
+            self.end = check_tools(self.template)
+            self.format = call_format(self.template)
+
+    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]] = ()) -> tuple[str, list[int]]:
+        """The text and the token ids of a conversation with its tools and the generation prompt.
+
+        Raises:
+            ConfigError: the template rejects the conversation, or a tool has no type hints or no docstring.
+        """
+        conversation = as_messages(prompt, "user")
+        schemas = [self.schema(tool) for tool in tools]
+        try:
+            text = self.template.render(conversation, tools=schemas, generate=not prefilled(conversation))
+        except Rejected as error:
+            raise ConfigError(f"the tokenizer's chat template rejects an environment's prompt: {error}") from error
+        return text, with_bos(self.tokenizer, self.config, self.encoder.ids(text))
+
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]] = ()) -> Turn:
+        """The sampled turn as text and as an assistant's message.
+
+        Args:
+            ids: the sampled ids.
+            prefix: all ids before them.
+            tools: the episode's, whose schemas give arguments their types in formats that have none.
+        """
+        text = text_of(self.tokenizer, ids, prefix)
+        if self.format is None:
+            return Turn(ids, text, {"role": "assistant", "content": text})
+        kept = ids[:-1] if len(ids) and ids[-1] in self._closing() else ids
+        spelt = str(self.tokenizer.decode(list(kept)))
+        before = str(self.tokenizer.decode(list(prefix if self.format.reads_prompt else prefix[-MAX_TOKENS:])))
+        if not self.format.reads_prompt:
+            before = THINK if before.rstrip().endswith(THINK) else ""
+        message, malformed = parse_turn(
+            spelt, before, self.format, [self.schema(tool) for tool in tools], ids_of_nine=self.template.ids_of_nine
+        )
+        return Turn(ids, text, message if malformed is None else {**message, "content": text}, malformed)
+
+    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
+        """Token ids that the template writes between the turn and the next one.
+
+        They begin with the template's end of a turn if the sampled ids lack it. The observation never becomes one of
+        the template's tokens, whatever it spells.
+
+        Raises:
+            ConfigError: the template rejects the observation.
+        """
+        messages = as_messages(observation, "user")
+        guarded = [{**self.encoder.guarded(message), "role": message["role"]} for message in messages]
+        calls = self.encoder.guarded(calls_of(turn, messages))
+        try:
+            text, end = self.template.after_turn(guarded, calls)
+        except Rejected as error:
+            raise ConfigError(f"the tokenizer's chat template rejects an observation: {error}") from error
+        last = turn.ids[-1] if len(turn.ids) else None
+        if end is None or last not in self._closing(text, end):
+            return self.encoder.continuation(text)
+        return self.encoder.ids(text.lstrip())[1:]
+
+    def schema(self, tool: Callable[..., Any]) -> Schema:
+        """JSON schema of a tool, from its type hints and its docstring.
+
+        Raises:
+            ConfigError: it lacks them.
+        """
+        function = getattr(tool, "__func__", tool)
+        if function not in self._schemas:
+            try:
+                self._schemas[function] = get_json_schema(tool)
+            except Exception as error:  # Transformers has no common class for these
+                name = getattr(tool, "__name__", repr(tool))
+                raise ConfigError(f"the tool {name} cannot be described to the model: {error}") from error
+        return self._schemas[function]
+
+    def _closing(self, text: str = "", end: str | None = None) -> set[int]:
+        """Ids that end a turn: the template's, and any other end of sampling that the template knows."""
+        name = end or self.end
+        own = set() if name is None else {self.encoder.protected[name]}
+        # Where the next speaker's header is itself the end of a turn, as in GLM, only the right one ends it.
+        if end and not self.encoder.first(text.lstrip()[len(end) :].lstrip()):
+            return own
+        return own | {index for name, index in self.template.ends.items() if name in self.template.source}
+
+
+def check_texts(template: ChatTemplate) -> str | None:
+    """Check that a template takes an observation as a user message; returns the token that ends a turn."""
+    try:
+        text, end = template.after_turn([{"role": "user", "content": "observation"}], [])
+    except Rejected as error:
+        raise ConfigError(
+            "the tokenizer's chat template cannot take the environment's answer as a user message after the "
+            f"assistant's: {error}"
+        ) from error
+    if "observation" not in text:
+        raise ConfigError("the tokenizer's chat template drops user messages after the assistant's")
+    return end
+
+
+def check_tools(template: ChatTemplate) -> str | None:
+    """Check that a template renders tools, calls and their answers; returns the token that ends a turn with calls."""
+    parts = {
+        "look_up": "the names of called tools",
+        "word": "the names of arguments",
+        "argument": "the arguments",
+        "observation": "the messages of tools",
+    }
+    call = ("look_up", {"word": "argument"}, "call00000")
+    answer = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "observation"}
+    try:
+        described = template.render([USER], tools=[PROBE], generate=True)
+        text = template.render([USER, template.assistant([call]), answer], generate=True)
+        end = template.after_turn([answer], [("look_up", "call00000")])[1]
+    except Rejected as error:
+        raise ConfigError(f"the tokenizer's chat template rejects tool calls or their answers: {error}") from error
+    dropped = [part for word, part in parts.items() if word not in text]
+    if "look_up" not in described:
+        dropped.insert(0, "the descriptions of tools")
+    if dropped:
+        raise ConfigError(
+            f"the tokenizer's chat template drops {', '.join(dropped)}; take a model whose template supports tools, or "
+            "set chat_template in its tokenizer_config.json"
+        )
+    return end
+
+
+def call_format(template: ChatTemplate) -> CallFormat:
+    """The format of the template's tool calls, found by a round trip."""
+    arguments = {"word": 'a "b" é', "limit": 3}
+    text = template.turn_text([("look_up", arguments, "call00000")])
+    own = getattr(template.tokenizer, "response_template", None)
+    found = find_format(text, {"name": "look_up", "arguments": arguments}, [PROBE], own)
+    if found is None:
+        raise ConfigError(
+            f"the tool calls of the tokenizer's chat template are in no known format: {text.strip()[:200]!r}; set "
+            "response_template in its tokenizer_config.json, as Transformers describes it"
+        )
+    return found
+
+
+def calls_of(turn: Turn, messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Name and id of each call that the messages answer; empty if no tool answers."""
+    answers = [message for message in messages if message["role"] == "tool"]
+    made = (turn.message or {}).get("tool_calls") or []
+    if answers and made:
+        return [(call["function"]["name"], call["id"]) for call in made]
+    return [(answer.get("name") or "look_up", answer.get("tool_call_id") or "call00000") for answer in answers]
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], prefix: Sequence[int]) -> str:
+    """The text of sampled ids after those before them, without special tokens."""
+    return Detokenizer(tokenizer, prefix[-2 * MAX_TOKENS :]).text(ids)
+
+
+def with_bos(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, ids: list[int]) -> list[int]:
+    """Token ids of a prompt, after a beginning-of-sequence token if `prompts.add_bos` demands one that they lack.
+
+    Raises:
+        ConfigError: the tokenizer has none.
+    """
+    bos = tokenizer.bos_token_id
+    if not config.add_bos or ids[:1] == [bos]:
+        return ids
+    if bos is None:
+        raise ConfigError("prompts.add_bos is true, but the tokenizer has no beginning-of-sequence token")
+    return [bos, *ids]
