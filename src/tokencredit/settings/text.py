@@ -165,7 +165,9 @@ class PPOConfig:
                     "continued from there: leave it out"
                 )
         if self.rollout.cache == "static":
-            raise ConfigError("rollout.cache is static, and episodes of several turns use a dynamic cache; leave it out")
+            raise ConfigError(
+                "rollout.cache is static, and episodes of several turns use a dynamic cache; leave it out"
+            )
         if self.eval.every and self.eval.max_new_tokens < self.rollout.max_new_tokens:
             raise ConfigError(
                 f"eval.max_new_tokens is {self.eval.max_new_tokens}; with an environment it must be at least "

@@ -94,7 +94,10 @@ class Batch:
 
     def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor | None) -> dict[str, Any]:
         scored, rollout = self.scored, self.scored.rollout
-        length, episode = int(rollout.response_lengths()[row]), None if scored.episodes is None else scored.episodes[row]
+        length, episode = (
+            int(rollout.response_lengths()[row]),
+            None if scored.episodes is None else scored.episodes[row],
+        )
 
         def numbers(tensor: Tensor) -> list[float]:
             return [round(x, DECIMALS) for x in tensor[row, :length].tolist()]

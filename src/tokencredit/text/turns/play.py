@@ -161,7 +161,9 @@ class Game:
         """Record the tokens of an observation."""
         spans = self.transcripts[row].spans
         if observation:
-            spans.append(Span(_role(self.transcripts[row].replies[-1]), spans[-1].end, spans[-1].end + len(observation)))
+            spans.append(
+                Span(_role(self.transcripts[row].replies[-1]), spans[-1].end, spans[-1].end + len(observation))
+            )
 
     def _ended(self, begun: dict[int, int], row: int) -> None:
         """A turn has ended: parse it, and ask for the reply in a thread."""

@@ -101,9 +101,7 @@ def load_tasks(
                 "it out"
             )
     if config.overlong != "error":
-        raise ConfigError(
-            f"{group}.overlong is {config.overlong}, and an environment makes the prompts; leave it out"
-        )
+        raise ConfigError(f"{group}.overlong is {config.overlong}, and an environment makes the prompts; leave it out")
     rows: Rows | None = None
     name = f"{group}.text"
     if dataset is not None:

@@ -189,7 +189,9 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def call_within(workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_within(
+    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call a function in a thread, or a coroutine function on the loop, and wait for the result.
 
     Raises:
