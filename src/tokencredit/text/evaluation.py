@@ -121,9 +121,10 @@ def load_pipeline(
     kl = source.config.kl
     if reference is not None:
         models, kl = with_reference(models, reference, processes), KLConfig()
-    environments = load_environments(source.config.env, source.config.tools)
-    terms = load_terms(source.config, None, processes.device, environments)
-    return models, replace(build_pipeline(source.config, models, terms, processes, environments), kl=kl)
+    config = source.config
+    environments = load_environments(config.env, config.tools) if config.several_turns() else None
+    terms = load_terms(config, None, processes.device, environments)
+    return models, replace(build_pipeline(config, models, terms, processes, environments), kl=kl)
 
 
 def describe(source: Source, which: str, reference: Source | None, prompts: PromptsConfig) -> dict[str, Any]:

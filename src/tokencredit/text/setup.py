@@ -27,9 +27,8 @@ from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
-from tokencredit.text.turns.environments import Environments
-from tokencredit.text.turns.framing import build_framing
-from tokencredit.text.turns.play import Player
+from tokencredit.text.turns.environments import COLUMN, Environments
+from tokencredit.text.turns.play import Framings, Player
 from tokencredit.text.turns.tasks import Tasks, load_tasks
 
 if TYPE_CHECKING:
@@ -143,13 +142,21 @@ def evaluation_prompts(
 
 
 def prepare_tasks(
-    args: PPOConfig, train_dataset: Rows | None = None, eval_dataset: Rows | None = None
+    args: PPOConfig, environments: Environments, train_dataset: Rows | None = None, eval_dataset: Rows | None = None
 ) -> tuple[Tasks, Tasks]:
-    """The rows of episodes for training and for evaluation, whose episodes differ from those of training."""
+    """The rows of episodes for training and for evaluation, whose episodes differ from those of training.
+
+    Raises:
+        ConfigError: the environments do not take the rows; and as `load_tasks`.
+    """
     train = load_tasks(
         args.prompts, seed=args.seed, stream=0, dataset=train_dataset, group="prompts", dataset_name="train_dataset"
     )
-    return train, evaluation_tasks(args, train_dataset if eval_dataset is None else eval_dataset)
+    own = train_dataset if args.eval.prompts is None else None
+    tasks = train, evaluation_tasks(args, own if eval_dataset is None else eval_dataset)
+    for rows in tasks if args.eval.every else tasks[:1]:
+        environments.check_columns(rows.columns, rows.values(COLUMN))
+    return tasks
 
 
 def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
@@ -226,9 +233,9 @@ def build_pipeline(
     budget = args.ppo.micro_batch_tokens
     engine, player = models.engine(budget), None
     if environments is not None:
-        framing = build_framing(models.tokenizer, environments, args.prompts)
+        framings = Framings.build(models.tokenizer, environments, args.prompts, engine.end_ids)
         room = partial(max_prompt_length, models.policy.lm, budget=budget)
-        player = Player(engine, models.tokenizer, framing, environments, args.env, room)
+        player = Player(engine, framings, environments, args.env, room)
     return Pipeline(
         models.policy,
         models.reference,

@@ -108,7 +108,9 @@ class PPOTrainer:
         setup.check_batch_size(args, self.processes.count)
         with rng.preserved():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
-            environments = load_environments(args.env, args.tools, environment_factory, tools)
+            environments = None
+            if args.several_turns() or played:
+                environments = load_environments(args.env, args.tools, factory=environment_factory, functions=tools)
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
@@ -119,7 +121,7 @@ class PPOTrainer:
             if environments is None:
                 self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             else:
-                self.prompts, self.eval_prompts = setup.prepare_tasks(args, *datasets)
+                self.prompts, self.eval_prompts = setup.prepare_tasks(args, environments, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             given |= {"tools": tools or None, "environment_factory": environment_factory}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import RunStopped
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Conversation, Engine, Rollout
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode import TERMINATED, Ending, Episode, Message, Reply, Turn
-from tokencredit.text.turns.framing import Framing
+from tokencredit.text.turns.framing import ChatFraming, Framing, TextFraming
 from tokencredit.text.turns.tasks import TaskBatch
 from tokencredit.text.user_code.workers import Workers
 
@@ -73,12 +74,43 @@ class Played(NamedTuple):
 
 
 @dataclass
+class Framings:
+    """The framing of plain texts, and that of conversations once there is one."""
+
+    text: TextFraming
+    chat: Callable[[], ChatFraming]
+    """Checks the tokenizer's chat template; called once at most."""
+    _chat: ChatFraming | None = None
+
+    def of(self, prompts: Sequence[Prompt]) -> Framing:
+        """The framing of a batch of prompts.
+
+        Raises:
+            ConfigError: there are texts and conversations, or the chat template cannot be used.
+        """
+        texts = {isinstance(prompt, str) for prompt in prompts}
+        if len(texts) > 1:
+            raise ConfigError("reset gave plain texts and conversations; all prompts of a run must be of one kind")
+        if texts == {True}:
+            return self.text
+        self._chat = self._chat or self.chat()
+        return self._chat
+
+    @classmethod
+    def build(
+        cls, tokenizer: PreTrainedTokenizerBase, environments: Environments, config: PromptsConfig, ends: Sequence[int]
+    ) -> Framings:
+        """The framings of a run; raises `ConfigError` for a chat template that does not take the tools."""
+        chat = partial(ChatFraming, tokenizer, config, uses_tools=environments.needs_tools, end_ids=ends)
+        return cls(TextFraming(tokenizer, config), chat, chat() if environments.needs_tools else None)
+
+
+@dataclass
 class Player:
     """Plays episodes with an engine."""
 
     engine: Engine
-    tokenizer: PreTrainedTokenizerBase
-    framing: Framing
+    framings: Framings
     environments: Environments
     config: EnvironmentConfig
     longest_prompt: Callable[[int], int | None]
@@ -98,20 +130,28 @@ class Player:
             RunStopped: the prompt of an episode is too long.
         """
         episodes = self.environments.begin(tasks.rows, tasks.seeds)
-        prompts = self._prompts(episodes, tasks, self.longest_prompt(settings.max_new_tokens))
+        starts = [self.workers.submit(episode.start) for episode in episodes]
+        prompted = [start.result() for start in starts]
+        framing = self.framings.of(prompted)
+        prompts = self._prompts(framing, prompted, episodes, tasks, self.longest_prompt(settings.max_new_tokens))
         conversation = self.engine.converse(prompts, settings, uniforms)
         transcripts = [Transcript(episode) for episode in episodes]
-        Game(self, conversation, transcripts).play()
+        Game(self, framing, conversation, transcripts).play()
         rollout = conversation.rollout()
         terminated = [transcript.ending in TERMINATED for transcript in transcripts]
         truncated = ~torch.tensor(terminated, device=rollout.mask.device)
         return Played(prompts, replace(rollout, truncated=truncated), transcripts)
 
-    def _prompts(self, episodes: Sequence[Episode], tasks: TaskBatch, longest: int | None) -> PromptBatch:
-        """Reset all environments, and tokenize the prompts that they give."""
-        starts = [self.workers.submit(episode.start) for episode in episodes]
-        prompts = [start.result() for start in starts]
-        framed = [self.framing.prompt(p, e.tools) for p, e in zip(prompts, episodes, strict=True)]
+    def _prompts(
+        self,
+        framing: Framing,
+        prompts: list[Prompt],
+        episodes: Sequence[Episode],
+        tasks: TaskBatch,
+        longest: int | None,
+    ) -> PromptBatch:
+        """Tokenize the prompts of episodes."""
+        framed = [framing.prompt(prompt, episode.tools) for prompt, episode in zip(prompts, episodes, strict=True)]
         ids = [row for _, row in framed]
         for row in ids:
             if not row or (longest is not None and len(row) > longest):
@@ -130,9 +170,11 @@ class Player:
 class Game:
     """The episodes of one batch: turns are sampled together, replies computed in threads."""
 
-    def __init__(self, player: Player, conversation: Conversation, transcripts: Sequence[Transcript]):
+    def __init__(
+        self, player: Player, framing: Framing, conversation: Conversation, transcripts: Sequence[Transcript]
+    ):
         """Start before the first turns."""
-        self.player, self.conversation, self.transcripts = player, conversation, transcripts
+        self.player, self.framing, self.conversation, self.transcripts = player, framing, conversation, transcripts
         self.pending: dict[int, Future[Reply]] = {}
         self.cut: dict[int, bool] = {}
         """Rows whose turn was cut at its limit."""
@@ -170,7 +212,7 @@ class Game:
         transcript = self.transcripts[row]
         ids, self.cut[row] = self.conversation.turn(row)
         prefix = self.conversation.tokens(row)[: begun[row]]
-        turn = self.player.framing.parse(ids, prefix, transcript.episode.tools)
+        turn = self.framing.parse(ids, prefix, transcript.episode.tools)
         start = transcript.spans[-1].end if transcript.spans else 0
         transcript.spans.append(Span("assistant", start, start + len(ids)))
         transcript.turns.append(turn)
@@ -208,7 +250,7 @@ class Game:
         if len(transcript.turns) == config.max_turns:
             transcript.ending = "max_turns"
             return None
-        ids = self.player.framing.observation(reply.observation, transcript.turns[-1])
+        ids = self.framing.observation(reply.observation, transcript.turns[-1])
         if len(ids) >= left:
             transcript.ending = "length"
             return None

@@ -37,7 +37,7 @@ class Tasks:
         seed: int,
         stream: int = 0,
         shuffle: bool = True,
-        prompt_column: str = "prompt",
+        column: str = "prompt",
     ):
         """Keep the rows.
 
@@ -47,7 +47,7 @@ class Tasks:
             seed: seed of the order and of the episodes.
             stream: separates the episodes of evaluations from those of training.
             shuffle: reshuffle the rows in every epoch.
-            prompt_column: column of the prompts, which reward functions receive as `prompts`.
+            column: column of the prompts, if there is one; environments receive it as `prompt`.
 
         Raises:
             ConfigError: there are no rows.
@@ -57,20 +57,35 @@ class Tasks:
         self.rows, self.name, self.seed, self.stream, self.shuffle = rows, name, seed, stream, shuffle
         self.kept = range(1 if rows is None else len(rows))
         """Indices of the rows in use: all of them."""
-        self.other_columns = [] if rows is None else [name for name in column_names(rows) if name != prompt_column]
+        columns = [] if rows is None else column_names(rows)
+        self.other_columns = [name for name in columns if name not in (column, "prompt")]
+        self._sources = {name: name for name in self.other_columns} | ({"prompt": column} if column in columns else {})
+        self.columns = list(self._sources)
+        """Names of the columns that environments receive."""
 
     def batch(self, first: int, size: int, repeat: int = 1) -> TaskBatch:
         """Rows `first` to `first + size − 1` of the endless sequence with each row repeated `repeat` times."""
         positions = [(first + place) // repeat for place in range(size)]
-        rows = [{} if self.rows is None else dict(self.rows[self._index(position)]) for position in positions]
+        rows = [self._row(position) for position in positions]
         seeds = [
             int(np.random.SeedSequence([self.seed, self.stream, position]).generate_state(1)[0])
             for position in positions
         ]
         return TaskBatch(rows, seeds, {name: [row.get(name) for row in rows] for name in self.other_columns})
 
+    def values(self, column: str) -> list[Any]:
+        """The distinct values of a column of texts; empty without it."""
+        rows = [] if self.rows is None or column not in self.columns else self.rows
+        return list(dict.fromkeys(row[column] for row in rows))
+
     def dropped(self) -> None:
         """None: no row is dropped."""
+
+    def _row(self, position: int) -> dict[str, Any]:
+        if self.rows is None:
+            return {}
+        row = self.rows[self._index(position)]
+        return {name: row.get(source) for name, source in self._sources.items()}
 
     def _index(self, position: int) -> int:
         """Index of the row at a position of the endless sequence."""
@@ -113,4 +128,4 @@ def load_tasks(
         texts: Sequence[str] = [config.text] if isinstance(config.text, str) else config.text
         rows = [{"prompt": text} for text in texts]
     shuffled = rows is not None and config.text is None if config.shuffle is None else config.shuffle
-    return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffled, prompt_column=config.column)
+    return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffled, column=config.column)

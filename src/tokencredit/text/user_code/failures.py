@@ -14,8 +14,13 @@ LIBRARIES = [PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstd
 
 
 def described(error: BaseException) -> str:
-    """An exception's type and message with its place in user code, escaped because a service may send anything."""
-    return visible(f"raised {type(error).__name__}: {error}{_place(error)}")
+    """An exception's type and message with its place in user code."""
+    return summarized(error) + visible(_place(error))
+
+
+def summarized(error: BaseException) -> str:
+    """An exception's type and message in one line, escaped because a service may send anything."""
+    return visible(f"raised {type(error).__name__}: {error}")
 
 
 def _place(error: BaseException) -> str:

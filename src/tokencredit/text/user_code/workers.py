@@ -7,9 +7,9 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 THREADS = 64
@@ -22,12 +22,14 @@ class TimedOut(Exception):
     """A call exceeded its timeout."""
 
 
-@dataclass(eq=False)
-class _Job:
-    call: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
-    started: float | None = None
-    abandoned: bool = False
+class Call(Future[Any]):
+    """A call in a thread: its result, or whatever it raises, SystemExit included."""
+
+    def __init__(self, function: Callable[[], Any]):
+        super().__init__()
+        self.function = function
+        self.started: float | None = None
+        self.abandoned = False
 
 
 class Workers:
@@ -40,86 +42,78 @@ class Workers:
     def __init__(self, most: int = THREADS):
         """Args: most: the most threads that take calls; abandoned ones do not count."""
         self._most, self._threads, self._idle = most, 0, 0
-        self._jobs: deque[_Job] = deque()
+        self._calls: deque[Call] = deque()
         self._changed = threading.Condition()
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call a function in a thread; its result, or whatever it raises, SystemExit included, is the future's."""
-        return self._enqueue(lambda: function(*args)).future
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        """Call a function in a thread."""
+        call = Call(partial(function, *args, **kwargs))
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify()
+            self._add_thread()
+        return call
 
-    def call(self, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in a thread and wait for its result, which must not happen in a thread of the same pool.
+    def result(self, call: Call, timeout: float | None) -> Any:
+        """Wait for a call's result, in a thread that is none of these.
 
         Args:
+            call: a call of `submit`.
             timeout: seconds, counted from the start of the call; the thread of a call that exceeds them is abandoned,
                 and another one takes its place. None for no timeout.
-            function: the function.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
 
         Raises:
             TimedOut: the timeout was exceeded.
             BaseException: the function raised it.
         """
-        job = self._enqueue(lambda: function(*args, **kwargs))
         rest = timeout
         # Not result(timeout): its TimeoutError would look like the function's own.
-        while not wait([job.future], rest).done:
+        while not wait([call], rest).done:
             assert timeout is not None
-            begun = job.started
-            rest = timeout if begun is None else begun + timeout - time.monotonic()
-            if rest <= 0 and self._abandon(job):
+            rest = timeout if call.started is None else max(call.started + timeout - time.monotonic(), 0)
+            if rest == 0 and self._abandon(call):
                 raise TimedOut(f"exceeded the timeout of {timeout:g} s")
-            rest = max(rest, 0)
-        return job.future.result()
-
-    def _enqueue(self, call: Callable[[], Any]) -> _Job:
-        job = _Job(call)
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify()
-            self._add_thread()
-        return job
+        return call.result()
 
     def _add_thread(self) -> None:
         """Start a thread if more calls wait than threads do."""
-        if len(self._jobs) > self._idle and self._threads < self._most:
+        if len(self._calls) > self._idle and self._threads < self._most:
             self._threads += 1
             threading.Thread(target=self._work, name="tokencredit-worker", daemon=True).start()
 
-    def _abandon(self, job: _Job) -> bool:
+    def _abandon(self, call: Call) -> bool:
         """Stop counting on a call's thread; False if the call has just ended."""
         with self._changed:
-            job.abandoned = not job.future.done()
-            if job.abandoned:
+            call.abandoned = not call.done()
+            if call.abandoned:
                 self._threads -= 1
                 self._add_thread()
-            return job.abandoned
+            return call.abandoned
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 self._idle += 1
-                while not self._jobs:
+                while not self._calls:
                     self._changed.wait()
                 self._idle -= 1
-                job = self._jobs.popleft()
-                job.started = time.monotonic()
-            if not job.future.set_running_or_notify_cancel():
+                call = self._calls.popleft()
+                call.started = time.monotonic()
+            if not call.set_running_or_notify_cancel():
                 continue
             result, error = None, None
             try:
-                result = job.call()
+                result = call.function()
             except BaseException as raised:
                 error = raised
             with self._changed:
-                if job.abandoned:
+                if call.abandoned:
                     return
                 if error is None:
-                    job.future.set_result(result)
+                    call.set_result(result)
                 else:
-                    job.future.set_exception(error)
-            del job, result, error  # an idle thread keeps nothing alive
+                    call.set_exception(error)
+            del call, result, error  # an idle thread keeps nothing alive
 
 
 class EventLoop:
@@ -132,15 +126,15 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start a coroutine; the future has its outcome, for `result_of`."""
-        return asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._running())
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a coroutine function; the future is for `result`."""
+        return asyncio.run_coroutine_threadsafe(_outcome(partial(function, *args, **kwargs)), self._running())
 
     def result(self, future: Future[Any], timeout: float | None) -> Any:
         """Wait for a coroutine's result; on a timeout it is cancelled, and a loop that it blocks is replaced.
 
         Raises:
-            TimedOut: the timeout was exceeded.
+            TimedOut: the timeout, counted from now, was exceeded.
             BaseException: the coroutine raised it.
         """
         if not wait([future], timeout).done:
@@ -170,10 +164,10 @@ class EventLoop:
                 self._loop = None
 
 
-async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+async def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """A coroutine's result, and what it raised: sys.exit() in a task would end the whole loop."""
     try:
-        return await coroutine, None
+        return await function(), None
     except asyncio.CancelledError:
         raise
     except BaseException as error:
@@ -189,17 +183,33 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def begin(
+    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[[], Any]:
+    """Call a function in a thread, or a coroutine function on the loop; the returned function waits for its result.
+
+    It raises `TimedOut` if the call took longer than `timeout` seconds, or what the call raised.
+    """
+    if is_coroutine_function(function):
+        future = LOOP.submit(function, *args, **kwargs)
+        return lambda: LOOP.result(future, timeout)
+    call = workers.submit(function, *args, **kwargs)
+
+    def result() -> Any:
+        value = workers.result(call, timeout)
+        # A function that returns the coroutine of another, such as a decorated one.
+        return LOOP.result(LOOP.submit(lambda: value), timeout) if inspect.iscoroutine(value) else value
+
+    return result
+
+
 def call_within(
     workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function in a thread, or a coroutine function on the loop, and wait for the result.
+    """Call a function or coroutine function and wait for its result.
 
     Raises:
         TimedOut: the call took longer than `timeout` seconds.
         BaseException: the function raised it.
     """
-    if is_coroutine_function(function):
-        return LOOP.result(LOOP.submit(function(*args, **kwargs)), timeout)
-    result = workers.call(timeout, function, *args, **kwargs)
-    # A function that returns the coroutine of another, such as a decorated one.
-    return LOOP.result(LOOP.submit(result), timeout) if inspect.iscoroutine(result) else result
+    return begin(workers, timeout, function, *args, **kwargs)()
