@@ -150,7 +150,7 @@ class PPOConfig:
         """Raise `ConfigError` for settings that episodes of several turns do not have, in the order of their keys."""
         if self.advantage.unit == "turn" and self.critic.places:
             raise ConfigError(
-                "advantage.unit is turn, with one value per turn, and critic.places chooses tokens; leave one of them out"
+                "advantage.unit is turn, with one value per turn, and critic.places chooses tokens; leave one out"
             )
         if not self.several_turns():
             return
@@ -161,13 +161,11 @@ class PPOConfig:
         for key, value in refused.items():
             if value:
                 raise ConfigError(
-                    f"{key} is {value}, which samples continuations of a text from its middle; an environment cannot be "
-                    "continued from there: leave it out"
+                    f"{key} is {value}, which samples continuations of a text from its middle; an environment cannot "
+                    "be continued from there: leave it out"
                 )
         if self.rollout.cache == "static":
-            raise ConfigError(
-                "rollout.cache is static, and episodes of several turns use a dynamic cache; leave it out"
-            )
+            raise ConfigError("rollout.cache is static; episodes of several turns use a dynamic cache: leave it out")
         if self.eval.every and self.eval.max_new_tokens < self.rollout.max_new_tokens:
             raise ConfigError(
                 f"eval.max_new_tokens is {self.eval.max_new_tokens}; with an environment it must be at least "

@@ -213,7 +213,7 @@ class Pipeline:
 
     def _score(self, sampled: Sampled, reference: ReferenceOutputs, texts: list[str]) -> Scores:
         """The reward terms' scores of this process's completions."""
-        prompts, rollout, completions, episodes = sampled
+        prompts, rollout, _, episodes = sampled
         known = prompts.columns | rollout.columns(reference.logprobs)
         if episodes is not None:
             known |= columns(episodes)

@@ -160,7 +160,7 @@ def prepare_tasks(
 
 
 def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
-    """The rows of episodes for evaluation: held-out ones if configured, otherwise those of training with other seeds."""
+    """The rows of episodes for evaluation: held-out ones if configured, else those of training with other seeds."""
     group = "prompts" if args.eval.prompts is None else "eval.prompts"
     config = args.eval.prompts or args.prompts
     return load_tasks(config, seed=args.seed, stream=1, dataset=dataset, group=group, dataset_name="eval_dataset")
@@ -185,8 +185,8 @@ def load_terms(
     """Load the reward terms: `reward_funcs` if given, otherwise those of the configuration, and the environment's own.
 
     Raises:
-        ConfigError: a term cannot be loaded, or scores whole texts although `advantage.bootstrap` is set; there is none;
-            or two have the same name.
+        ConfigError: a term cannot be loaded, or scores whole texts although `advantage.bootstrap` is set; there is
+            none; or two have the same name.
     """
     own = [] if environments is None else environments.terms()
     if reward_funcs is not None:
@@ -197,8 +197,8 @@ def load_terms(
         terms = _configured_terms(args, device)
     if not terms and not own:
         raise ConfigError(
-            "there is no reward: the environment has none of its own (get_reward, or the reward of step), and reward is "
-            "empty; give a term"
+            "there is no reward: the environment has none of its own (get_reward, or the reward of step), and reward "
+            "is empty; give a term"
         )
     if same := {term.name for term in terms} & {term.name for term in own}:
         raise ConfigError(f"a reward term is named {', '.join(same)}, the name of the environment's own; rename it")

@@ -61,8 +61,8 @@ class Rollout:
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Extra columns for reward functions.
 
-        `completion_ids`, the token ids after the prompt; `completion_mask`, with several turns, 1 at sampled tokens and 0
-        at an environment's; `ref_logprobs`, log-probs of the sampled tokens under the reference model, if there is one.
+        `completion_ids`, the token ids after the prompt; `completion_mask`, with several turns, 1 at sampled tokens and
+        0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the reference model, if there is one.
         """
         # One transfer from the device per tensor, not per row.
         rows, lengths = list(self.mask.cpu()), self.response_lengths().tolist()

@@ -170,9 +170,7 @@ class Player:
 class Game:
     """The episodes of one batch: turns are sampled together, replies computed in threads."""
 
-    def __init__(
-        self, player: Player, framing: Framing, conversation: Conversation, transcripts: Sequence[Transcript]
-    ):
+    def __init__(self, player: Player, framing: Framing, conversation: Conversation, transcripts: Sequence[Transcript]):
         """Start before the first turns."""
         self.player, self.framing, self.conversation, self.transcripts = player, framing, conversation, transcripts
         self.pending: dict[int, Future[Reply]] = {}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.text.data.datasets import Rows, column_names, from_python, read_dataset
+from tokencredit.text.data.datasets import column_names, from_python, read_dataset
 from tokencredit.text.data.prompts import permutation
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
 
 
 @dataclass(frozen=True)
