@@ -39,7 +39,7 @@ def encodable(prompt: Prompt) -> Prompt:
 
 
 def _encodable(text: str) -> str:
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def fit(reply: Reply, tokens: int, tokenizer: PreTrainedTokenizerBase) -> Reply:
