@@ -195,8 +195,7 @@ def test_many_calls_from_many_threads():
     workers, results = Workers(most=8), []
 
     def many(first):
-        for number in range(first, first + 200):
-            results.append(call_within(workers, 60, int, number))
+        results.extend(call_within(workers, 60, int, number) for number in range(first, first + 200))
 
     threads = [threading.Thread(target=many, args=[1000 * i]) for i in range(6)]
     for thread in threads:
