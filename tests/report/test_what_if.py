@@ -1,6 +1,10 @@
 import pytest
+import torch
 
+from helpers.episodes import grid
+from tokencredit.core import advantages
 from tokencredit.report.what_if import ALTERNATIVES, what_if
+from tokencredit.runs.transcript import acted
 
 SAMPLE = {"rewards": [0.0, 0.0, 1.0], "values": [0.5, 0.25, 0.5]}
 
@@ -29,3 +33,17 @@ def test_a_completion_that_was_cut_off_is_worth_its_bootstrap():
 
 def test_without_values_only_estimators_without_a_critic_are_there():
     assert what_if({"rewards": SAMPLE["rewards"]}, gamma=1.0) == {"uniform": [1.0, 1.0, 1.0]}
+
+
+@pytest.mark.parametrize("bootstrap", [None, 0.5])
+def test_observations_are_stepped_over_as_core_does(bootstrap):
+    sample = grid()
+    sample["rewards"][3] = sample["values"][4] = 100.0  # without effect: the mask is 0 there
+    where = {"mask": torch.tensor([sample["mask"]], dtype=torch.bool)}
+    if bootstrap is not None:
+        sample["bootstrap"] = bootstrap
+        last = torch.arange(9) == 8
+        where |= {"truncated": last[None], "bootstrap": torch.full((1, 9), bootstrap, dtype=torch.float64)}
+    rewards, values = (torch.tensor([sample[name]], dtype=torch.float64) for name in ("rewards", "values"))
+    expected, _ = advantages.gae(rewards, values, gamma=0.9, lam=0.5, **where)
+    assert what_if(acted(sample), gamma=0.9)["gae, λ = 0.5"] == pytest.approx(expected[where["mask"]].tolist())

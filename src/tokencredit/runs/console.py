@@ -15,11 +15,12 @@ from rich.text import Text
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, too_noisy
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
+from tokencredit.runs.transcript import acted, transcript
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
 MESSAGE = 200
-"""Most characters shown of a user's message."""
+"""Most characters shown of a user's message, or of an observation."""
 SHOWN_METRICS = {
     "train/average_return": ("return", "average of the last 100 training episodes"),
     "eval/average_return": ("evaluated", "average return of an evaluation's episodes"),
@@ -120,7 +121,8 @@ class Screen:
         if not self.console.is_terminal:
             for sample in samples:
                 under = f"  reference {_reference(sample)}" if reference else ""
-                self.say(f"  reward {sample['reward']:.3f}{under}  {_continued(sample)}")
+                shown = str(_continued(sample)).replace("\n", "\n    ")
+                self.console.print(Text(f"  reward {sample['reward']:.3f}{under}  {shown}"), soft_wrap=True)
             return
         table = Table(title=f"samples of iteration {iteration}", title_justify="left")
         table.add_column("reward", justify="right")
@@ -218,13 +220,20 @@ def _audited(metrics: Mapping[str, float]) -> str:
 
 
 def _reference(sample: Mapping[str, Any]) -> str:
-    """Mean log-probability per token under the reference; empty without one."""
-    logprobs = sample.get("ref_logprobs")
+    """Mean log-probability per acted token under the reference; empty without one."""
+    logprobs = acted(sample).get("ref_logprobs")
     return f"{sum(logprobs) / len(logprobs):.2f}" if logprobs else ""
 
 
 def _continued(sample: Mapping[str, Any]) -> Text:
-    """A completion after its prompt, or after the user's message and an arrow in a conversation."""
+    """A completion after its prompt, or after the user's message and an arrow in a conversation.
+
+    An episode has a line per speaker.
+    """
     message = sample.get("message")
+    if "turns" in sample:
+        start = shortened(sample["prompt"] if message is None else message, MESSAGE)
+        lines = [Text(text, style="not dim" if acts else "dim") for text, acts in transcript(sample, MESSAGE)]
+        return Text("\n").join([Text(f"prompt › {visible(start)}", style="dim"), *lines])
     start = sample["prompt"] if message is None else f"{shortened(message, MESSAGE)} → "
     return Text(visible(start), style="dim") + Text(visible(sample["completion"]), style="not dim")

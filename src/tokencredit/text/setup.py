@@ -20,6 +20,7 @@ from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import Models
@@ -70,6 +71,8 @@ def check_arguments(
                 raise ConfigError(f"{name} and {group}.{key} are both given; leave one of them out")
     if eval_dataset is not None and not args.eval.every:
         raise ConfigError("eval_dataset is given, which has no effect without eval.every; leave it out")
+    if played:
+        args.check_turns()
     rows = [name for name, (dataset, _) in datasets.items() if dataset is not None]
     refuse_idle(args, rows + ["environment_factory"] * played)
 
@@ -191,7 +194,7 @@ def load_terms(
     own = [] if environments is None else environments.terms()
     if reward_funcs is not None:
         terms = as_terms(reward_funcs, device)
-    elif environments is not None and not args.several_turns() and args.reward == PPOConfig().reward:
+    elif own and args.reward == PPOConfig().reward:
         terms = []  # the default, which is for texts; the environment is from Python
     else:
         terms = _configured_terms(args, device)
@@ -231,11 +234,7 @@ def build_pipeline(
         ConfigError: the tokenizer's chat template does not fit the environment or the tools.
     """
     budget = args.ppo.micro_batch_tokens
-    engine, player = models.engine(budget), None
-    if environments is not None:
-        framings = Framings.build(models.tokenizer, environments, args.prompts, engine.end_ids)
-        room = partial(max_prompt_length, models.policy.lm, budget=budget)
-        player = Player(engine, framings, environments, args.env, room)
+    engine = models.engine(budget)
     return Pipeline(
         models.policy,
         models.reference,
@@ -246,8 +245,15 @@ def build_pipeline(
         args.kl,
         processes,
         budget,
-        player,
+        None if environments is None else build_player(args, engine, environments),
     )
+
+
+def build_player(args: PPOConfig, engine: LocalEngine, environments: Environments) -> Player:
+    """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
+    framings = Framings.build(engine.tokenizer, environments, args.prompts, engine.end_ids)
+    room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)
+    return Player(engine, framings, environments, args.env, room)
 
 
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
