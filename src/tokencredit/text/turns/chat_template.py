@@ -77,13 +77,21 @@ class ChatTemplate:
             self.arguments_as_text = not self.accepts(self.conversation([("look_up", "call00000")], "x"))
             self.ids_of_nine = not self.accepts(self.conversation([("look_up", "call_1")], "x"))
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Schema] = (), generate: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Schema] = (),
+        generate: bool = False,
+        unfinished: bool = False,
+    ) -> str:
         """The conversation as text.
 
         Args:
             messages: the conversation.
             tools: JSON schemas of the tools.
-            generate: end with the generation prompt; without it, a last assistant message is a whole turn.
+            generate: end with the generation prompt.
+            unfinished: the last message is the beginning of a turn, and has no end.
 
         Raises:
             Rejected: the template raises.
@@ -95,6 +103,7 @@ class ChatTemplate:
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=generate,
+                continue_final_message=unfinished,
                 **self.kwargs,
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:

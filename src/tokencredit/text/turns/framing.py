@@ -21,6 +21,8 @@ from tokencredit.text.turns.encoding import Encoder
 from tokencredit.text.turns.episode import Message, Turn
 from tokencredit.text.turns.tool_calls import Schema, find_format, parse_turn
 
+Tool = Callable[..., Any]
+"""A function or method with type hints and a docstring."""
 THINK = "<think>"
 """Begins thinking; some templates write it into the generation prompt."""
 
@@ -28,10 +30,10 @@ THINK = "<think>"
 class Framing(Protocol):
     """Token ids of everything that the policy does not write, and the message in what it writes."""
 
-    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]]) -> tuple[str, list[int]]:
+    def prompt(self, prompt: Prompt, tools: Sequence[Tool]) -> tuple[str, list[int]]:
         """The text and the token ids of an episode's prompt."""
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]]) -> Turn:
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool]) -> Turn:
         """The sampled turn; never raises for what the policy wrote."""
 
     def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
@@ -45,18 +47,18 @@ class TextFraming:
         """Tokenize with the policy's tokenizer, and a beginning-of-sequence token as `prompts.add_bos` says."""
         self.tokenizer, self.config, self.encoder = tokenizer, config or PromptsConfig(), Encoder(tokenizer)
 
-    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]] = ()) -> tuple[str, list[int]]:
+    def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:  # noqa: ARG002  (Framing)
         """The text and its token ids, tokenized as prompts without environments are."""
         if not isinstance(prompt, str):
             raise ConfigError("an environment's prompt is a conversation; it must be a plain text, as the others are")
         ids = self.tokenizer(prompt, add_special_tokens=self.config.add_bos is None, verbose=False)["input_ids"]
         return prompt, with_bos(self.tokenizer, self.config, list(ids))
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]] = ()) -> Turn:
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool] = ()) -> Turn:  # noqa: ARG002
         """The sampled turn as text."""
         return Turn(ids, text_of(self.tokenizer, ids, prefix))
 
-    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
+    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:  # noqa: ARG002
         """Token ids of the observation's text alone, without special tokens."""
         if not isinstance(observation, str):
             raise ConfigError("an environment answers with messages; prompts are plain texts, so it must be a text")
@@ -103,21 +105,21 @@ class ChatFraming:
             self.end = check_tools(self.template)
             self.format = call_format(self.template)
 
-    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]] = ()) -> tuple[str, list[int]]:
+    def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:
         """The text and the token ids of a conversation with its tools and the generation prompt.
 
         Raises:
             ConfigError: the template rejects the conversation, or a tool has no type hints or no docstring.
         """
         conversation = as_messages(prompt, "user")
-        schemas = [self.schema(tool) for tool in tools]
+        schemas, begun = [self.schema(tool) for tool in tools], prefilled(conversation)
         try:
-            text = self.template.render(conversation, tools=schemas, generate=not prefilled(conversation))
+            text = self.template.render(conversation, tools=schemas, generate=not begun, unfinished=begun)
         except Rejected as error:
             raise ConfigError(f"the tokenizer's chat template rejects an environment's prompt: {error}") from error
         return text, with_bos(self.tokenizer, self.config, self.encoder.ids(text))
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]] = ()) -> Turn:
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool] = ()) -> Turn:
         """The sampled turn as text and as an assistant's message.
 
         Args:
@@ -159,7 +161,7 @@ class ChatFraming:
             return self.encoder.continuation(text)
         return self.encoder.ids(text.lstrip())[1:]
 
-    def schema(self, tool: Callable[..., Any]) -> Schema:
+    def schema(self, tool: Tool) -> Schema:
         """JSON schema of a tool, from its type hints and its docstring.
 
         Raises:
@@ -225,9 +227,10 @@ def check_tools(template: ChatTemplate) -> str | None:
 
 
 def call_format(template: ChatTemplate) -> CallFormat:
-    """The format of the template's tool calls, found by a round trip."""
+    """The format of the template's tool calls, found by a round trip through text and tokens."""
     arguments = {"word": 'a "b" é', "limit": 3}
     text = template.turn_text([("look_up", arguments, "call00000")])
+    text = str(template.tokenizer.decode(template.encoder.continuation(text)))
     own = getattr(template.tokenizer, "response_template", None)
     found = find_format(text, {"name": "look_up", "arguments": arguments}, [PROBE], own)
     if found is None:
