@@ -10,7 +10,7 @@ from helpers.chat_templates import MODELS, chat_tokenizer
 from helpers.transcripts import TOOLS, look_up
 from tokencredit.text.turns.call_formats import FORMATS
 from tokencredit.text.turns.framing import ChatFraming
-from tokencredit.text.turns.tool_calls import DEEPEST, MOST, find_format, parse_turn
+from tokencredit.text.turns.tool_calls import DEEPEST, MOST, MOST_CALLS, find_format, parse_turn
 
 FORMAT = {form.name: form for form in FORMATS}
 WITH_TOOLS = [name for name, model in MODELS.items() if model.tools]
@@ -48,13 +48,13 @@ def functions(message):
         ("Command R", 'Action: ```json\n[{"tool_name": "look_up", "parameters": {"word": "rain", "limit": 2}}]\n```'),
         (
             "Command R7B",
-            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters": {"word": "rain", "limit": 2}}]'
-            "<|END_ACTION|>",
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", '
+            '"parameters": {"word": "rain", "limit": 2}}]<|END_ACTION|>',
         ),
         (
             "DeepSeek-V3.1",
-            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"word": "rain", "limit": 2}<｜tool▁call▁end｜>'
-            "<｜tool▁calls▁end｜>",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>"
+            '{"word": "rain", "limit": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         ),
         (
             "Kimi",
@@ -64,7 +64,8 @@ def functions(message):
         ("Gemma 4", '<|tool_call>call:look_up{word:<|"|>rain<|"|>,limit:2}<tool_call|>'),
         (
             "harmony",
-            '<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"word": "rain", "limit": 2}<|call|>',
+            "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
+            '{"word": "rain", "limit": 2}<|call|>',
         ),
     ],
 )
@@ -280,8 +281,12 @@ def test_no_turn_raises_or_gives_a_call_that_cannot_be_written(name):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_long_runs_of_one_piece_are_read_in_time_that_grows_with_their_length(form):
-    opening = form.marker or '{"name": "a'
-    for piece in (" ", "\n", opening, "<", "{", "<think>", "<parameter=a>", "to=functions.a"):
-        message, _ = parse_turn(piece * 20_000, "", form, [])
+def test_a_turn_of_ever_the_same_piece_is_read_at_once_or_malformed(form):
+    for piece in (" ", "\n", form.marker or '{"name": "a', "<", "{", "<think>", "<think></think>", "<parameter=a>"):
+        message, malformed = parse_turn(piece * 20_000, "", form, [])
         assert message["role"] == "assistant"
+        if piece in (form.marker, "<think>"):
+            assert malformed == f"the turn has more than {MOST_CALLS} calls or thoughts"
+    [begin] = ["<tool_call>\n<function=a>" if form.name == "Qwen3-Coder" else form.marker]
+    for piece in ("<parameter=a>", "<arg_key>a</arg_key>", "<escape>", "a", "[", "to=", "\n"):
+        assert parse_turn(begin + piece * 20_000, "", form, [])[0]["role"] == "assistant"

@@ -15,7 +15,7 @@ from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.engines.detokenizer import MAX_TOKENS, Detokenizer
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.rewards.texts import prefilled
-from tokencredit.text.turns.call_formats import CallFormat
+from tokencredit.text.turns.call_formats import THINK, CallFormat
 from tokencredit.text.turns.chat_template import PROBE, USER, ChatTemplate, Rejected
 from tokencredit.text.turns.encoding import Encoder
 from tokencredit.text.turns.episode import Message, Turn
@@ -23,8 +23,6 @@ from tokencredit.text.turns.tool_calls import Schema, find_format, parse_turn
 
 Tool = Callable[..., Any]
 """A function or method with type hints and a docstring."""
-THINK = "<think>"
-"""Begins thinking; some templates write it into the generation prompt."""
 
 
 class Framing(Protocol):
