@@ -80,7 +80,8 @@ def test_each_format_reads_its_calls(name, text):
 def test_templates_calls_are_found_by_a_round_trip_and_read_from_tokens(name):
     framing = ChatFraming(chat_tokenizer(name), uses_tools=True)
     arguments = {"word": 'it\'s "rain" & 한국어\\', "limit": -3}
-    text = framing.template.turn_text([("look_up", arguments, "call00000")])
+    message = framing.template.assistant([("look_up", arguments, "call00000")])
+    text = framing.template.turn_text([{"role": "user", "content": "x"}], message)
     turn = parse(name, text + (framing.end or ""))
     assert functions(turn.message) == [{"name": "look_up", "arguments": arguments}]
     assert turn.message["tool_calls"][0]["id"] == "call00000"
@@ -163,7 +164,7 @@ def test_arguments_may_be_missing_a_text_or_given_twice():
 def test_several_calls_have_texts_around_them_and_ids_of_their_own():
     message, malformed = hermes(f"First. {HERMES % '{}'} Then. {HERMES % '{}'}")
     assert malformed is None
-    assert message["content"] == "First.Then."
+    assert message["content"] == "First.  Then."
     assert [call["id"] for call in message["tool_calls"]] == ["call00000", "call00001"]
 
 

@@ -29,7 +29,7 @@ def call_format(name: str, marker: str, *, repeats: bool = True, **calls: Any) -
     fields = {
         "reasoning_content": {"open": THINK, "close": "</think>", "content": "text"},
         "tool_calls": {"repeats": repeats, "content": "json", **calls},
-        "content": {"content": "text", "repeats": True, "join": ""},
+        "content": {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""},
     }
     return CallFormat(
         name, marker, {"defaults": {"role": "assistant"}, "start_anchor_pattern": NO_ANCHOR, "fields": fields}

@@ -171,14 +171,20 @@ class ChatTemplate:
             rest = rest[min(most, len(alone.rstrip())) if end is None else end :]
         return rest, self.encoder.first(rest.lstrip())
 
-    def turn_text(self, calls: Sequence[tuple[str, dict[str, Any], str]]) -> str:
-        """The text of a turn with these calls, without its end."""
-        turn, prompt = self.render([USER, self.assistant(calls)]), self.render([USER], generate=True)
+    def turn_text(self, before: Sequence[Message], message: Message, tools: Sequence[Schema] = ()) -> str:
+        """The text of an assistant's message after the generation prompt, without the end of the turn.
+
+        Raises:
+            Rejected: the template raises.
+        """
+        turn = self.render([*before, message], tools=tools)
+        prompt = self.render(before, tools=tools, generate=True)
         shared = shared_start(turn, prompt)
         # Where they part inside a tag, such as <think> and <tool_call>, the turn begins with the tag.
         start = len(prompt) if shared == prompt else max((m.end() for m in re.finditer(r"[\n>\]]", shared)), default=0)
         text = turn[start:]
-        return text[: self.encoder.find(text, self._turn_ends, len(text))].rstrip()
+        end = self.encoder.find(text, self._turn_ends, len(text))
+        return text.rstrip() if end is None else text[:end]
 
     @cached_property
     def _turn_ends(self) -> set[str]:

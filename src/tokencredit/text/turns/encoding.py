@@ -89,7 +89,7 @@ class Encoder:
         """The tokenizer with the mark as a special token, which splits texts and is then left out; and its id."""
         marked = copy.deepcopy(self.tokenizer)
         marked.add_tokens([AddedToken(MARK, special=True, normalized=False)], special_tokens=True)
-        return marked, marked.convert_tokens_to_ids([MARK])[0]
+        return marked, marked.added_tokens_encoder[MARK]
 
     @staticmethod
     def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -227,7 +227,7 @@ def check_tools(template: ChatTemplate) -> str | None:
 def call_format(template: ChatTemplate) -> CallFormat:
     """The format of the template's tool calls, found by a round trip through text and tokens."""
     arguments = {"word": 'a "b" é', "limit": 3}
-    text = template.turn_text([("look_up", arguments, "call00000")])
+    text = template.turn_text([USER], template.assistant([("look_up", arguments, "call00000")]))
     text = str(template.tokenizer.decode(template.encoder.continuation(text)))
     own = getattr(template.tokenizer, "response_template", None)
     found = find_format(text, {"name": "look_up", "arguments": arguments}, [PROBE], own)

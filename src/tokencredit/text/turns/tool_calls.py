@@ -50,7 +50,7 @@ def parse_turn(
             raise Malformed(f"the turn has more than {MOST_CALLS} calls or thoughts")
         parsed = parse_response(text, form.template, prefix=prefix, tools=list(schemas))
         calls = [as_call(call, index) for index, call in enumerate(flat(parsed.get("tool_calls")))]
-        content = str(parsed.get("content") or "")
+        content = str(parsed.get("content") or "").strip()
         if form.marker and form.marker in content:
             raise Malformed(f"a call that begins with {form.marker} is not in the format of this model's tool calls")
     except Exception as error:  # the text is the model's, and may break the parser in any way
