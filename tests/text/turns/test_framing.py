@@ -189,10 +189,10 @@ def test_template_settings_apply_to_prompts_and_observations():
         (
             "ChatML",
             {"uses_tools": True},
-            "drops the descriptions of tools, the names of called tools, the names of arg",
+            "drops the names of called tools, the names of arguments, the arg",
         ),
         ("Gemma 2", {"uses_tools": True}, "rejects tool calls or their answers: roles must alternate"),
-        ("Zephyr", {"uses_tools": True}, "drops the descriptions of tools"),
+        ("Zephyr", {"uses_tools": True}, "drops the names of called tools"),
     ],
 )
 def test_templates_that_lose_a_part_are_refused(name, settings, message):

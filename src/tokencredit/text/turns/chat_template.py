@@ -183,8 +183,8 @@ class ChatTemplate:
         # Where they part inside a tag, such as <think> and <tool_call>, the turn begins with the tag.
         start = len(prompt) if shared == prompt else max((m.end() for m in re.finditer(r"[\n>\]]", shared)), default=0)
         text = turn[start:]
-        end = self.encoder.find(text, self._turn_ends, len(text))
-        return text.rstrip() if end is None else text[:end]
+        end = max((text.rfind(name) for name in self._turn_ends), default=-1)
+        return text.rstrip() if end < 0 else text[:end]
 
     @cached_property
     def _turn_ends(self) -> set[str]:
