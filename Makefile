@@ -102,3 +102,4 @@ doctor: install  ## Audit runs with a planted fault, and healthy ones, and compa
 
 world: install  ## Train the built-in models anew
 	$(BIN)/python -m demo.build
+	$(BIN)/python -m demo.turns

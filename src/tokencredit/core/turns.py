@@ -102,7 +102,7 @@ def estimate_by_turn(
     for key in ("terminated", "truncated"):
         flags = where.get(key)
         if isinstance(flags, Tensor):
-            by_turn[key] = turns.sum(flags.float()) > 0  # type: ignore[literal-required]  # a key of EpisodeBounds
+            by_turn[key] = turns.sum(flags.float()) > 0
     bootstrap, truncated = where.get("bootstrap"), where.get("truncated")
     if bootstrap is not None and truncated is not None:
         by_turn["bootstrap"] = turns.sum(bootstrap.masked_fill(~truncated, 0))

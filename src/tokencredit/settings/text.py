@@ -51,12 +51,12 @@ class PPOConfig:
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`.
     Their results are appended to the conversation, and the policy goes on until a turn has no call."""
-    reward: list[RewardTerm] | None = None
-    """Reward terms; their weighted sum is the score of a completion, added to an environment's own reward. null: none
-    with an environment, otherwise the sentiment of builtin:reviews. A term is a `function`, called with `kwargs`, a
-    `classifier`, whose `output` for the class `label` is the reward, or a `reward_model`. The models also have `text`
-    (their input: both, or the completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and
-    `timeout` of a call. docs/rewards.md describes these keys."""
+    reward: list[RewardTerm] = field(default_factory=lambda: [ClassifierTerm(classifier="builtin:reviews")])
+    """Reward terms; their weighted sum is the score of a completion. Without this key an environment's own reward is
+    the only one; with it, both count. A term is a `function`, called with `kwargs`, a `classifier`, whose `output` for
+    the class `label` is the reward, or a `reward_model`. The models also have `text` (their input: both, or the
+    completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and `timeout` of a call.
+    docs/rewards.md describes these keys."""
     score: ScoreConfig = field(default_factory=ScoreConfig)
     """Normalization, clipping and penalties of scores."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -82,8 +82,8 @@ class PPOConfig:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
         self.env.check()
-        if self.reward is None:
-            self.reward = [] if self.several_turns() else [ClassifierTerm(classifier="builtin:reviews")]
+        if self.env.given() and self.reward == [ClassifierTerm(classifier="builtin:reviews")]:
+            self.reward = []  # the default is for texts
         for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
             if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
                 raise ConfigError(f"{key}.text is empty; give at least one prompt, or leave it out")
@@ -127,7 +127,8 @@ class PPOConfig:
             )
         self._check_filters()
         self._check_overlong()
-        self._check_turns()
+        if self.several_turns():
+            self.check_turns()
         refuse_idle(self)
 
     def several_turns(self) -> bool:
@@ -146,14 +147,12 @@ class PPOConfig:
                     "not estimate the KL: set kl.estimator: full with kl.place: reward, or sample without filters"
                 )
 
-    def _check_turns(self) -> None:
-        """Raise `ConfigError` for settings that episodes of several turns do not have, in the order of their keys."""
+    def check_turns(self) -> None:
+        """Raise `ConfigError` for settings that episodes of several turns do not have."""
         if self.advantage.unit == "turn" and self.critic.places:
             raise ConfigError(
                 "advantage.unit is turn, with one value per turn, and critic.places chooses tokens; leave one out"
             )
-        if not self.several_turns():
-            return
         refused = {
             "critic.continuations": self.critic.continuations,
             "audit.every": self.audit.every,

@@ -70,6 +70,8 @@ def check_arguments(
                 raise ConfigError(f"{name} and {group}.{key} are both given; leave one of them out")
     if eval_dataset is not None and not args.eval.every:
         raise ConfigError("eval_dataset is given, which has no effect without eval.every; leave it out")
+    if played:
+        args.check_turns()
     rows = [name for name, (dataset, _) in datasets.items() if dataset is not None]
     refuse_idle(args, rows + ["environment_factory"] * played)
 
@@ -191,7 +193,7 @@ def load_terms(
     own = [] if environments is None else environments.terms()
     if reward_funcs is not None:
         terms = as_terms(reward_funcs, device)
-    elif environments is not None and not args.several_turns() and args.reward == PPOConfig().reward:
+    elif own and args.reward == PPOConfig().reward:
         terms = []  # the default, which is for texts; the environment is from Python
     else:
         terms = _configured_terms(args, device)

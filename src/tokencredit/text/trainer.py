@@ -133,7 +133,10 @@ class PPOTrainer:
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments)
         self.credit = Credit(args, self.processes.sum)
-        self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
+        self.auditor: Auditor | None = None
+        """None with an environment, whose episodes cannot be continued from their middle."""
+        if isinstance(self.prompts, Prompts):
+            self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner = setup.build_learner(args, models, self.processes)
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
@@ -207,7 +210,7 @@ class PPOTrainer:
             metrics |= rates | (self.pretrained or {} if number == 1 else {})
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
-            if self.args.audit.every and number % self.args.audit.every == 0:
+            if self.auditor is not None and self.args.audit.every and number % self.args.audit.every == 0:
                 metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
             results |= {"metrics": metrics, "samples": samples}
         metrics["seconds"] = seconds.pop("iteration")

@@ -98,9 +98,11 @@ class LocalConversation:
         before = [len(self.tokens(row)) for row in rows]
         self.state.begin_turn(rows, observations, limits)
         if self.state.settings.stop:
+            detokenizers = list(self.state.detokenizers)
             for row in rows:
                 context = self.tokens(row)[-STOP_CONTEXT:]
-                self.state.detokenizers[row] = Detokenizer(self.tokenizer, context, skip_special_tokens=False)
+                detokenizers[row] = Detokenizer(self.tokenizer, context, skip_special_tokens=False)
+            self.state.detokenizers = detokenizers
         texts = [self.tokens(row) for row in rows]
         running = list(rows)
 

@@ -34,7 +34,7 @@ def call_format(name: str, marker: str, *, repeats: bool = True, **calls: Any) -
     )
 
 
-NAMED = {"name": "{name}", "arguments": "{content}"}
+NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """A call whose name stands before its arguments."""
 
 FORMATS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -150,28 +151,16 @@ class ChatTemplate:
         while anchor in repr((messages, calls)) or anchor in self.source:
             anchor += "x"
         before = self.conversation(calls, anchor)
-        whole = self.render([*before, *messages], generate=True)
-        if anchor not in whole:
-            raise Rejected("it drops the assistant's " + ("tool calls" if calls else "text"))
-        start = whole.index(anchor) + len(anchor)
-        if not calls:
-            rest = whole[start:]
-            name = self.encoder.first(rest.lstrip())
-            return rest, name
-        turn = self.render(before)
-        shared = len(shared_start(whole, turn))
-        found = self.encoder.find(whole, {*self.ends, *self._text_end()}, start, shared)
-        if found:
-            return whole[found[0] :], found[1]
-        return whole[min(shared, len(turn.rstrip())) :], None
-
-    def _text_end(self) -> list[str]:
-        """Name of the token that ends a turn of text, if there is one and the template takes user messages."""
-        try:
-            name = self.after_turn([USER], [])[1]
-        except Rejected:
-            return []
-        return [name] if name else []
+        _, after, rest = self.render([*before, *messages], generate=True).partition(anchor)
+        if not after:
+            raise Rejected("it drops the assistant's " + ("tool calls" if calls else "texts"))
+        if calls:
+            # The call goes on after its last argument, up to the end that it has without an observation too.
+            alone = self.render(before).partition(anchor)[2]
+            most = len(shared_start(rest, alone))
+            end = self.encoder.find(rest, self._turn_ends, most)
+            rest = rest[min(most, len(alone.rstrip())) if end is None else end :]
+        return rest, self.encoder.first(rest.lstrip())
 
     def turn_text(self, calls: Sequence[tuple[str, dict[str, Any], str]]) -> str:
         """The text of a turn with these calls, without its end."""
@@ -180,8 +169,16 @@ class ChatTemplate:
         # Where they part inside a tag, such as <think> and <tool_call>, the turn begins with the tag.
         start = len(prompt) if shared == prompt else max((m.end() for m in re.finditer(r"[\n>\]]", shared)), default=0)
         text = turn[start:]
-        found = self.encoder.find(text, {*self.ends, *self._text_end()})
-        return text[: found[0]] if found else text.rstrip()
+        return text[: self.encoder.find(text, self._turn_ends, len(text))].rstrip()
+
+    @cached_property
+    def _turn_ends(self) -> set[str]:
+        """Names of the tokens that may end a turn: those of sampling, and the end of a turn of text."""
+        try:
+            end = self.after_turn([USER], [])[1]
+        except Rejected:  # it takes no user message after the assistant's
+            end = None
+        return {*self.ends, *([end] if end else [])}
 
 
 def shared_start(one: str, other: str) -> str:

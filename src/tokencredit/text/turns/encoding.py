@@ -64,12 +64,10 @@ class Encoder:
         names = (name for name in self.protected if text.startswith(name))
         return max(names, key=len, default=None)
 
-    def find(
-        self, text: str, names: Collection[str], start: int = 0, most: int | None = None
-    ) -> tuple[int, str] | None:
-        """Position and name of the first of these tokens that begins in `text[start : most + 1]`; None if none does."""
-        found = ((text.find(name, start, None if most is None else most + len(name)), name) for name in names)
-        return min(((at, name) for at, name in found if at >= 0), key=lambda one: (one[0], -len(one[1])), default=None)
+    def find(self, text: str, names: Collection[str], most: int) -> int | None:
+        """Position of the first of these tokens that begins in `text[: most + 1]`; None if none does."""
+        found = (text.find(name, 0, most + len(name)) for name in names)
+        return min((at for at in found if at >= 0), default=None)
 
     def _guarded_text(self, text: str) -> str:
         text = NO_TEXT.sub(REPLACEMENT, text)

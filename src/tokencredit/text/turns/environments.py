@@ -11,12 +11,12 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.turns.episode import Episode
-from tokencredit.text.turns.factories import Factory, inspect_factory
-from tokencredit.text.turns.instances import Instance
-from tokencredit.text.turns.own_reward import own_reward
-from tokencredit.text.turns.step_episode import StepEpisode
-from tokencredit.text.turns.tool_episode import ToolEpisode
-from tokencredit.text.turns.tools import describe_all
+from tokencredit.text.turns.protocols.factories import Factory, inspect_factory
+from tokencredit.text.turns.protocols.instances import Instance
+from tokencredit.text.turns.protocols.own_reward import own_reward
+from tokencredit.text.turns.protocols.step_episode import StepEpisode
+from tokencredit.text.turns.protocols.tool_episode import ToolEpisode
+from tokencredit.text.turns.protocols.tools import describe_all
 from tokencredit.text.user_code.loading import check_kwargs, load_object
 from tokencredit.text.user_code.workers import Workers
 
@@ -203,7 +203,7 @@ def _configured(config: EnvironmentConfig) -> tuple[str, Any]:
     """The setting that names an environment, and its factory with the settings' arguments; None if there is none."""
     for key, path in ADAPTERS.items():
         if (value := getattr(config, key)) is not None:
-            return f"env.{key}", partial(load_object(path, "environment"), value, **config.kwargs)
+            return f"env.{key} {value}", partial(load_object(path, "environment"), value, **config.kwargs)
     if config.factory is None:
         return "env", None
     label = f"env.factory {config.factory}"

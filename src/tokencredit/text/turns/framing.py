@@ -211,7 +211,6 @@ def check_tools(template: ChatTemplate) -> str | None:
     try:
         described = template.render([USER], tools=[PROBE], generate=True)
         text = template.render([USER, template.assistant([call]), answer], generate=True)
-        end = template.after_turn([answer], [("look_up", "call00000")])[1]
     except Rejected as error:
         raise ConfigError(f"the tokenizer's chat template rejects tool calls or their answers: {error}") from error
     dropped = [part for word, part in parts.items() if word not in text]
@@ -222,7 +221,7 @@ def check_tools(template: ChatTemplate) -> str | None:
             f"the tokenizer's chat template drops {', '.join(dropped)}; take a model whose template supports tools, or "
             "set chat_template in its tokenizer_config.json"
         )
-    return end
+    return template.after_turn([answer], [("look_up", "call00000")])[1]
 
 
 def call_format(template: ChatTemplate) -> CallFormat:

@@ -90,6 +90,16 @@ def _is_text_block(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
+def appended(prompt: Prompt, text: str) -> Prompt:
+    """A prompt with a text appended to its last message."""
+    if isinstance(prompt, str):
+        return prompt + text
+    last = prompt[-1]
+    parts = last.get("content") or ""
+    content = parts + text if isinstance(parts, str) else [*parts, {"type": "text", "text": text}]
+    return [*prompt[:-1], {**last, "content": content}]
+
+
 def messages_of(observation: Any) -> list[Message] | None:
     """The messages of an observation with the roles `user` and `tool`; None if it has another form."""
     found = [observation] if isinstance(observation, dict) else observation

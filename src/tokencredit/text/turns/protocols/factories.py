@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.turns.tools import RESERVED, Tool, describe_all, methods
+from tokencredit.text.turns.protocols.tools import RESERVED, Tool, describe_all, methods
 from tokencredit.text.user_code.failures import described
 from tokencredit.text.user_code.loading import check_kwargs
 from tokencredit.text.user_code.workers import TimedOut, Workers, call_within
@@ -57,8 +57,9 @@ class Factory:
             signature.bind(**dict.fromkeys(names))
         except TypeError as error:
             raise ConfigError(
-                f"{self.label}: reset{signature} does not take the columns {', '.join(names)}: {error}; "
-                "let it take **row, or, for an environment with step, one argument named row"
+                f"{self.label}: reset{signature} does not take {', '.join(names) or 'no argument'}: {error}; "
+                "let it take the data set's columns by "
+                "name, or **row; for an environment with step, one argument named row"
             ) from error
 
 
@@ -85,6 +86,8 @@ def inspect_factory(
         first = call_within(workers, timeout, create)
     except TimedOut as error:
         raise ConfigError(f"{label} took longer than env.timeout, {timeout:g} s, to create an environment") from error
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{label} created no environment, it {described(error)}") from error
     kind = type(first)

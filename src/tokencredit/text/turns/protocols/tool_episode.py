@@ -9,9 +9,9 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
-from tokencredit.text.turns.instances import Instance
-from tokencredit.text.turns.observations import as_text, encodable, is_text_blocks, shorten
-from tokencredit.text.turns.tools import Tool
+from tokencredit.text.turns.observations import appended, as_text, encodable, is_text_blocks, shorten
+from tokencredit.text.turns.protocols.instances import Instance
+from tokencredit.text.turns.protocols.tools import Tool
 from tokencredit.text.user_code.failures import summarized
 from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within, is_coroutine_function
 
@@ -70,7 +70,7 @@ class ToolEpisode:
             raise ConfigError("an episode has no prompt: neither the data set nor reset gives one")
         if self._described and not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
-        return encodable(prompt if added is None else _with(prompt, as_text(added)))
+        return encodable(prompt if added is None else appended(prompt, as_text(added)))
 
     def reply(self, turn: Turn) -> Reply:
         """The tools' answers to a turn's calls, in order; without a call the episode ends."""
@@ -147,13 +147,3 @@ def _read(call: Any) -> Call:
         function = {}
     identity = {"tool_call_id": call["id"]} if isinstance(call, dict) and isinstance(call.get("id"), str) else {}
     return str(function.get("name", "")), function.get("arguments", {}), identity
-
-
-def _with(prompt: Prompt, text: str) -> Prompt:
-    """A prompt with a text appended to its last message."""
-    if isinstance(prompt, str):
-        return prompt + text
-    last = prompt[-1]
-    content = last.get("content") or ""
-    added = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
-    return [*prompt[:-1], {**last, "content": added}]

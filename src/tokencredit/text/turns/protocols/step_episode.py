@@ -10,8 +10,8 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt, is_conversation
 from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
-from tokencredit.text.turns.instances import Instance
 from tokencredit.text.turns.observations import encodable, messages_of, shorten
+from tokencredit.text.turns.protocols.instances import Instance
 from tokencredit.text.user_code.failures import described
 from tokencredit.text.user_code.workers import TimedOut, call_within
 
@@ -63,7 +63,7 @@ class StepEpisode:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             message = f"step {described(error)}"
         text, _ = shorten(f"error: {message}", self._tokens)
-        return Reply(self._framed(text), ending="error", problems=(problem,))
+        return Reply(self._framed(text), 0.0, "error", (problem,))
 
     def _read(self, result: Any) -> Reply:
         if not isinstance(result, tuple | list) or len(result) != 3:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokencredit.text.rewards.calls import RewardError, RewardTimeout, Term
-from tokencredit.text.turns.factories import Factory
+from tokencredit.text.turns.protocols.factories import Factory
 from tokencredit.text.user_code.failures import described
 from tokencredit.text.user_code.workers import TimedOut, Workers, begin
 
