@@ -136,7 +136,7 @@ def test_a_run_without_a_critic_has_no_table_of_one(run):
 
 
 def test_agents_have_episodes_and_no_samples(run):
-    config = {key: value for key, value in run.config.items() if key != "model"} | {"env": {"id": "CartPole-v1"}}
+    config = {"env": {"id": "CartPole-v1"}}
     agent = replace(run, config=config, samples=[], audit=run.audit | {"samples": [], "settings": {"episodes": 6}})
     text = page.render(agent)
     assert "steps of 6 episodes" in text

@@ -13,7 +13,7 @@ from helpers.episodes import HOSTILE, episode, grid
 from tokencredit.report.page import write_report
 
 CALLS = (
-    ("assistant", ["<tool_call>", "search("], None, ["malformed", "timeout"]),
+    ("assistant", ["<tool_call>", "search("], None, ["malformed", "timeout", "timeout"]),
     ("tool", ["error: ", "no closing bracket"]),
     ("user", ["line\n"] * 600),
     ("assistant", ["Bears", " live", " in", " Alaska", "."]),

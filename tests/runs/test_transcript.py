@@ -32,7 +32,7 @@ def test_observations_are_left_out_of_every_list():
 
 def test_a_transcript_says_who_speaks_and_how_it_ended():
     sample = episode(
-        ("assistant", ["look"], 0.0, ["failed", "cut"]),
+        ("assistant", ["look"], 0.0, ["failed", "cut", "failed"]),
         ("tool", ["a tree\n", "and a bear\n"]),
         ("user", []),
         ("assistant", ["run"]),

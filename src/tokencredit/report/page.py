@@ -289,7 +289,7 @@ def turns_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     for speech in speeches(sample):
         if speech.role == ASSISTANT:
             turn = {"start": speech.start, "end": speech.end, "reward": speech.turn.get("reward")}
-            turn |= {"problems": [PROBLEMS[name] for name in speech.turn.get("problems", [])]}
+            turn |= {"problems": [PROBLEMS[name] for name in dict.fromkeys(speech.turn.get("problems", []))]}
         else:
             turn = observation(speech.text)
         turns.append({"role": speech.role} | turn)

@@ -68,7 +68,7 @@ def transcript(sample: Mapping[str, Any], most: int | None = None) -> Iterator[L
     for role, text, turn, *_ in speeches(sample):
         spoken = role == ASSISTANT
         yield from _spoken(role, text if spoken or most is None else shortened(text, most), acted=spoken)
-        for problem in turn.get("problems", ()):
+        for problem in dict.fromkeys(turn.get("problems", ())):
             yield Line(f"  ({PROBLEMS[problem]})", acted=False)
     if "after" in sample:
         after = sample["after"]
