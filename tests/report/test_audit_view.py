@@ -145,6 +145,12 @@ def test_agents_have_episodes_and_no_samples(run):
     assert audit_view.trust(replace(agent, audit=None)) is None
 
 
+def test_episodes_of_several_turns_have_no_command_that_audits_them(run):
+    played = replace(run, audit=None, metrics=[row | {"env/turns": 2.0} for row in run.metrics])
+    assert "cannot continue an environment from the middle" in audit_view.trust(played)
+    assert "tokencredit audit" in audit_view.trust(replace(run, audit=None))
+
+
 def test_more_completions_than_fit_are_left_out_and_counted(run, monkeypatch):
     monkeypatch.setattr(page, "AUDITED", sum(len(s["tokens"]) for s in run.audit["samples"][:2]))
     shown = data_of(page.render(run))["audited"]

@@ -15,7 +15,7 @@ from rich.text import Text
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, too_noisy
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
-from tokencredit.runs.transcript import acted, transcript
+from tokencredit.runs.transcript import Line, acted, transcript
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
@@ -233,10 +233,13 @@ def _continued(sample: Mapping[str, Any]) -> Text:
 
     An episode has a line per speaker.
     """
-    message = sample.get("message")
     if "turns" in sample:
-        start = shortened(sample["prompt"] if message is None else message, MESSAGE)
-        lines = [Text(text, style="not dim" if acts else "dim") for text, acts in transcript(sample, MESSAGE)]
-        return Text("\n").join([Text(f"prompt › {visible(start)}", style="dim"), *lines])
+        return spoken(transcript(sample, MESSAGE))
+    message = sample.get("message")
     start = sample["prompt"] if message is None else f"{shortened(message, MESSAGE)} → "
     return Text(visible(start), style="dim") + Text(visible(sample["completion"]), style="not dim")
+
+
+def spoken(lines: Iterable[Line]) -> Text:
+    """A transcript, dim where the policy did not write."""
+    return Text("\n").join(Text(line.text, style="not dim" if line.acted else "dim") for line in lines)
