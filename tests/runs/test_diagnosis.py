@@ -403,6 +403,11 @@ def test_an_environment_that_always_pays_the_same_is_named():
     ]
 
 
+def test_an_environment_that_fails_comes_before_what_it_then_pays():
+    rows = [{"reward_std/Grid": 0.0} | row for row in episodes(**{"ending/error": 1.0})]
+    assert names(rows) == ["environment_fails", "constant_term"]
+
+
 def test_episodes_of_who_has_learned_a_game_may_be_short_and_alike():
     rows = [row | EPISODES | {"length": 20.0 - 0.4 * i, "kl": 1.0} for i, row in enumerate(healthy())]
     rows = [row | {"distinct": 1.0 - 0.02 * i, "repetition": 0.01 * i} for i, row in enumerate(rows)]

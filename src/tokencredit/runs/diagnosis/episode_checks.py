@@ -18,7 +18,7 @@ def environment_fails(run: Evidence) -> Finding | None:
         return None
     return Finding(
         "environment_fails",
-        79,
+        82,
         "the environment fails",
         run.where(name),
         "Its code raises, returns something that is no observation, or exceeds its timeout, which truncates the "
