@@ -13,7 +13,7 @@ from helpers.episodes import HOSTILE, episode, grid
 from tokencredit.report.page import write_report
 
 CALLS = (
-    ("assistant", ["<tool_call>", "search("], None, ["malformed", "timeout"]),
+    ("assistant", ["<tool_call>", "search("], None, ["malformed", "timeout", "timeout"]),
     ("tool", ["error: ", "no closing bracket"]),
     ("user", ["line\n"] * 600),
     ("assistant", ["Bears", " live", " in", " Alaska", "."]),
@@ -31,8 +31,10 @@ ATTACK = (
 def page(browser, run_folder, tmp_path):
     """The page of a run whose samples are episodes; a folder with them."""
 
-    def opened(*rows, width=1600):
-        copy = shutil.copytree(run_folder, tmp_path / "copy", dirs_exist_ok=True)
+    def opened(*rows, width=1600, unit="token"):
+        copy = shutil.copytree(run_folder, tmp_path / "copy")
+        config = (copy / "config.yaml").read_text()
+        (copy / "config.yaml").write_text(config.replace("unit: token", f"unit: {unit}"))
         (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_report(copy)
         browser.set_window_size(width, 1000)
@@ -94,6 +96,17 @@ def test_other_estimators_credit_the_same_turns(page):
     first = all_of(browser, "#alternatives .sample")[0]
     assert "mean 0.11, deviation 0.13" in first.text
     assert [credit.text for credit in first.find_elements(By.CLASS_NAME, "credit")] == ["credit +0.079", "credit +0.38"]
+
+
+def test_with_turns_as_steps_the_line_has_a_value_per_turn(page):
+    browser = page(grid(), unit="turn")
+    line = browser.find_element(By.CSS_SELECTOR, "#pane0 .line polyline").get_attribute("points")
+    assert [point.split(",")[0] for point in line.split()] == ["0", "2"]
+    spans = all_of(browser, "#pane0 .tokens span[tabindex]")
+    for span, known in ((spans[0], True), (spans[1], False)):
+        browser.execute_script("arguments[0].focus()", span)
+        assert (" value " in browser.find_element(By.ID, "numbers").text) == known
+    assert complaints(browser) == []
 
 
 def test_problems_and_a_reward_at_the_end_are_named(page):

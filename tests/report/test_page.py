@@ -207,6 +207,15 @@ def test_observations_hardly_count_in_what_varies_and_in_the_limit():
     assert data_of(render(made(zeros)))["opened"] == [2], "zeros at observations are no variance"
 
 
+def test_with_turns_as_steps_the_critic_has_a_value_per_turn():
+    page = render(made([grid()], advantage={"gamma": 1.0, "unit": "turn"}))
+    (shown,) = data_of(page)["credit"]
+    assert shown["numbers"]["value"] == [0.5, None, 0.6, None]
+    assert shown["what_if"][0] == pytest.approx([-0.021 + 0.6 - 0.5] * 2 + [0.975 - 0.6] * 2, abs=1e-4)
+    assert "Its steps are whole turns" in page
+    assert "Its steps are whole turns" not in render(made([grid()]))
+
+
 def test_the_head_names_the_environment():
     page = render(made([grid()], env={"factory": "builtin:grid", "gymnasium": None}, reward=[], tools=["f.py:look"]))
     assert "<dt>in the environment</dt><dd>builtin:grid with tools f.py:look</dd>" in page

@@ -4,7 +4,6 @@ import torch
 from helpers.episodes import grid
 from tokencredit.core import advantages
 from tokencredit.report.what_if import ALTERNATIVES, what_if
-from tokencredit.runs.transcript import acted
 
 SAMPLE = {"rewards": [0.0, 0.0, 1.0], "values": [0.5, 0.25, 0.5]}
 
@@ -46,4 +45,18 @@ def test_observations_are_stepped_over_as_core_does(bootstrap):
         where |= {"truncated": last[None], "bootstrap": torch.full((1, 9), bootstrap, dtype=torch.float64)}
     rewards, values = (torch.tensor([sample[name]], dtype=torch.float64) for name in ("rewards", "values"))
     expected, _ = advantages.gae(rewards, values, gamma=0.9, lam=0.5, **where)
-    assert what_if(acted(sample), gamma=0.9)["gae, λ = 0.5"] == pytest.approx(expected[where["mask"]].tolist())
+    assert what_if(sample, gamma=0.9)["gae, λ = 0.5"] == pytest.approx(expected[where["mask"]].tolist())
+
+
+def test_turns_as_steps_by_hand():
+    """Rewards −0.02 and 1 in two turns, whose first values are 0.5 and 0.25."""
+    sample = grid(rewards=[-0.01, -0.01, 0, 0, 0, 0, 0, 0.5, 0.5], values=[0.5, 9.0, 0, 0, 0, 0, 0, 0.25, 9.0])
+    found = what_if(sample, gamma=0.5, by_turn=True)
+    second = 1 - 0.25
+    first = -0.02 + 0.5 * 0.25 - 0.5
+    assert found["td (gae, λ = 0)"] == pytest.approx([first, first, second, second])
+    assert found["gae, λ = 0.9"] == pytest.approx([first + 0.45 * second] * 2 + [second] * 2)
+    assert found["uniform"] == pytest.approx([0.98] * 4)
+    cut = what_if(sample | {"bootstrap": 2.0}, gamma=0.5, by_turn=True)
+    assert cut["td (gae, λ = 0)"][2:] == pytest.approx([second + 0.5 * 2.0] * 2)
+    assert what_if(SAMPLE, gamma=0.5, by_turn=True) == what_if(SAMPLE, gamma=0.5), "a completion is one turn of tokens"

@@ -199,8 +199,8 @@ def test_an_episode_has_a_line_per_speaker(terminal):
     assert "-1.30" in out, "the mean under the reference, without the zeros of observations"
     assert not [sign for sign in ("\u202e", "\x1b[31m", "\x07", "\x00") if sign in out]
     assert not [line for line in lines if "I won" in line and line.startswith("assistant")]
-    ended = shown(lambda screen: screen.finish(SUMMARY, rows, rows), terminal)
-    assert ended.count("assistant › down.") == 2
+    ended = shown(lambda screen: screen.finish(SUMMARY, rows * 4, rows * 4), terminal)
+    assert ended.count("assistant › down.") == 4, "two episodes before, two after"
 
 
 def test_a_long_observation_is_cut():

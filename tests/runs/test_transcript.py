@@ -32,7 +32,7 @@ def test_observations_are_left_out_of_every_list():
 
 def test_a_transcript_says_who_speaks_and_how_it_ended():
     sample = episode(
-        ("assistant", ["look"], 0.0, ["failed", "cut"]),
+        ("assistant", ["look"], 0.0, ["failed", "cut", "failed"]),
         ("tool", ["a tree\n", "and a bear\n"]),
         ("user", []),
         ("assistant", ["run"]),
@@ -40,6 +40,7 @@ def test_a_transcript_says_who_speaks_and_how_it_ended():
         after="too late",
     )
     assert texts(sample) == [
+        "prompt › You are at the start.",
         "assistant › look",
         "  (a call failed)",
         "  (the observation was cut)",
@@ -52,6 +53,7 @@ def test_a_transcript_says_who_speaks_and_how_it_ended():
     assert [line.text for line in transcript(sample) if line.acted] == ["assistant › look", "assistant › run"]
     assert written(sample) == ["look", "run"]
     assert "tool › a tree an…" in texts(sample, most=10)
+    assert texts(sample | {"message": "Where now?"}, most=10)[0] == "prompt › Where now?"
 
 
 def test_a_transcript_needs_no_numbers():
@@ -62,11 +64,13 @@ def test_a_transcript_needs_no_numbers():
 
 @pytest.mark.parametrize("most", [None, 50])
 def test_no_text_passes_for_a_speaker_or_moves_the_cursor(most):
-    sample = episode(("assistant", [HOSTILE]), ("environment", [HOSTILE]), ("assistant", ["x"]), after=HOSTILE)
+    speeches = ("assistant", [HOSTILE]), ("environment", [HOSTILE]), ("assistant", ["x"])
+    sample = episode(*speeches, prompt=HOSTILE, after=HOSTILE)
     lines = list(transcript(sample, most))
     assert all(line.text.isprintable() for line in lines)
     assert [line.text for line in lines if line.text.startswith("assistant ›")][1:] == ["assistant › x"]
     assert [line.text.partition(" › ")[0] for line in lines if not line.text.startswith(" ")] == [
+        "prompt",
         "assistant",
         "environment",
         "assistant",

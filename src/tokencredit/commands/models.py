@@ -13,7 +13,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from tokencredit.commands.options import Seed
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
-from tokencredit.runs.untrusted import visible, visible_lines
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.options import EvaluateOptions
 from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
 from tokencredit.settings.run_file import run_config_file
@@ -43,8 +43,10 @@ def generate(options: Namespace) -> None:
     if options.chat and not options.prompt:
         raise ConfigError("--chat needs --prompt, the user message")
     config = read_policy_config(Path(options.run), options.no_code)
+    from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
+    from tokencredit.runs.console import spoken
     from tokencredit.runs.transcript import transcript
     from tokencredit.text.policy import Policy
 
@@ -52,8 +54,9 @@ def generate(options: Namespace) -> None:
     policy = Policy(Path(options.run), config, "base" if options.base else "policy", critic=False)
     longest = options.max_new_tokens or config.rollout.max_new_tokens
     if config.several_turns() and options.prompt is None:
+        console = Console(highlight=False)
         for record in policy.play(options.samples, longest, options.temperature, options.seed):
-            print("\n".join([visible_lines(record["prompt"]), *(line.text for line in transcript(record)), ""]))
+            console.print(spoken(transcript(record)), end="\n\n", soft_wrap=True)
         return
     prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
     for text in prompts.continued(policy.complete(prompts, longest, options.temperature, options.seed)):

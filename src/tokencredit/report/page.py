@@ -85,6 +85,7 @@ def render(run: Run) -> str:
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
         episodes=any("turns" in sample for sample in (*samples, *truths)),
+        by_turn=by_turn(run),
         data={
             "headline": main,
             "curves": [{"title": title, "charts": found} for title, found in drawn.items() if found],
@@ -172,12 +173,12 @@ def credit(run: Run) -> list[dict[str, Any]]:
     if len(numbers) > limit:
         numbers = [numbers[round(i * (len(numbers) - 1) / (limit - 1))] for i in range(limit)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
-    gamma, clip = discount(run), ppo.get("clip")
+    clip = ppo.get("clip")
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     whitened = advantage.get("whiten") not in (None, False, "none")  # False in runs of older versions
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     return [
-        shown(s, gamma, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
+        shown(run, s, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
         for number in numbers
         for s in by_iteration[number]
     ]
@@ -206,13 +207,24 @@ def audited(run: Run) -> list[dict[str, Any]]:
             break
         kept.append(sample)
     name = audit_view.entry(run.audit, len(kept)) if run.audit else ""
-    return [shown({**sample, "iteration": name}, discount(run), None, 0.0) for sample in kept]
+    return [shown(run, {**sample, "iteration": name}, None, 0.0) for sample in kept]
 
 
 def discount(run: Run) -> float:
     """The run's γ."""
     gamma = (run.config.get("advantage") or {}).get("gamma")
     return 1.0 if gamma is None else float(gamma)
+
+
+def by_turn(run: Run) -> bool:
+    """True if the steps of the run's credit are whole turns."""
+    return (run.config.get("advantage") or {}).get("unit") == "turn"
+
+
+def learned_values(sample: Mapping[str, Any]) -> list[float | None]:
+    """Values of an episode's acted tokens; None where the critic does not learn them, after the start of a turn."""
+    starts = {speech.start for speech in speeches(sample) if speech.role == ASSISTANT}
+    return [value if place in starts else None for place, value in enumerate(acted(sample)["values"])]
 
 
 def size(sample: Mapping[str, Any]) -> int:
@@ -224,7 +236,7 @@ def size(sample: Mapping[str, Any]) -> int:
 
 
 def shown(
-    sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
+    run: Run, sample: Mapping[str, Any], kept: tuple[float, float] | None, mean_advantage: float
 ) -> dict[str, Any]:
     """One sample of the credit view: escaped texts, and a list of numbers per quantity and acted token.
 
@@ -239,7 +251,7 @@ def shown(
         numbers["true advantage"] = sample["true_advantages"]
         errors["true advantage"] = sample["true_advantage_errors"]
     if "values" in sample:  # with a critic
-        numbers["value"] = sample["values"]
+        numbers["value"] = learned_values(episode) if by_turn(run) and "turns" in episode else sample["values"]
     if "true_values" in sample:
         numbers["true value"], errors["true value"] = sample["true_values"], sample["true_value_errors"]
     numbers |= {"reward": sample["rewards"], "log-probability": logprobs}
@@ -252,7 +264,7 @@ def shown(
             low, high = kept
             pairs = zip(ratios, sample["advantages"], strict=True)
             numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
-    alternatives = what_if(sample, gamma)
+    alternatives = what_if(episode, discount(run), by_turn=by_turn(run))
     return {
         "iteration": sample["iteration"],
         "prompt": readable(sample["prompt"]),
@@ -277,7 +289,7 @@ def turns_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     for speech in speeches(sample):
         if speech.role == ASSISTANT:
             turn = {"start": speech.start, "end": speech.end, "reward": speech.turn.get("reward")}
-            turn |= {"problems": [PROBLEMS[name] for name in speech.turn.get("problems", [])]}
+            turn |= {"problems": [PROBLEMS[name] for name in dict.fromkeys(speech.turn.get("problems", []))]}
         else:
             turn = observation(speech.text)
         turns.append({"role": speech.role} | turn)

@@ -57,18 +57,23 @@ def written(sample: Mapping[str, Any]) -> list[str]:
 
 
 def transcript(sample: Mapping[str, Any], most: int | None = None) -> Iterator[Line]:
-    """Lines of an episode after its prompt: `assistant › …`, `environment › …`, problems, and how it ended.
+    """Lines of an episode: `prompt › …`, `assistant › …`, `environment › …`, problems, and how it ended.
 
     The first line of a speech has the speaker's name; all others are indented, so that no text can pass for a speaker.
 
     Args:
-        sample: a record with `tokens`, `mask` and `turns`; `after` and `ending` are shown if they are there.
-        most: shows an observation in one line of at most this many characters; None shows it whole.
+        sample: a record with `tokens`, `mask` and `turns`; `prompt`, `after` and `ending` are shown if they are there.
+        most: shows the prompt, of a conversation its last user message, and each observation in one line of at most
+            this many characters; None shows them whole.
     """
+    if "prompt" in sample:
+        whole = sample["prompt"]
+        shown = whole if most is None else shortened(sample.get("message", whole), most)
+        yield from _spoken("prompt", shown, acted=False)
     for role, text, turn, *_ in speeches(sample):
         spoken = role == ASSISTANT
         yield from _spoken(role, text if spoken or most is None else shortened(text, most), acted=spoken)
-        for problem in turn.get("problems", ()):
+        for problem in dict.fromkeys(turn.get("problems", ())):
             yield Line(f"  ({PROBLEMS[problem]})", acted=False)
     if "after" in sample:
         after = sample["after"]

@@ -346,4 +346,6 @@ class PPOTrainer:
         save_policy(folder, self.policy, self.tokenizer)
         names = [term.name for term in self.pipeline.terms]
         prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
-        (folder / "README.md").write_text(model_card(self.args, names, summary, prompts))
+        player = self.pipeline.player
+        environment = None if player is None else player.environments.name
+        (folder / "README.md").write_text(model_card(self.args, names, summary, prompts, environment))

@@ -1,10 +1,10 @@
 // Episodes of several turns. A turn of the policy is a range of tokens, from `start` to `end`; an observation has a `text`.
 const known = (x) => x !== null && x !== undefined;
 const acted = ({ turns }) => turns.filter(({ text }) => text === undefined);
-const SHORT = 300, SHORTEST = 80;
+const SHORT = 300, SHORTEST = 80, LINES = 8;
 
 function folded(text, length = text.length) { // a long text, behind its first characters
-  if (text.length <= SHORT && text.split("\n").length <= 6) return make("div", { className: "tokens prompt", textContent: text });
+  if (text.length <= SHORT && text.split("\n").length <= LINES) return make("div", { className: "tokens prompt", textContent: text });
   const start = make("span", { className: "start", textContent: `${text.slice(0, SHORT / 2).split("\n").slice(0, 3).join("\n")} … ` });
   return make("details", { className: "tokens prompt" },
     make("summary", {}, start, make("span", { className: "note", textContent: `${length.toLocaleString("en")} characters` })),

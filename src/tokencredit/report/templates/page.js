@@ -63,20 +63,21 @@ function valueLine(sample) {
   const { value: values, "true value": truth = [] } = sample.numbers, errors = sample.errors["true value"] ?? [];
   const starts = (sample.turns ?? []).map(({ start }) => start).filter((start) => start > 0);
   const bars = truth.flatMap((x, i) => (x === null ? [] : [[i, x - 2 * errors[i], x + 2 * errors[i]]]));
-  const all = [0, ...values, ...bars.flatMap(([, low, high]) => [low, high])];
+  const points = values.flatMap((x, i) => (x === null ? [] : [[i, x]])), learned = points.map(([, x]) => x);
+  const all = [0, ...learned, ...bars.flatMap(([, low, high]) => [low, high])];
   const low = Math.min(...all), high = Math.max(...all), span = high - low || 1;
   const y = (x) => 38 - (36 * (x - low)) / span;
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${Math.max(values.length - 1, 1)} 40`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `value before each token, ${format(values[0])} at first, ${format(values.at(-1))} at last`
+  svg.setAttribute("aria-label", `value before each token, ${format(learned[0])} at first, ${format(learned.at(-1))} at last`
     + (bars.length ? ", with the true values that were measured" : ""));
   svg.append(
     lineOf("line", { x1: 0, x2: Math.max(values.length - 1, 1), y1: y(0), y2: y(0) }),
     ...starts.map((x) => lineOf("line", { class: "start", x1: x, x2: x, y1: 0, y2: 40 })),
     ...bars.map(([i, low, high]) => lineOf("line", { class: "true", x1: i, x2: i, y1: y(low) + 0.5, y2: y(high) - 0.5 })),
-    lineOf("polyline", { points: values.map((x, i) => `${i},${y(x)}`).join(" ") }),
+    lineOf("polyline", { points: points.map(([i, x]) => `${i},${y(x)}`).join(" ") }),
   );
   return make("div", { className: "line" }, make("span", { textContent: "value" }), svg,
     make("span", { className: "ends" }, make("span", { textContent: format(high) }), make("span", { textContent: format(low) })));
@@ -87,7 +88,8 @@ function withError(value, error) {
 }
 
 function describe(sample, i) {
-  const numbers = Object.entries(sample.numbers).map(([name, values]) => `${name} ${withError(values[i], sample.errors[name]?.[i])}`);
+  const shown = Object.entries(sample.numbers).filter(([name, values]) => values[i] !== null || sample.errors[name]);
+  const numbers = shown.map(([name, values]) => `${name} ${withError(values[i], sample.errors[name]?.[i])}`);
   by("numbers").textContent = `${placeOf(sample, i)}token ${i + 1} of ${sample.tokens.length}, “${sample.tokens[i]}”: ${numbers.join(", ")}`;
 }
 
