@@ -23,9 +23,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     began, totals = time.monotonic(), [0] * 8
-    print(
-        "| template | tokenizer | transcripts | turns | tokens | acted | other tokens | other masks | other calls | forged |"
-    )
+    columns = ["template", "tokenizer", "transcripts", "turns", "tokens", "acted"]
+    print("| " + " | ".join([*columns, "other tokens", "other masks", "other calls", "forged"]) + " |")
     print("| --- | --- |" + " ---: |" * 8)
     for index, (name, kind) in enumerate(COMBINED):
         share = len(range(index, options.transcripts, len(COMBINED)))
@@ -38,8 +37,8 @@ def main():
 
 
 def fuzz(name, kind, number, seed):
-    """Counts of transcripts, turns, tokens and acted tokens; of tokens, masks and calls that differ; and of observations
-    that spell the template's tokens and become them."""
+    """Counts of transcripts, turns, tokens and acted tokens, of tokens, masks and calls that differ, and of observations
+    that become the tokens that they spell."""
     frame = ChatFraming(chat_tokenizer(name, kind), uses_tools=MODELS[name].tools)
     turns, tokens, acted, wrong, masks, calls, forged = 0, 0, 0, 0, 0, 0, 0
     rng = random.Random(f"{name}, {kind}, {seed}")
