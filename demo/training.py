@@ -18,6 +18,7 @@ from transformers import (
     GPT2LMHeadModel,
     GPT2Tokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from demo.corpus import graded_texts, rows_of_reviews
@@ -61,11 +62,21 @@ def policy_tokenizer(texts: Sequence[str], vocabulary: int = 2_048) -> GPT2Token
 
 def train_policy(texts: Sequence[str], tokenizer: GPT2Tokenizer, size: Size, seed: int) -> GPT2LMHeadModel:
     """Train a GPT-2 on the texts."""
+    model, end = gpt2(tokenizer, size, POSITIONS, seed), tokenizer.eos_token_id
+    rng = random.Random(seed)
+    ids = tokenizer(list(texts)).input_ids
+    rows = [row for _ in range(size.readings) for row in rows_of_reviews(ids, end, rng, longest=POSITIONS)]
+    fit_language_model(model, rows, size, rng)
+    return model
+
+
+def gpt2(tokenizer: PreTrainedTokenizerBase, size: Size, positions: int, seed: int) -> GPT2LMHeadModel:
+    """A GPT-2 with random weights."""
     torch.manual_seed(seed)
     end = tokenizer.eos_token_id
     config = GPT2Config(
         vocab_size=len(tokenizer),
-        n_positions=POSITIONS,
+        n_positions=positions,
         n_embd=size.width,
         n_layer=size.layers,
         n_head=size.width // HEAD_WIDTH,
@@ -76,16 +87,17 @@ def train_policy(texts: Sequence[str], tokenizer: GPT2Tokenizer, size: Size, see
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    model = GPT2LMHeadModel(config)
-    rng = random.Random(seed)
-    ids = tokenizer(list(texts)).input_ids
-    rows = [row for _ in range(size.readings) for row in rows_of_reviews(ids, end, rng, longest=POSITIONS)]
+    return GPT2LMHeadModel(config)
+
+
+def fit_language_model(model: GPT2LMHeadModel, rows: Sequence[list[int]], size: Size, rng: random.Random) -> None:
+    """Train a language model on rows of token ids for one epoch."""
+    end = model.config.eos_token_id
 
     def loss(batch: list[list[int]]) -> torch.Tensor:
         return token_losses(model, *padded(batch, end)).mean()
 
     fit(model, batches_of_like_length(rows, len, size.batch, rng), loss, size.lr)
-    return model
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

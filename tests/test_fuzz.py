@@ -19,6 +19,7 @@ from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.episodes import episode
 from helpers.inspection import inspection
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
@@ -175,6 +176,8 @@ TEXT_CONFIG = {
     "model": {"name": "m", "lora": {"rank": 0}},
     "critic": {"kind": "shared", "clip": None},
     "prompts": {"text": ["a"], "chat_template_kwargs": {"a": 1}},
+    "env": {"factory": None, "gymnasium": "FrozenLake-v1"},
+    "tools": ["tools.py:look"],
     "reward": [{"function": "length", "kwargs": {"unit": "words"}, "weight": 1.0}],
     "advantage": {"gamma": 1.0, "whiten": True},
     "rollout": {"batch_size": 4, "stop_at_eos": True},
@@ -196,6 +199,7 @@ SAMPLES = [
     | {"ref_logprobs": [-1.5, -1.0], "new_logprobs": [-0.5, -2.0]}
     for i in (1, 2, 24)
 ]
+EPISODE = episode(("assistant", ["a"], 0.5, ["cut"]), ("tool", [" b"]), ("assistant", [" c"], 1.0), after="d")
 CHOICES = {"model.dtype": "bfloat16"}
 FIGURE = {"value": 0.3, "low": 0.2, "high": None}
 AUDIT = {
@@ -297,7 +301,10 @@ FILES = {
         [as_json(swapped(CHOICES)), as_json(values)],
     ),
     "metrics.jsonl": (lines(METRICS), [with_line(METRICS), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
-    "samples.jsonl": (lines(SAMPLES), [with_line(SAMPLES), st.lists(as_json(values), max_size=3).map(b"\n".join)]),
+    "samples.jsonl": (
+        lines(SAMPLES),
+        [with_line(SAMPLES), with_line([EPISODE, *SAMPLES]), st.lists(as_json(values), max_size=3).map(b"\n".join)],
+    ),
     "summary.json": (json.dumps(SUMMARY).encode(), [as_json(swapped(SUMMARY)), as_json(values)]),
     "audit.json": (json.dumps(AUDIT).encode(), [as_json(swapped(AUDIT)), as_json(values)]),
 }

@@ -187,6 +187,11 @@ def test_a_card_shows_texts_and_nothing_else():
     assert page.count("<img") == page.count("<script") == page.count("<a ") == page.count("<hr") == 0
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 3
     assert not any(mark in text for mark in ACTIVE)
+    played = model_card(args, [], {"iterations": 1, "stopped_by": "iterations"}, environment=HOSTILE)
+    assert " episodes.\n" in played
+    assert "- prompts:" not in played
+    page = MarkdownIt("commonmark").render(ModelCard(played).text)
+    assert page.count("<img") == page.count("<script") == page.count("<a ") == page.count("<hr") == 0
 
 
 @pytest.mark.slow

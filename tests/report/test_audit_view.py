@@ -136,13 +136,19 @@ def test_a_run_without_a_critic_has_no_table_of_one(run):
 
 
 def test_agents_have_episodes_and_no_samples(run):
-    config = {key: value for key, value in run.config.items() if key != "model"} | {"env": {"id": "CartPole-v1"}}
+    config = {"env": {"id": "CartPole-v1"}}
     agent = replace(run, config=config, samples=[], audit=run.audit | {"samples": [], "settings": {"episodes": 6}})
     text = page.render(agent)
     assert "steps of 6 episodes" in text
     assert text.count('class="trust"') == 1
     assert "Where the credit went" not in text
     assert audit_view.trust(replace(agent, audit=None)) is None
+
+
+def test_episodes_of_several_turns_have_no_command_that_audits_them(run):
+    played = replace(run, audit=None, metrics=[row | {"env/turns": 2.0} for row in run.metrics])
+    assert "cannot continue an environment from the middle" in audit_view.trust(played)
+    assert "tokencredit audit" in audit_view.trust(replace(run, audit=None))
 
 
 def test_more_completions_than_fit_are_left_out_and_counted(run, monkeypatch):

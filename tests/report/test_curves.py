@@ -33,6 +33,17 @@ def test_metrics_of_one_unit_that_belong_together_share_a_chart():
     }
 
 
+def test_turns_have_charts_of_their_units():
+    names = [f"env/{name}" for name in ("turns", "calls", "ending/done", "ending/length", "malformed", "failed", "cut")]
+    metrics = [{"iteration": 1, **{name: float(i) for i, name in enumerate(names)}, "eval/env/turns": 9.0}]
+    charts = sections(metrics)["Turns"]
+    assert {chart["title"]: [line["name"] for line in chart["lines"]] for chart in charts.values()} == {
+        "env/turns (turns and tool calls per episode)": ["env/turns", "env/calls", "eval/env/turns"],
+        "env/ending (share of episodes)": ["env/ending/done", "env/ending/length"],
+        "env/malformed (share of turns with a problem)": ["env/malformed", "env/failed", "env/cut"],
+    }
+
+
 def test_the_only_term_of_a_reward_is_not_drawn_again():
     one = {"reward": 0.5, "reward/x": 0.5, "eval/reward": 0.75, "eval/reward/x": 0.75, "reward_std/x": 0.5}
     assert drawn(one) == {"reward": ["reward", "eval/reward"], "reward_std/x": ["reward_std/x"]}

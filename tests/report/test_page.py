@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.episodes import HOSTILE as HOSTILE_OBSERVATION
+from helpers.episodes import episode, grid
 from helpers.files import data_of
-from tokencredit.report.page import TOKENS, render, write_report
+from tokencredit.report.page import OBSERVATION, TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp\ud800 {{ 7 * 7 }} <!--"
@@ -20,6 +22,11 @@ def made(samples=(), metrics=None, **config):
         "ppo": {"clip": 0.2},
     }
     return Run(Path("runs/made"), base | config, metrics, list(samples), {"stopped_by": "iterations"})
+
+
+def agent(metrics):
+    """A run of an agent, whose configuration names no model."""
+    return Run(Path("runs/made"), {"env": {"id": "CartPole-v1"}}, metrics, [], {"stopped_by": "iterations"})
 
 
 def sample(iteration=1, text="a", tokens=3, **changes):
@@ -144,8 +151,8 @@ def test_the_headline_metric_is_drawn_first_and_once():
     assert "Constant: mine 3." in page
     assert [line["name"] for line in data["headline"]["lines"]] == ["reward", "eval/reward"]
     assert [chart["title"] for section in data["curves"] for chart in section["charts"]] == ["kl (nats per sequence)"]
-    agent = made(metrics=[{"iteration": 1, "train/average_return": 20.0}], env={"id": "CartPole-v1"})
-    assert data_of(render(agent))["headline"]["title"] == "average_return"
+    shown = data_of(render(agent([{"iteration": 1, "train/average_return": 20.0}])))
+    assert shown["headline"]["title"] == "average_return"
 
 
 def test_a_classifier_is_named_with_its_label():
@@ -161,7 +168,7 @@ def test_numbers_in_the_head_have_two_digits():
 
 
 def test_a_run_without_samples_has_its_curves():
-    page = render(made(metrics=[{"iteration": 1, "train/average_return": 20.0}], env={"id": "CartPole-v1"}))
+    page = render(agent([{"iteration": 1, "train/average_return": 20.0}]))
     assert "an agent in CartPole-v1" in page
     assert "Where the credit went" not in page
 
@@ -170,3 +177,68 @@ def test_a_run_that_goes_on_says_so(run_folder, tmp_path):
     copy = shutil.copytree(run_folder, tmp_path / "copy")
     (copy / "summary.json").unlink()
     assert "not finished" in write_report(copy).read_text()
+
+
+def test_an_episode_has_numbers_of_acted_tokens_only():
+    """Every number of the page, and of other estimators, steps over observations."""
+    (shown,) = data_of(render(made([grid()])))["credit"]
+    assert shown["tokens"] == ["go", " right", "down", "."]
+    assert shown["numbers"]["advantage"] == pytest.approx([-0.3, -0.1, 0.1, 0.3])
+    assert shown["numbers"]["log-ratio"] == pytest.approx([0.2, 0.17, 0.14, 0.11])
+    assert all(len(values) == 4 for values in [*shown["numbers"].values(), *shown["what_if"]])
+    assert shown["what_if"][0] == pytest.approx([-0.01 + 0.05, -0.011 + 0.05, -0.012 + 0.05, 0.987 - 0.65], abs=1e-4)
+    assert shown["turns"] == [
+        {"role": "assistant", "start": 0, "end": 2, "reward": 0.0, "problems": []},
+        {"role": "environment", "text": "⏎\nA hole is near.⏎\n", "length": 17},
+        {"role": "assistant", "start": 2, "end": 4, "reward": 1.0, "problems": []},
+    ]
+    assert shown["ending"] == "the environment ended the episode"
+
+
+def test_observations_hardly_count_in_what_varies_and_in_the_limit():
+    """100 characters of an observation count as a token, and 4,000 are shown."""
+    long = [episode(("assistant", ["a"]), ("tool", ["word "] * 2_000), iteration=i) for i in range(1, 1001)]
+    metrics = [{"iteration": i, "reward": 1.0} for i in range(1, 1001)]
+    data = data_of(render(made(long, metrics)))
+    assert len(data["credit"]) == TOKENS // (1 + OBSERVATION // 100)
+    observed = data["credit"][0]["turns"][1]
+    assert observed == {"role": "tool", "text": "word " * 800 + "… and 6,000 more characters", "length": 10_000}
+    zeros = [grid(1, advantages=[0.5, 0.5, 0, 0, 0, 0, 0, 0.5, 0.5]), grid(2)]
+    assert data_of(render(made(zeros)))["opened"] == [2], "zeros at observations are no variance"
+
+
+def test_with_turns_as_steps_the_critic_has_a_value_per_turn():
+    page = render(made([grid()], advantage={"gamma": 1.0, "unit": "turn"}))
+    (shown,) = data_of(page)["credit"]
+    assert shown["numbers"]["value"] == [0.5, None, 0.6, None]
+    assert shown["what_if"][0] == pytest.approx([-0.021 + 0.6 - 0.5] * 2 + [0.975 - 0.6] * 2, abs=1e-4)
+    assert "Its steps are whole turns" in page
+    assert "Its steps are whole turns" not in render(made([grid()]))
+
+
+def test_the_head_names_the_environment():
+    page = render(made([grid()], env={"factory": "builtin:grid", "gymnasium": None}, reward=[], tools=["f.py:look"]))
+    assert "<dt>in the environment</dt><dd>builtin:grid with tools f.py:look</dd>" in page
+    assert "on the reward" not in page
+    metrics = [{"iteration": 1, "reward": 1.0, "env/turns": 2.0}]
+    assert "<dd>from Python</dd>" in render(made([grid()], metrics, env={"factory": None}))
+    assert "in the environment" not in render(made([sample()], env={"factory": None}))
+
+
+def test_phrases_are_the_policys_own():
+    words = ["you", " are", " here"]
+    rows = [episode(("assistant", ["go", " far"]), ("user", words), ("assistant", words), iteration=1) for _ in (1, 2)]
+    page = render(made(rows))
+    assert "<td>you are here</td>" in page
+    assert "go far" not in page.split("Most repeated phrases")[1].split("</table>")[0]
+
+
+def test_a_hostile_observation_is_text():
+    rows = [episode(("assistant", ["a"]), ("environment", [HOSTILE_OBSERVATION, "x" * 1_000_000]), after="\x1b]0;\x07")]
+    page = render(made(rows))
+    assert "</script><script>document" not in page
+    assert len(page) < 8e6
+    shown = data_of(page)["credit"][0]["turns"]
+    assert "\\u202egnp.exe\\u2066\\x1b[31mred\\x1b[0m\\x07\\r\\x00\\ud800" in shown[1]["text"]
+    assert shown[2] == {"role": "after the end", "text": "\\x1b]0;\\x07", "length": 5}
+    page.encode("utf-8")

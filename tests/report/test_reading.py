@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from helpers.episodes import grid
 from tokencredit.errors import ConfigError
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import ITERATIONS, read_run
@@ -100,6 +101,57 @@ def test_a_sample_of_another_shape_is_named(name, value, copy):
     filled = value * len(sample["tokens"]) if isinstance(value, list) else value
     (copy / "samples.jsonl").write_text(json.dumps(sample | {name: filled}) + "\n")
     with pytest.raises(ConfigError, match=f"line 1 has no {name} that can be read"):
+        read_run(copy)
+
+
+def test_an_episode_is_read_back(copy):
+    rows = [grid(), grid(2, ending="length", after="late")]
+    (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(copy).samples == rows
+
+
+GRID = grid()
+START, MIDDLE, END = GRID["turns"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": [1, 1, 0]}, "has lists of different lengths"),
+        ({"mask": [True, True, 0, 0, 0, 0, 0, 1, 1]}, "has no mask that can be read"),
+        ({"mask": [2, 1, 0, 0, 0, 0, 0, 1, 1]}, "has no mask that can be read"),
+        ({"mask": [1] * 9}, "mask is not 1 at the tokens of the role assistant, and 0 elsewhere"),
+        ({"mask": None}, "has no mask that can be read"),
+        ({"turns": {"role": "assistant"}}, "has no turns that can be read"),
+        ({"turns": [1]}, "has no turns that can be read"),
+        ({"turns": [START | {"role": ["assistant"]}, MIDDLE, END]}, "has no turns that can be read"),
+        ({"turns": [START | {"role": "system"}, MIDDLE, END]}, "has no turns that can be read"),
+        ({"turns": [START | {"start": False}, MIDDLE, END]}, "has no turns that can be read"),
+        ({"turns": [START | {"reward": "1"}, MIDDLE, END]}, "has no turns that can be read"),
+        ({"turns": [START | {"reward": float("nan")}, MIDDLE, END]}, "has no turns that can be read"),
+        ({"turns": [START | {"problems": ["malformed", "late"]}, MIDDLE, END]}, "has no turns that can be read"),
+        ({"turns": [START, END]}, r"turns\[1\] is from 7 to 9; it must start at 2, and end by 9"),
+        ({"turns": [START, MIDDLE, END | {"end": 2**52}]}, r"turns\[2\] is from 7 to 4503599627370496; it must start"),
+        ({"turns": [START, MIDDLE | {"end": 1}, END]}, r"turns\[1\] is from 2 to 1; it must start at 2"),
+        ({"turns": [START, MIDDLE]}, "turns end at 7; they must cover all 9 tokens"),
+        ({"turns": []}, "turns end at 0; they must cover all 9 tokens"),
+        ({"turns": [MIDDLE | {"start": 0, "end": 9}], "mask": [0] * 9}, "no token is of the role assistant"),
+        ({"ending": "won"}, "has no ending that can be read"),
+        ({"ending": ["done"]}, "has no ending that can be read"),
+        ({"after": 3}, "has no after that can be read"),
+    ],
+)
+def test_a_damaged_episode_is_named(changes, message, copy):
+    (copy / "samples.jsonl").write_text(json.dumps(GRID | changes) + "\n")
+    with pytest.raises(ConfigError, match=f"samples.jsonl, line 1:? {message}"):
+        read_run(copy)
+
+
+@pytest.mark.parametrize(("missing", "message"), [("mask", "mask is not 1"), ("turns", "turns end at 0")])
+def test_an_episode_has_turns_and_a_mask(missing, message, copy):
+    row = {name: value for name, value in GRID.items() if name != missing}
+    (copy / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=message):
         read_run(copy)
 
 

@@ -1,5 +1,8 @@
 import pytest
+import torch
 
+from helpers.episodes import grid
+from tokencredit.core import advantages
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 
 SAMPLE = {"rewards": [0.0, 0.0, 1.0], "values": [0.5, 0.25, 0.5]}
@@ -29,3 +32,31 @@ def test_a_completion_that_was_cut_off_is_worth_its_bootstrap():
 
 def test_without_values_only_estimators_without_a_critic_are_there():
     assert what_if({"rewards": SAMPLE["rewards"]}, gamma=1.0) == {"uniform": [1.0, 1.0, 1.0]}
+
+
+@pytest.mark.parametrize("bootstrap", [None, 0.5])
+def test_observations_are_stepped_over_as_core_does(bootstrap):
+    sample = grid()
+    sample["rewards"][3] = sample["values"][4] = 100.0  # without effect: the mask is 0 there
+    where = {"mask": torch.tensor([sample["mask"]], dtype=torch.bool)}
+    if bootstrap is not None:
+        sample["bootstrap"] = bootstrap
+        last = torch.arange(9) == 8
+        where |= {"truncated": last[None], "bootstrap": torch.full((1, 9), bootstrap, dtype=torch.float64)}
+    rewards, values = (torch.tensor([sample[name]], dtype=torch.float64) for name in ("rewards", "values"))
+    expected, _ = advantages.gae(rewards, values, gamma=0.9, lam=0.5, **where)
+    assert what_if(sample, gamma=0.9)["gae, λ = 0.5"] == pytest.approx(expected[where["mask"]].tolist())
+
+
+def test_turns_as_steps_by_hand():
+    """Rewards −0.02 and 1 in two turns, whose first values are 0.5 and 0.25."""
+    sample = grid(rewards=[-0.01, -0.01, 0, 0, 0, 0, 0, 0.5, 0.5], values=[0.5, 9.0, 0, 0, 0, 0, 0, 0.25, 9.0])
+    found = what_if(sample, gamma=0.5, by_turn=True)
+    second = 1 - 0.25
+    first = -0.02 + 0.5 * 0.25 - 0.5
+    assert found["td (gae, λ = 0)"] == pytest.approx([first, first, second, second])
+    assert found["gae, λ = 0.9"] == pytest.approx([first + 0.45 * second] * 2 + [second] * 2)
+    assert found["uniform"] == pytest.approx([0.98] * 4)
+    cut = what_if(sample | {"bootstrap": 2.0}, gamma=0.5, by_turn=True)
+    assert cut["td (gae, λ = 0)"][2:] == pytest.approx([second + 0.5 * 2.0] * 2)
+    assert what_if(SAMPLE, gamma=0.5, by_turn=True) == what_if(SAMPLE, gamma=0.5), "a completion is one turn of tokens"

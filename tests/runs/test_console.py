@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from helpers.episodes import HOSTILE, episode, grid
 from tokencredit.audit.verdict import credit_verdict
-from tokencredit.runs.console import SHOWN_METRICS, Screen
+from tokencredit.runs.console import SHOWN_METRICS, Screen, _continued
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.world import CONTROL, TEXT
 
@@ -184,6 +185,39 @@ def test_a_conversation_is_shown_by_its_last_message(terminal):
     assert r"Where\x1b? → Paris." in out
     long = [rows[0] | {"message": "a" * 1000}]
     assert 100 < shown(lambda screen: screen.samples(10, long), terminal).count("a") < 300
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_episode_has_a_line_per_speaker(terminal):
+    rows = [grid(ending="max_turns", after=HOSTILE)]
+    out = shown(lambda screen: screen.samples(10, rows), terminal)
+    lines = [line.strip(" │") for line in out.splitlines()]
+    assert "assistant › down." in lines
+    assert "environment › A hole is near." in lines
+    assert "(truncated: the last turn that env.max_turns allows)" in lines
+    assert "prompt › You are at the start." in out
+    assert "-1.30" in out, "the mean under the reference, without the zeros of observations"
+    assert not [sign for sign in ("\u202e", "\x1b[31m", "\x07", "\x00") if sign in out]
+    assert not [line for line in lines if "I won" in line and line.startswith("assistant")]
+    ended = shown(lambda screen: screen.finish(SUMMARY, rows * 4, rows * 4), terminal)
+    assert ended.count("assistant › down.") == 4, "two episodes before, two after"
+
+
+def test_a_long_observation_is_cut():
+    rows = [episode(("assistant", ["look"]), ("environment", ["tree "] * 5_000), ("assistant", ["a" * 900]))]
+    out = shown(lambda screen: screen.samples(10, rows))
+    assert out.count("tree") == 40
+    assert out.count("a" * 900) == 1
+
+
+def test_what_the_policy_did_not_write_is_dim():
+    text = _continued(grid())
+    dim = [str(text)[part.start : part.end] for part in text.spans if part.style == "dim"]
+    assert dim == [
+        "prompt › You are at the start.",
+        "environment › A hole is near.",
+        "  (the environment ended the episode)",
+    ]
 
 
 def test_the_end_says_what_happened():

@@ -75,6 +75,30 @@ def ramp(start, end):
     return lambda i: start + (end - start) * i / 39
 
 
+EPISODES = {
+    "env/turns": 3.0,
+    "env/calls": 1.5,
+    "env/malformed": 0.05,
+    "env/failed": 0.1,
+    "env/timeout": 0.0,
+    "env/cut": 0.1,
+    "env/ending/done": 0.3,
+    "env/ending/answer": 0.4,
+    "env/ending/max_turns": 0.2,
+    "env/ending/length": 0.08,
+    "env/ending/error": 0.02,
+}
+
+
+def of_episodes(**changes):
+    """Columns of a run with episodes of several turns, of which the named ones are changed."""
+    changed = {f"env/{name}": value for name, value in changes.items()}
+    return {
+        name: lambda i, x=x: x
+        for name, x in (changed | {k: v for k, v in EPISODES.items() if k not in changed}).items()
+    }
+
+
 DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
     "negative_kl": {"kl": lambda i: -2.0},
@@ -101,6 +125,12 @@ DISEASES = {
     "dominant_term": {"reward_std/b": lambda i: 5.0},
     "always_clipped": {"grad_norm": lambda i: 3000.0, "clip_fraction": lambda i: 0.001},
     "flat_reward": {"reward": lambda i: 0.5},
+    "environment_fails": of_episodes(**{"ending/error": 0.9}),
+    "calls_malformed": of_episodes(malformed=0.8, calls=0.01),
+    "tools_fail": of_episodes(failed=0.48),
+    "never_ended": of_episodes(**{"ending/max_turns": 0.97}),
+    "no_room": of_episodes(**{"ending/length": 0.8}),
+    "observations_cut": of_episodes(cut=0.7),
 }
 
 
@@ -309,6 +339,86 @@ def test_a_clipped_gradient_is_a_finding_only_where_the_policy_hardly_moves(chan
     rows = [row | CLIPPED | changes for row in healthy()]
     assert ("always_clipped" in names(rows, CONFIG | config)) == named
     assert "always_clipped" not in names([*rows[:39], rows[39] | {"grad_norm": 1.0}], CONFIG | config)
+
+
+def test_healthy_episodes_have_nothing():
+    rows = [row | {key: column(i) for key, column in of_episodes().items()} for i, row in enumerate(healthy())]
+    assert names(rows) == []
+    assert all(names(rows[:count], ended=False) == [] for count in range(1, 12))
+
+
+def episodes(**changes):
+    """Rows of a run with episodes of several turns."""
+    return [row | EPISODES | {f"env/{name}": value for name, value in changes.items()} for row in healthy()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"malformed": 0.5, "calls": 0.16, "failed": 0.0}, ["calls_malformed"]),  # 1.5 of 1.66 per episode
+        ({"malformed": 0.5, "calls": 0.17, "failed": 0.0}, []),
+        ({"malformed": 0.05, "calls": 0.0}, []),
+        ({"malformed": 0.06, "calls": 0.0}, ["calls_malformed"]),
+        ({"failed": 0.46}, ["tools_fail"]),  # half of the turns have calls
+        ({"failed": 0.44}, []),
+        ({"failed": 0.2, "timeout": 0.26}, ["tools_fail"]),
+        ({"failed": 0.91, "calls": 9.0}, ["tools_fail"]),  # several per turn
+        ({"failed": 0.1, "calls": 0.1}, []),
+        ({"failed": 0.3, "calls": 0.0}, []),  # step of the plain protocol
+        ({"ending/error": 0.51}, ["environment_fails"]),
+        ({"ending/error": 0.5}, []),
+        ({"ending/max_turns": 0.6, "ending/length": 0.36}, ["never_ended"]),
+        ({"ending/max_turns": 0.6, "ending/length": 0.34}, []),
+        ({"ending/max_turns": 0.3, "ending/length": 0.66}, ["no_room"]),
+        ({"ending/length": 0.5}, []),
+        ({"cut": 0.5}, []),
+    ],
+)
+def test_limits_of_the_checks_of_episodes(changes, found):
+    rows = episodes(**changes)
+    assert names(rows) == found
+    learned = {"calls_malformed", "tools_fail", "never_ended"}  # the policy may learn better
+    first = 10 if learned & set(found) else 5
+    assert names(rows[:first], ended=False) == found
+    assert names(rows[: first - 1], ended=False) == []
+
+
+def test_tools_that_time_out_need_another_advice():
+    failing, late = diagnose(episodes(failed=0.5), CONFIG), diagnose(episodes(failed=0.1, timeout=0.5), CONFIG)
+    assert [finding.title for finding in (*failing, *late)] == ["tools fail", "tools time out"]
+    assert "env.timeout" in late[0].advice
+
+
+def test_an_environment_that_always_pays_the_same_is_named():
+    """Its term comes before those of the configuration, which has two."""
+    rows = [{"iteration": i + 1, "reward_std/Grid": 0.0, "reward_std/a": 0.1, "reward_std/b": 0.1} for i in range(2)]
+    (found,) = diagnose([row | EPISODES for row in rows], CONFIG, ended=False)
+    assert found.title == "the environment Grid always pays the same"
+    assert found.evidence == "reward_std/Grid 0 in iterations 1–2"
+    varied = [row | EPISODES | {"reward_std/Grid": 0.1, "reward_std/b": 0.0} for row in rows]
+    assert [f.title for f in diagnose(varied, CONFIG, ended=False)] == ["the reward's term b does not vary"]
+    of_config = [{k: v for k, v in row.items() if k != "reward_std/Grid"} | {"reward_std/a": 0.0} for row in rows]
+    assert [f.title for f in diagnose([row | EPISODES for row in of_config], CONFIG, ended=False)] == [
+        "the reward's term a does not vary"
+    ]
+
+
+def test_an_environment_that_fails_comes_before_what_it_then_pays():
+    rows = [{"reward_std/Grid": 0.0} | row for row in episodes(**{"ending/error": 1.0})]
+    assert names(rows) == ["environment_fails", "constant_term"]
+
+
+def test_episodes_of_who_has_learned_a_game_may_be_short_and_alike():
+    rows = [row | EPISODES | {"length": 20.0 - 0.4 * i, "kl": 1.0} for i, row in enumerate(healthy())]
+    rows = [row | {"distinct": 1.0 - 0.02 * i, "repetition": 0.01 * i} for i, row in enumerate(rows)]
+    assert names(rows) == []
+    assert "degenerate" in names([{k: v for k, v in row.items() if k not in EPISODES} for row in rows])
+    assert names([row | {"ref_logprob": -2.0 - 0.1 * i} for i, row in enumerate(rows)]) == ["degenerate"]
+
+
+def test_truncated_episodes_are_judged_by_their_endings():
+    assert names([row | EPISODES for row in sick("truncated")]) == []
+    assert names([row | {"truncated": 1.0} for row in episodes(**{"ending/length": 1.0})]) == ["no_room"]
 
 
 def test_short_texts_are_a_sign_of_degeneration():

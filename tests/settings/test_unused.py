@@ -11,7 +11,7 @@ import yaml
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import Condition, _rules, refuse_idle
+from tokencredit.settings.fields import ROWS, Condition, _rules, refuse_idle
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
@@ -244,6 +244,15 @@ FROM_PYTHON = {
     "eval.prompts.template": "question",
 }
 """Settings that rows given from Python may read; the commands refuse them."""
+OF_TURNS = {
+    "env.max_turns": 3,
+    "env.turn_tokens": 5,
+    "env.observation_tokens": 5,
+    "env.timeout": 5.0,
+    "env.patience": 0.1,
+    "advantage.unit": "turn",
+}
+"""Settings that an environment or tools given from Python may read; the commands refuse them."""
 
 pairs = pytest.mark.parametrize(
     ("world", "settings", "key", "why"),
@@ -328,14 +337,14 @@ def test_every_setting_with_a_need_stands_in_the_table():
     never = {("text", f"ppo.{key}") for key in ("epochs", "minibatches", "clip", "clip_high", "dual_clip", "target_kl")}
     never.add(("control", "advantage.gamma"))
     never |= {(world.name, "eval.every") for world in OFFLINE}  # rows from Python; tests/text/offline
-    assert declared - tested - never == {("text", key) for key in flat(FROM_PYTHON)}
+    assert declared - tested - never == {("text", key) for key in flat(FROM_PYTHON | OF_TURNS)}
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
 def test_every_need_names_settings_and_choices_that_there_are(world):
     other = CONTROL if world is TEXT else TEXT
     known, rules = flat(asdict(world.config())), _rules(world.config)
-    somewhere = {**flat(asdict(other.config())), **rules, **dict.fromkeys(["train_dataset", "eval_dataset"])}
+    somewhere = {**flat(asdict(other.config())), **rules, **dict.fromkeys(ROWS)}
     for key, rule in rules.items():
         for need in rule.needs:
             for text in need.split(" or "):
@@ -384,11 +393,20 @@ def test_a_setting_with_some_effect_passes(world, settings):
 
 @pytest.mark.parametrize("settings", [{key: value} for key, value in FROM_PYTHON.items()], ids=list(FROM_PYTHON))
 def test_a_column_needs_rows(settings, capsys):
-    config = PPOConfig.from_dict(settings)  # for train_dataset or eval_dataset
-    key = next(iter(flat(settings)))
-    group = key.rpartition(".")[0]
-    needs = f"{group}.dataset or train_dataset or eval_dataset"
-    told = f"{key} is 'question', which has no effect without {needs}; leave it out"
+    group = next(iter(flat(settings))).rpartition(".")[0]
+    refused_by_commands(settings, f"{group}.dataset or train_dataset or eval_dataset", capsys)
+
+
+@pytest.mark.parametrize("settings", [{key: value} for key, value in OF_TURNS.items()], ids=list(OF_TURNS))
+def test_a_setting_of_turns_needs_an_environment_or_tools(settings, capsys):
+    needs = "env.factory or env.reasoning_gym or env.gymnasium or env.openenv or tools or environment_factory"
+    refused_by_commands(settings, needs, capsys)
+
+
+def refused_by_commands(settings, needs, capsys):
+    config = PPOConfig.from_dict(settings)  # for arguments from Python
+    (key, value), *_ = flat(settings).items()
+    told = f"{key} is {value!r}, which has no effect without {needs}; leave it out"
     with pytest.raises(ConfigError) as caught:
         refuse_idle(config, rows=())
     assert str(caught.value) == told

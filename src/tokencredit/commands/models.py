@@ -24,7 +24,7 @@ def generate_parser() -> Parser:
     """The parser of `tokencredit generate`."""
     parser = new_command("Sample completions from a trained policy.")
     parser.add_argument("run", help="Folder of a run.")
-    parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn.")
+    parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn, or episodes.")
     parser.add_argument(
         "--chat", action="store_true", help="Format the prompt as a user message with the chat template."
     )
@@ -43,13 +43,21 @@ def generate(options: Namespace) -> None:
     if options.chat and not options.prompt:
         raise ConfigError("--chat needs --prompt, the user message")
     config = read_policy_config(Path(options.run), options.no_code)
+    from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
+    from tokencredit.runs.console import spoken
+    from tokencredit.runs.transcript import transcript
     from tokencredit.text.policy import Policy
 
     disable_progress_bar()
     policy = Policy(Path(options.run), config, "base" if options.base else "policy", critic=False)
     longest = options.max_new_tokens or config.rollout.max_new_tokens
+    if config.several_turns() and options.prompt is None:
+        console = Console(highlight=False)
+        for record in policy.play(options.samples, longest, options.temperature, options.seed):
+            console.print(spoken(transcript(record)), end="\n\n", soft_wrap=True)
+        return
     prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
     for text in prompts.continued(policy.complete(prompts, longest, options.temperature, options.seed)):
         print(visible(text))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokencredit.core.masked import *
     from tokencredit.core.recurrence import *
     from tokencredit.core.rewards import *
+    from tokencredit.core.turns import *
     from tokencredit.core.vocab_projection import *
     from tokencredit.core.whitening import *
 
@@ -34,10 +35,11 @@ _NAMES = {
     "logprobs": "token_kl token_logprobs token_loss token_stats",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
     "reduction_count smoothed_histogram sparse_mask token_weights total_loss value_loss weighted_sum",
-    "masked": "Reduce above_rounding at_least_float32 explained_variance inverse_deviation masked_mean masked_sum "
-    "moments moments_and_centred zero_outside",
+    "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation masked_mean "
+    "masked_sum moments moments_and_centred zero_outside",
     "recurrence": "reverse_scan",
     "rewards": "overlong_penalty token_rewards",
+    "turns": "Turns estimate_by_turn",
     "vocab_projection": "Linear TokenLoss TokenStats",
     "whitening": "whiten",
 }

@@ -157,3 +157,12 @@ def _over_processes(a: Tensor, b: Tensor, reduce: Reduce | None) -> tuple[Tensor
         return a.to(b.dtype), b
     a, b = reduce(torch.stack([a.to(b.dtype), b]))
     return a, b
+
+
+def extents(mask: Tensor) -> Tensor:
+    """Number of columns of each row up to its last true one, `[batch]`; 0 for a row without one.
+
+    The tokens of a row that holds observations between the policy's tokens; `mask.sum(1)` counts the policy's alone.
+    """
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * columns).amax(1) if mask.shape[1] else mask.sum(1)

@@ -24,7 +24,7 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.peft_models import attached, merge
 from tokencredit.text.models.run_models import load_run_models
-from tokencredit.text.pipeline import UnusableBatch
+from tokencredit.text.pipeline import Sampled, UnusableBatch
 from tokencredit.text.policy import Policy
 from tokencredit.text.rewards.terms import build_terms
 
@@ -102,7 +102,8 @@ def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) ->
     sampling = replace(own, max_new_tokens=longest, min_new_tokens=min(own.min_new_tokens, longest))
     prompts = policy.prompts(prompt, SAMPLES, longest)
     uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
-    return prompts, *policy.pipeline.sample(prompts, sampling, uniforms)
+    _, rollout, completions, _ = policy.pipeline.sample(prompts, sampling, uniforms)
+    return prompts, rollout, completions
 
 
 def _describe(parts: Parts) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def _score(
         return None, "; no score: the reward came from Python (reward_funcs), and the run's folder does not hold it"
     try:
         terms = build_terms(config.reward, policy.pipeline.precision.device)
-        scored = replace(policy.pipeline, terms=terms).score(prompts, config.rollout, rollout, completions)
+        scored = replace(policy.pipeline, terms=terms).score(Sampled(prompts, rollout, completions), config.rollout)
         return rounded(float(scored.totals()[0])), ""
     except (ConfigError, RunStopped, UnusableBatch) as error:
         return None, f"; no score: {error}"

@@ -89,7 +89,7 @@ class CriticSteps:
         """
         assert self._critic is not None
         if counts is None:
-            counts = self.processes.sum(objective.count(minibatch.mask)).tolist()
+            counts = self.processes.sum(objective.count(minibatch.mask, minibatch.value_mask)).tolist()
         drop_gradients(self.parameters)
         losses = []
         for rows in length_batches(minibatch.lengths, self.settings.micro_batch_tokens):

@@ -40,6 +40,8 @@ class Experience:
     returns: Tensor
     ref_logprobs: Tensor | None = None
     """Log-probabilities under the reference model, if the loss estimates the KL from them."""
+    value_mask: Tensor | None = None
+    """Bool, true at the tokens in the value loss; None for `mask`."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -62,6 +64,10 @@ class Experience:
         yield from order.to(self.mask.device).tensor_split(count)
 
 
+BUFFERED = ("mask", "lengths", "values", "returns", "value_mask")
+"""Tensors of an experience, besides its inputs, that the critic reads."""
+
+
 class ReturnBuffer:
     """Buffer of the last experiences, reduced to the critic's inputs, values and returns."""
 
@@ -80,7 +86,7 @@ class ReturnBuffer:
         """The experiences, oldest first, as copies: a checkpoint cannot hold tensors that share memory."""
         return [
             {"inputs": {name: x.clone() for name, x in experience.inputs.items()}}
-            | {name: getattr(experience, name).clone() for name in ("mask", "lengths", "values", "returns")}
+            | {name: x.clone() for name in BUFFERED if (x := getattr(experience, name)) is not None}
             for experience in self.experiences
         ]
 

@@ -210,7 +210,7 @@ class Learner:
             counts: divisors of the means, over all processes; None computes them.
         """
         if counts is None:
-            counts = self.processes.sum(self.objective.count(minibatch.mask)).tolist()
+            counts = self.processes.sum(self.objective.count(minibatch.mask, minibatch.value_mask)).tolist()
         records = []
         batches = length_batches(minibatch.lengths, self.settings.micro_batch_tokens)
         for number, rows in enumerate(batches, start=1):

@@ -111,19 +111,28 @@ class Objective:
     reduction: str = "token"
     horizon: int | None = None
     """Tokens that the reduction `constant` counts per row; None for the longest row of the batch."""
+    value_horizon: int | None = None
+    """The same for the value loss of one value per turn; None for `horizon`."""
 
     additive = True
 
-    def count(self, mask: Tensor) -> Tensor:
+    def value_mask(self, mask: Tensor, value_mask: Tensor | None = None) -> Tensor:
+        """True at the tokens in the value loss; arguments as in `count`."""
+        if self.value_places:
+            return sparse_mask(mask, self.value_places)
+        return mask if value_mask is None else value_mask
+
+    def count(self, mask: Tensor, value_mask: Tensor | None = None) -> Tensor:
         """This process's contribution to the divisors of the token weights; sum it over processes.
 
-        Two numbers: for the policy's terms, and for the value loss.
+        Two numbers: for the policy's terms, and for the value loss. Arguments as in `Experience`.
         """
         count = reduction_count(mask, self.reduction, self.horizon)
-        if not self.value_places:
+        sparse = self.value_mask(mask, value_mask)
+        if sparse is mask:
             return count.repeat(2)
-        sparse = sparse_mask(mask, self.value_places)
-        return torch.stack([count, reduction_count(sparse, self.reduction, len(self.value_places))])
+        horizon = len(self.value_places) or self.value_horizon or self.horizon
+        return torch.stack([count, reduction_count(sparse, self.reduction, horizon)])
 
     def token_losses(self, now: TokenStats, rows: Experience, at: Tensor) -> dict[str, Tensor]:
         """Each term of the policy loss at acted tokens, before its coefficient.
@@ -200,8 +209,8 @@ class MicroBatchLoss:
     def value_loss(self, now: CriticOutputs) -> Tensor:
         """The critic's part, before its coefficient, with its gradient."""
         rows, objective = self.rows, self.objective
-        places = objective.value_places
-        weights = self._weights(sparse_mask(rows.mask, places), 1) if places else self.weights
+        mask = objective.value_mask(rows.mask, rows.value_mask)
+        weights = self.weights if mask is rows.mask else self._weights(mask, 1)
         if now.histogram is not None:
             acted = self._indices(0, len(now.histogram.logits))
             losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[acted], now.histogram.edges)

@@ -80,11 +80,13 @@ def minibatches(
     """
     parts = list(experience.minibatches(count, generator))
     masks = [experience.mask[rows] for rows in parts]
+    sparse = [None if experience.value_mask is None else experience.value_mask[rows] for rows in parts]
+    counts = map(objective.count, masks, sparse)
     # One transfer for the counts of all minibatches, since each one stalls a GPU's queue.
-    sums = torch.stack([torch.cat([mask.sum().view(1), objective.count(mask)]) for mask in masks])
-    for rows, (tokens, *counts) in zip(parts, processes.sum(sums).tolist(), strict=True):
+    sums = torch.stack([torch.cat([x.sum().view(1), count]) for x, count in zip(masks, counts, strict=True)])
+    for rows, (tokens, *divisors) in zip(parts, processes.sum(sums).tolist(), strict=True):
         if tokens > 0:
-            yield Minibatch(rows, tokens, counts)
+            yield Minibatch(rows, tokens, divisors)
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:

@@ -34,6 +34,11 @@ def trust(run: Run) -> str | None:
     if run.audit is None:
         if world_of(run.config) is CONTROL:
             return None
+        if "env/turns" in run.metrics[-1]:
+            return (
+                "The credit on this page has not been measured against true values: an audit cannot continue an "
+                "environment from the middle of an episode"
+            )
         command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
         return f"The credit on this page has not been measured against true values; to measure it: {command}"
     return visible(credit_verdict(run.audit))

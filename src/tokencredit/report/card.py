@@ -13,26 +13,37 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 
 
-def model_card(args: PPOConfig, terms: Sequence[str], summary: Mapping[str, Any], prompts: str | None = None) -> str:
-    """The README of a model repository: what was trained, on which prompts and reward, and the results.
+def model_card(
+    args: PPOConfig,
+    terms: Sequence[str],
+    summary: Mapping[str, Any],
+    prompts: str | None = None,
+    environment: str | None = None,
+) -> str:
+    """The README of a model repository: what was trained, on which prompts or environment and reward, and the results.
 
     Args:
         args: the run's configuration.
         terms: names of the reward terms.
         summary: of the run.
         prompts: source of the prompts if it is not in the configuration.
+        environment: name of the environment of episodes of several turns.
     """
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["tokencredit", "ppo", "reinforcement-learning"]}
     if not args.model.name.startswith("builtin:"):
         header["base_model"] = args.model.name
-    prompts = prompts or args.prompts.dataset or str(args.prompts.texts())
+    prompts = prompts or args.prompts.dataset or (None if environment else str(args.prompts.texts()))
+    source = f"- prompts: {code(prompts)}\n" if prompts else ""
+    if environment:
+        source += f"- environment: {code(environment)}, at most {args.env.max_turns} turns\n"
     figures = {name: value for name, value in summary.items() if isinstance(value, float)}
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items())
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
         f"# {code(args.model.name)}, trained with PPO\n\n"
-        f"Trained by Tokencredit for {summary['iterations']} iterations of {args.rollout.batch_size} completions.\n\n"
-        f"- prompts: {code(prompts)}\n"
+        f"Trained by Tokencredit for {summary['iterations']} iterations of {args.rollout.batch_size} "
+        f"{'episodes' if environment else 'completions'}.\n\n"
+        f"{source}"
         f"- reward: {', '.join(map(code, terms))}\n"
         f"- KL coefficient: {args.kl.coef:g}, in the {args.kl.place}\n"
         f"- ended by: {summary['stopped_by']}\n\n"

@@ -23,6 +23,7 @@ SECTIONS = {
     "Audit of the critic": tuple(
         f"audit/{name}" for name in ("explained", "slope", "bias", "spread", "ranking", "value")
     ),
+    "Turns": ("env/",),
     "Length": ("length", "sequence_length", "truncated", "masked", "average_length", "episodes"),
     "Optimizer": ("grad_norm", "lr", "steps", "bad_steps", "critic_steps"),
     "Time": ("seconds", "tokens", "tokens_per_second", "steps_per_second", "total_steps"),
@@ -43,9 +44,13 @@ SHARED = {
     "value_lr": "lr",
     "trunk_lr": "lr",
     "audit/lower_lam": "audit/raise_lam",
+    "env/calls": "env/turns",
+    "env/failed": "env/malformed",
+    "env/timeout": "env/malformed",
+    "env/cut": "env/malformed",
 }
 """Metrics on the chart of another name, in the same unit."""
-FAMILIES = ("seconds", "reward_corr")
+FAMILIES = ("seconds", "reward_corr", "env/ending")
 """Families `NAME/…` on one chart."""
 UNITS = {
     "kl": "nats per sequence",
@@ -60,6 +65,9 @@ UNITS = {
     "chosen_log_ratio": "nats per sequence",
     "chosen_logprob": "nats per sequence",
     "truncated": "share of completions",
+    "env/turns": "turns and tool calls per episode",
+    "env/ending": "share of episodes",
+    "env/malformed": "share of turns with a problem",
     "length": "tokens",
     "sequence_length": "tokens",
     "average_length": "steps",
@@ -118,7 +126,7 @@ def chart_of(name: str) -> str:
         name = name.removeprefix(prefix)
     if name.startswith("audit/"):
         name = name.removesuffix("_low").removesuffix("_high")
-    family = name.partition("/")[0]
+    family = name.rpartition("/")[0] if name.startswith("env/") else name.partition("/")[0]
     return family if family in FAMILIES else SHARED.get(name, name)
 
 

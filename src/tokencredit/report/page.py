@@ -19,8 +19,11 @@ from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder, read_python
 from tokencredit.runs.history import WINDOW, final_mean, mean
+from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS
 from tokencredit.runs.summary import averaged, iterations_in
+from tokencredit.runs.transcript import acted, speeches, written
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.environment import SOURCES
 from tokencredit.settings.world import CONTROL, OFFLINE, world_of
 
 if TYPE_CHECKING:  # it imports torch, which a page does not need
@@ -34,6 +37,8 @@ AUDITED = 4_000
 """Maximum tokens of audited completions, in addition."""
 VARIES = 0.1
 """Share of the largest standard deviation of advantages from which an iteration's advantages vary."""
+OBSERVATION = 4_000
+"""Maximum characters shown of an observation."""
 DECIMALS = 4
 PHRASE = 3
 """Words per phrase, for counting repetitions."""
@@ -79,6 +84,8 @@ def render(run: Run) -> str:
         trust=audit_view.trust(run),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
+        episodes=any("turns" in sample for sample in (*samples, *truths)),
+        by_turn=by_turn(run),
         data={
             "headline": main,
             "curves": [{"title": title, "charts": found} for title, found in drawn.items() if found],
@@ -114,7 +121,11 @@ def story(run: Run) -> list[tuple[str, str]]:
             ("on the data set", str(config.get("data", {}).get("dataset") or "from Python")),
         ]
     else:
-        entries = [("trained", str(config.get("model", {}).get("name"))), ("on the reward", ", ".join(terms(run)))]
+        entries = [("trained", str(config.get("model", {}).get("name")))]
+        if environment := environment_of(run):
+            entries.append(("in the environment", environment))
+        if (listed := terms(run)) or not environment:
+            entries.append(("on the reward", ", ".join(listed)))
     entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics))})"))
     if (kl := final_mean(metrics, "kl")) is not None:
         entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
@@ -129,6 +140,15 @@ def story(run: Run) -> list[tuple[str, str]]:
     elif stopped != "iterations":
         entries.append(("stopped by", str(stopped)))
     return [(word, visible(text)) for word, text in entries]
+
+
+def environment_of(run: Run) -> str:
+    """The environment or the tools of episodes of several turns; empty for single completions."""
+    group = run.config.get("env") or {}
+    names = [str(group[key]) for key in SOURCES if group.get(key)]
+    if tools := run.config.get("tools"):
+        names.append(f"tools {', '.join(map(str, tools))}")
+    return " with ".join(names) or ("from Python" if "env/turns" in run.metrics[-1] else "")
 
 
 def terms(run: Run) -> list[str]:
@@ -148,17 +168,17 @@ def credit(run: Run) -> list[dict[str, Any]]:
     for sample in run.samples:
         by_iteration.setdefault(sample["iteration"], []).append(sample)
     numbers = list(by_iteration)
-    most = max((sum(len(s["tokens"]) for s in samples) for samples in by_iteration.values()), default=0)
+    most = max((sum(map(size, samples)) for samples in by_iteration.values()), default=0)
     limit = max(TOKENS // max(most, 1), 2)
     if len(numbers) > limit:
         numbers = [numbers[round(i * (len(numbers) - 1) / (limit - 1))] for i in range(limit)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
-    gamma, clip = discount(run), ppo.get("clip")
+    clip = ppo.get("clip")
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     whitened = advantage.get("whiten") not in (None, False, "none")  # False in runs of older versions
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     return [
-        shown(s, gamma, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
+        shown(run, s, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
         for number in numbers
         for s in by_iteration[number]
     ]
@@ -183,11 +203,11 @@ def audited(run: Run) -> list[dict[str, Any]]:
     """Audited completions of the credit view, within the limit, the first ones."""
     kept: list[Mapping[str, Any]] = []
     for sample in (run.audit or {"samples": []})["samples"]:
-        if sum(len(s["tokens"]) for s in (*kept, sample)) > AUDITED:
+        if sum(map(size, (*kept, sample))) > AUDITED:
             break
         kept.append(sample)
     name = audit_view.entry(run.audit, len(kept)) if run.audit else ""
-    return [shown({**sample, "iteration": name}, discount(run), None, 0.0) for sample in kept]
+    return [shown(run, {**sample, "iteration": name}, None, 0.0) for sample in kept]
 
 
 def discount(run: Run) -> float:
@@ -196,22 +216,42 @@ def discount(run: Run) -> float:
     return 1.0 if gamma is None else float(gamma)
 
 
+def by_turn(run: Run) -> bool:
+    """True if the steps of the run's credit are whole turns."""
+    return (run.config.get("advantage") or {}).get("unit") == "turn"
+
+
+def learned_values(sample: Mapping[str, Any]) -> list[float | None]:
+    """Values of an episode's acted tokens; None where the critic does not learn them, after the start of a turn."""
+    starts = {speech.start for speech in speeches(sample) if speech.role == ASSISTANT}
+    return [value if place in starts else None for place, value in enumerate(acted(sample)["values"])]
+
+
+def size(sample: Mapping[str, Any]) -> int:
+    """Size of a sample on the page, in tokens; 100 shown characters of observations, without numbers, count as one."""
+    if "turns" not in sample:
+        return len(sample["tokens"])
+    observed = sum(min(len(speech.text), OBSERVATION) for speech in speeches(sample) if speech.role != ASSISTANT)
+    return len(acted(sample)["tokens"]) + observed // 100
+
+
 def shown(
-    sample: Mapping[str, Any], gamma: float, kept: tuple[float, float] | None, mean_advantage: float
+    run: Run, sample: Mapping[str, Any], kept: tuple[float, float] | None, mean_advantage: float
 ) -> dict[str, Any]:
-    """One sample of the credit view: escaped texts, and a list of numbers per quantity.
+    """One sample of the credit view: escaped texts, and a list of numbers per quantity and acted token.
 
     Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss. With
     whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`. An audited completion
     has true values and their standard errors.
     """
+    episode, sample = sample, acted(sample)
     logprobs = sample["logprobs"]
     numbers, errors = {"advantage": sample["advantages"]}, {}
     if "true_advantages" in sample:
         numbers["true advantage"] = sample["true_advantages"]
         errors["true advantage"] = sample["true_advantage_errors"]
     if "values" in sample:  # with a critic
-        numbers["value"] = sample["values"]
+        numbers["value"] = learned_values(episode) if by_turn(run) and "turns" in episode else sample["values"]
     if "true_values" in sample:
         numbers["true value"], errors["true value"] = sample["true_values"], sample["true_value_errors"]
     numbers |= {"reward": sample["rewards"], "log-probability": logprobs}
@@ -224,7 +264,7 @@ def shown(
             low, high = kept
             pairs = zip(ratios, sample["advantages"], strict=True)
             numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
-    alternatives = what_if(sample, gamma)
+    alternatives = what_if(episode, discount(run), by_turn=by_turn(run))
     return {
         "iteration": sample["iteration"],
         "prompt": readable(sample["prompt"]),
@@ -234,7 +274,34 @@ def shown(
         "numbers": {name: rounded(values) for name, values in numbers.items()},
         "errors": {name: rounded(values) for name, values in errors.items()},
         "what_if": [rounded(alternatives[name]) if name in alternatives else None for name in ALTERNATIVES],
+        **(turns_of(episode) if "turns" in episode else {}),
     }
+
+
+def turns_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns of an episode for the credit view: the policy's as ranges of acted tokens, observations as texts.
+
+    Returns:
+        `turns`, each with `role`, and `start`, `end`, `reward` and `problems` or `text`; and `ending` in words, which
+        is empty if unknown.
+    """
+    turns: list[dict[str, Any]] = []
+    for speech in speeches(sample):
+        if speech.role == ASSISTANT:
+            turn = {"start": speech.start, "end": speech.end, "reward": speech.turn.get("reward")}
+            turn |= {"problems": [PROBLEMS[name] for name in dict.fromkeys(speech.turn.get("problems", []))]}
+        else:
+            turn = observation(speech.text)
+        turns.append({"role": speech.role} | turn)
+    if "after" in sample:
+        turns.append({"role": "after the end"} | observation(sample["after"]))
+    return {"turns": turns, "ending": ENDINGS.get(sample.get("ending", ""), "")}
+
+
+def observation(text: str) -> dict[str, Any]:
+    """An observation, escaped and cut after `OBSERVATION` characters, and its whole `length`."""
+    more = f"… and {len(text) - OBSERVATION:,} more characters" if len(text) > OBSERVATION else ""
+    return {"text": readable(text[:OBSERVATION]) + more, "length": len(text)}
 
 
 def rounded(values: Sequence[float | None]) -> list[float | None]:
@@ -246,7 +313,7 @@ def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Most frequent phrases of the last iterations' completions, with their shares in the first and the last ones."""
     numbers = list(dict.fromkeys(sample["iteration"] for sample in samples))
     before, after = (
-        [words(s["completion"]) for s in samples if s["iteration"] in part]
+        [set().union(*map(words, written(s))) for s in samples if s["iteration"] in part]
         for part in (set(numbers[:WINDOW]), set(numbers[-WINDOW:]))
     )
     then, now = Counter(p for part in before for p in part), Counter(p for part in after for p in part)

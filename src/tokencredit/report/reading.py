@@ -31,6 +31,7 @@ GROUPS = ("advantage", "env", "model", "optim", "ppo", "rollout")
 """Groups of settings that the page and the diagnosis read."""
 CONFIG: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reward": (all_of(is_term), "a list of terms"),
+    "tools": (all_of(is_text), "a list of texts"),
     "advantage.gamma": (lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "ppo.clip": (lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1"),
     "ppo.clip_high": (lambda value: is_number(value) and value > 0, "a number above 0"),

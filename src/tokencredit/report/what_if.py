@@ -9,6 +9,8 @@ import torch
 
 from tokencredit.core.advantages import EpisodeBounds, estimate
 from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.core.turns import Turns, estimate_by_turn
+from tokencredit.runs.transcript import acted, speeches
 
 LAMBDAS = (0.5, 0.9, 0.95)
 ALTERNATIVES = {
@@ -20,24 +22,37 @@ ALTERNATIVES = {
 """Estimators by label, each with its λ."""
 
 
-def what_if(sample: Mapping[str, Any], gamma: float) -> dict[str, list[float]]:
-    """Advantages per token under each of `ALTERNATIVES`, from the sample's rewards and values.
+def what_if(sample: Mapping[str, Any], gamma: float, *, by_turn: bool = False) -> dict[str, list[float]]:
+    """Advantages per acted token under each of `ALTERNATIVES`, from the sample's rewards and values.
 
     Without values, alternatives that need a critic are left out. A truncated completion of a run with
     `advantage.bootstrap` ends with its `bootstrap` value. Advantages are before whitening. `uniform` has no baseline,
-    which would be the mean of a batch that was not kept.
+    which would be the mean of a batch that was not kept. With `by_turn` the steps that γ and λ count are an episode's
+    turns, as with `advantage.unit: turn`.
     """
-    rewards = torch.tensor([sample["rewards"]], dtype=torch.float64)
-    values = torch.tensor([sample["values"]], dtype=torch.float64) if "values" in sample else None
+    kept = acted(sample)
+    rewards = torch.tensor([kept["rewards"]], dtype=torch.float64)
+    values = torch.tensor([kept["values"]], dtype=torch.float64) if "values" in kept else None
     where: EpisodeBounds = {}
-    if "bootstrap" in sample:
+    if "bootstrap" in kept:
         last = torch.arange(rewards.shape[1]) == rewards.shape[1] - 1
-        where = {"truncated": last[None], "bootstrap": torch.full_like(rewards, sample["bootstrap"])}
+        where = {"truncated": last[None], "bootstrap": torch.full_like(rewards, kept["bootstrap"])}
+    turns = turns_of(sample) if by_turn and "turns" in sample else None
     results = {}
     for label, (name, lam) in ALTERNATIVES.items():
         if values is None and ESTIMATORS[name].critic == "required":
             continue
         options = {"gamma": gamma, "baseline": 0.0} | ({} if lam is None else {"lam": lam})
-        advantages, _ = estimate(name, rewards, values, options=options, **where)
+        if turns is None:
+            advantages, _ = estimate(name, rewards, values, options=options, **where)
+        else:
+            advantages, _ = estimate_by_turn(name, rewards, values, turns=turns, options=options, **where)
         results[label] = advantages[0].tolist()
     return results
+
+
+def turns_of(sample: Mapping[str, Any]) -> Turns:
+    """The turns of an episode's acted tokens."""
+    ends = torch.zeros(1, sum(sample["mask"]), dtype=torch.bool)
+    ends[0, [speech.end - 1 for speech in speeches(sample) if speech.start < speech.end]] = True
+    return Turns.of(torch.ones_like(ends), ends)

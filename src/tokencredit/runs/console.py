@@ -15,11 +15,13 @@ from rich.text import Text
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, too_noisy
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
+from tokencredit.runs.transcript import Line, acted, transcript
 from tokencredit.runs.untrusted import visible
 
 SIDE_BY_SIDE = 4
+"""Most completions shown before and after; of episodes half as many."""
 MESSAGE = 200
-"""Most characters shown of a user's message."""
+"""Most characters shown of a user's message, or of an observation."""
 SHOWN_METRICS = {
     "train/average_return": ("return", "average of the last 100 training episodes"),
     "eval/average_return": ("evaluated", "average return of an evaluation's episodes"),
@@ -28,6 +30,7 @@ SHOWN_METRICS = {
     "log_ratio": ("log-ratio", "to the reference model, in nats per completion; of filtered samples, so no KL"),
     "entropy": ("entropy", "of the policy, in nats per token; 0 is always the same token"),
     "length": ("length", "tokens per completion"),
+    "env/turns": ("turns", "the policy's turns per episode"),
     "perplexity": ("perplexity", "e to the mean negative log-prob per token; 1 is perfect"),
     "token_accuracy": ("token accuracy", "share of tokens that the model finds most likely"),
     "accuracy": ("accuracy", "share of pairs whose chosen completion gets the higher score"),
@@ -120,7 +123,8 @@ class Screen:
         if not self.console.is_terminal:
             for sample in samples:
                 under = f"  reference {_reference(sample)}" if reference else ""
-                self.say(f"  reward {sample['reward']:.3f}{under}  {_continued(sample)}")
+                shown = str(_continued(sample)).replace("\n", "\n    ")
+                self.console.print(Text(f"  reward {sample['reward']:.3f}{under}  {shown}"), soft_wrap=True)
             return
         table = Table(title=f"samples of iteration {iteration}", title_justify="left")
         table.add_column("reward", justify="right")
@@ -139,7 +143,8 @@ class Screen:
             for word, samples in (("before", before), ("after", after)):
                 table.add_column(f"{word} (iteration {samples[0]['iteration']})", ratio=1, overflow="fold")
             # Not strict: a resumed run may keep fewer samples than before.
-            for pair in list(zip(before, after, strict=False))[:SIDE_BY_SIDE]:
+            count = SIDE_BY_SIDE // 2 if "turns" in before[0] else SIDE_BY_SIDE
+            for pair in list(zip(before, after, strict=False))[:count]:
                 table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
             self.console.print(table)
         if summary.iterations:
@@ -218,13 +223,23 @@ def _audited(metrics: Mapping[str, float]) -> str:
 
 
 def _reference(sample: Mapping[str, Any]) -> str:
-    """Mean log-probability per token under the reference; empty without one."""
-    logprobs = sample.get("ref_logprobs")
+    """Mean log-probability per acted token under the reference; empty without one."""
+    logprobs = acted(sample).get("ref_logprobs")
     return f"{sum(logprobs) / len(logprobs):.2f}" if logprobs else ""
 
 
 def _continued(sample: Mapping[str, Any]) -> Text:
-    """A completion after its prompt, or after the user's message and an arrow in a conversation."""
+    """A completion after its prompt, or after the user's message and an arrow in a conversation.
+
+    An episode has a line per speaker.
+    """
+    if "turns" in sample:
+        return spoken(transcript(sample, MESSAGE))
     message = sample.get("message")
     start = sample["prompt"] if message is None else f"{shortened(message, MESSAGE)} → "
     return Text(visible(start), style="dim") + Text(visible(sample["completion"]), style="not dim")
+
+
+def spoken(lines: Iterable[Line]) -> Text:
+    """A transcript, dim where the policy did not write."""
+    return Text("\n").join(Text(line.text, style="not dim" if line.acted else "dim") for line in lines)

@@ -14,6 +14,37 @@ FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
 """Start of each line; it allows most of a long file to be skipped without parsing."""
 LARGEST = 1e100
 """Largest magnitude accepted from a file."""
+TRUTH = ("true_values", "true_value_errors", "true_advantages", "true_advantage_errors")
+"""Fields of audited completions: true values per token and their standard errors; None where not measured."""
+ASSISTANT = "assistant"
+"""Role of the policy; all others are observations."""
+ROLES = (ASSISTANT, "tool", "user", "environment")
+ENDINGS = {
+    "done": "the environment ended the episode",
+    "answer": "the policy answered without a tool call",
+    "max_turns": "truncated: the last turn that env.max_turns allows",
+    "length": "truncated: no tokens were left (rollout.max_new_tokens)",
+    "error": "truncated: the environment failed",
+}
+"""Endings of an episode, in words."""
+PROBLEMS = {
+    "malformed": "a tool call could not be parsed",
+    "failed": "a call failed",
+    "timeout": "a call timed out",
+    "cut": "the observation was cut",
+}
+"""Problems of a turn, in words."""
+PER_TOKEN = (
+    "tokens",
+    "logprobs",
+    "new_logprobs",
+    "ref_logprobs",
+    "values",
+    "rewards",
+    "advantages",
+    *TRUTH,
+)
+"""Fields of a record with one entry per token."""
 
 
 def is_number(value: Any) -> bool:
@@ -36,6 +67,11 @@ def all_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list) and all(map(kind, values))
 
 
+def one_of(names: Container[str]) -> Callable[[Any], bool]:
+    """A check for one of these names."""
+    return lambda value: is_text(value) and value in names
+
+
 SAMPLE: dict[str, Callable[[Any], bool]] = {
     "iteration": is_count,
     "prompt": is_text,
@@ -48,18 +84,34 @@ SAMPLE: dict[str, Callable[[Any], bool]] = {
     "advantages": all_of(is_number),
 }
 """Required fields of a completion's record, and their checks; lists have one entry per token."""
-TRUTH = ("true_values", "true_value_errors", "true_advantages", "true_advantage_errors")
-"""Fields of audited completions: true values per token and their standard errors; None where not measured."""
+
+
+def is_turn(value: Any) -> bool:
+    """True for a turn of an episode, wherever it starts and ends."""
+    return (
+        isinstance(value, dict)
+        and one_of(ROLES)(value.get("role"))
+        and is_count(value.get("start"))
+        and is_count(value.get("end"))
+        and is_number(value.get("reward", 0.0))
+        and all_of(one_of(PROBLEMS))(value.get("problems", []))
+    )
+
+
 MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     "message": is_text,
     "values": all_of(is_number),
     "ref_logprobs": all_of(is_number),
     "new_logprobs": all_of(is_number),
     "bootstrap": is_number,
+    "mask": all_of(lambda value: is_count(value) and value < 2),
+    "turns": all_of(is_turn),
+    "ending": one_of(ENDINGS),
+    "after": is_text,
     **dict.fromkeys(TRUTH, all_of(lambda value: value is None or is_number(value))),
 }
 """Optional fields: of a conversation (its last user message), with a critic, with a reference model, after an update,
-after a truncation, and of audits."""
+after a truncation, of an episode of several turns, and of audits."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
@@ -97,9 +149,28 @@ def check_sample(where: str, sample: Mapping[str, Any]) -> None:
         raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
     if wrong := next((name for name, fits in MAY_HAVE.items() if name in sample and not fits(sample[name])), None):
         raise ConfigError(f"{where} has no {wrong} that can be read")
-    lists = [name for name in (*SAMPLE, *MAY_HAVE) if isinstance(sample.get(name), list)]
-    if len({len(sample[name]) for name in lists}) != 1:
+    if len({len(sample[name]) for name in (*PER_TOKEN, "mask") if name in sample}) != 1:
         raise ConfigError(f"{where} has lists of different lengths")
+    if "turns" in sample or "mask" in sample:
+        check_turns(where, sample)
+
+
+def check_turns(where: str, sample: Mapping[str, Any]) -> None:
+    """Raise `ConfigError`, beginning with `where`, for turns that do not cover the tokens in order, or another mask."""
+    length, mask = len(sample["tokens"]), list[int]()
+    for number, turn in enumerate(sample.get("turns", [])):
+        start, end = turn["start"], turn["end"]
+        if not len(mask) == start <= end <= length:
+            raise ConfigError(
+                f"{where}: turns[{number}] is from {start} to {end}; it must start at {len(mask)}, and end by {length}"
+            )
+        mask += [int(turn["role"] == ASSISTANT)] * (end - start)
+    if len(mask) != length:
+        raise ConfigError(f"{where}: turns end at {len(mask)}; they must cover all {length} tokens")
+    if mask != sample.get("mask"):
+        raise ConfigError(f"{where}: mask is not 1 at the tokens of the role {ASSISTANT}, and 0 elsewhere")
+    if not any(mask):
+        raise ConfigError(f"{where}: no token is of the role {ASSISTANT}")
 
 
 def read_lines(file: Path, skip: Callable[[bytes], bool] = lambda _: False) -> Iterator[tuple[str, dict[str, Any]]]:

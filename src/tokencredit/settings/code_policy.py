@@ -19,9 +19,15 @@ def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[st
         return [f"model.trust_remote_code runs the code, if there is any, in {name}"] * config.model.trust_remote_code
     lines = [
         f"reward[{number}].function runs {term.function}"
-        for number, term in enumerate(config.reward)
+        for number, term in enumerate(config.reward or ())
         if isinstance(term, FunctionTerm) and ":" in term.function  # a built-in one has a bare name
     ]
+    env = config.env
+    if env.factory is not None and not env.factory.startswith("builtin:"):
+        lines.append(f"env.factory runs {env.factory}")
+    if env.gymnasium is not None and ":" in env.gymnasium:
+        lines.append(f"env.gymnasium imports the module {env.gymnasium.rpartition(':')[0]}")
+    lines += [f"tools[{number}] runs {tool}" for number, tool in enumerate(config.tools)]
     if config.model.trust_remote_code:
         names = [name for name in (config.model.name, config.critic.name) if name is not None]
         lines.append(f"model.trust_remote_code runs the code, if there is any, in {' and '.join(names)}")

@@ -16,8 +16,8 @@ SEVERAL = " or ".join((*(f"env.{name}" for name in SOURCES), "tools", "environme
 
 @dataclass
 class EnvironmentConfig:
-    """Environment that answers the policy's turns (docs/turns.md); without one, and without `tools`, a completion is one
-    turn."""
+    """Environment that answers the policy's turns (docs/turns.md); without one, and without `tools`, a completion is
+    one turn."""
 
     factory: str | None = None
     """Environment class, or function that returns an environment: `pkg.module:MyEnv`, `path/file.py:MyEnv`,
@@ -40,8 +40,8 @@ class EnvironmentConfig:
     timeout: float = setting(30.0, needs=SEVERAL, above=0)
     """Timeout of a call of an environment or tool, in seconds; the observation then says so."""
     patience: float = setting(1.0, needs=SEVERAL, at_least=0)
-    """Seconds that episodes whose answers have come wait for the others, so that they continue as one batch; slower ones
-    join at a later turn."""
+    """Seconds that episodes whose answers have come wait for the others, so that they continue as one batch; slower
+    ones join at a later turn."""
 
     def check(self) -> None:
         """Raise `ConfigError` for several environments, or arguments of none."""

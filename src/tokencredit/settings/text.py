@@ -49,14 +49,14 @@ class PPOConfig:
     env: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Environment that answers the policy, for episodes of several turns."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`. Their
-    results are appended to the conversation, and the policy goes on until a turn has no call."""
-    reward: list[RewardTerm] | None = None
-    """Reward terms; their weighted sum is the score of a completion. null: with an environment, its own reward;
-    otherwise the sentiment of builtin:reviews. Terms are added to an environment's own reward. A term is a `function`, called with `kwargs`, a
-    `classifier`, whose `output` for the class `label` is the reward, or a `reward_model`. The models also have `text`
-    (their input: both, or the completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and
-    `timeout` of a call. docs/rewards.md describes these keys."""
+    """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`.
+    Their results are appended to the conversation, and the policy goes on until a turn has no call."""
+    reward: list[RewardTerm] = field(default_factory=lambda: [ClassifierTerm(classifier="builtin:reviews")])
+    """Reward terms; their weighted sum is the score of a completion. Without this key an environment's own reward is
+    the only one; with it, both count. A term is a `function`, called with `kwargs`, a `classifier`, whose `output` for
+    the class `label` is the reward, or a `reward_model`. The models also have `text` (their input: both, or the
+    completion), `batch_size` and `dtype`; all terms have `weight`, `name`, and `retries` and `timeout` of a call.
+    docs/rewards.md describes these keys."""
     score: ScoreConfig = field(default_factory=ScoreConfig)
     """Normalization, clipping and penalties of scores."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -82,8 +82,8 @@ class PPOConfig:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
         self.env.check()
-        if self.reward is None:
-            self.reward = [] if self.several_turns() else [ClassifierTerm(classifier="builtin:reviews")]
+        if self.env.given() and self.reward == [ClassifierTerm(classifier="builtin:reviews")]:
+            self.reward = []  # the default is for texts
         for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
             if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
                 raise ConfigError(f"{key}.text is empty; give at least one prompt, or leave it out")
@@ -127,6 +127,8 @@ class PPOConfig:
             )
         self._check_filters()
         self._check_overlong()
+        if self.several_turns():
+            self.check_turns()
         refuse_idle(self)
 
     def several_turns(self) -> bool:
@@ -144,6 +146,30 @@ class PPOConfig:
                     f"{key} is {value:g}, and sampling is filtered by {' and '.join(filters)}; filtered samples do "
                     "not estimate the KL: set kl.estimator: full with kl.place: reward, or sample without filters"
                 )
+
+    def check_turns(self) -> None:
+        """Raise `ConfigError` for settings that episodes of several turns do not have."""
+        if self.advantage.unit == "turn" and self.critic.places:
+            raise ConfigError(
+                "advantage.unit is turn, with one value per turn, and critic.places chooses tokens; leave one out"
+            )
+        refused = {
+            "critic.continuations": self.critic.continuations,
+            "audit.every": self.audit.every,
+        }
+        for key, value in refused.items():
+            if value:
+                raise ConfigError(
+                    f"{key} is {value}, which samples continuations of a text from its middle; an environment cannot "
+                    "be continued from there: leave it out"
+                )
+        if self.rollout.cache == "static":
+            raise ConfigError("rollout.cache is static; episodes of several turns use a dynamic cache: leave it out")
+        if self.eval.every and self.eval.max_new_tokens < self.rollout.max_new_tokens:
+            raise ConfigError(
+                f"eval.max_new_tokens is {self.eval.max_new_tokens}; with an environment it must be at least "
+                f"rollout.max_new_tokens, {self.rollout.max_new_tokens}, or evaluated episodes would be cut short"
+            )
 
     def _check_overlong(self) -> None:
         """Raise `ConfigError` for settings of long and truncated completions that conflict or have no effect."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from tokencredit.core.estimator_table import ESTIMATORS, EstimatorName
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.environment import SEVERAL
 from tokencredit.settings.fields import setting
 from tokencredit.settings.model import CriticTraining
 
@@ -25,6 +26,8 @@ def read_by(key: str) -> str:
     return f"estimator: {', '.join(name for name, needs in ESTIMATORS.items() if key in needs.settings)}"
 
 
+STEPWISE = [name for name, needs in ESTIMATORS.items() if "gamma" in needs.settings]
+"""Estimators that tell the steps of an episode apart."""
 WITH_BASELINE = f"estimator: {', '.join(name for name, needs in ESTIMATORS.items() if needs.baseline)}"
 """The condition that the estimator subtracts a running mean of scores."""
 
@@ -146,6 +149,9 @@ class AdvantageConfig(AdvantageSettings):
     baseline_decay: float = setting(1.0, needs=WITH_BASELINE, at_least=0, at_most=1)
     """Decay of the running-mean baseline of `uniform`: earlier scores are weighted down by it at each new batch. 1
     weighs all scores equally."""
+    unit: Literal["token", "turn"] = setting("token", needs=(SEVERAL, f"estimator: {', '.join(STEPWISE)}"))
+    """Steps of an episode of several turns: each token, or each turn as a whole, with one value at its start and one
+    advantage for all its tokens. gamma and lam then count turns."""
     bootstrap: bool = setting(False, needs="critic.kind: not none")
     """Bootstrap from the critic where a completion was truncated; false treats the truncation as its end. True needs
     rewards per token: with one score per text, that score and the critic's value would both be paid."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.settings.text import PPOConfig
 
@@ -115,16 +115,27 @@ DPO = World(
 OFFLINE = (SFT, REWARD_MODEL, DPO)
 """Kinds of runs that learn from a data set."""
 WORLDS = {world.name: world for world in (TEXT, CONTROL, *OFFLINE)}
-MARKERS = {"env": CONTROL, "sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "rollout": TEXT, "model": TEXT}
+MARKERS = {
+    **{f"env.{item.name}": CONTROL for item in fields(EnvConfig) if item.name != "kwargs"},
+    **dict.fromkeys(("agent", "algorithm", "steps"), CONTROL),
+    **{"sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "env": TEXT, "rollout": TEXT, "model": TEXT},
+}
 """Kinds of runs by keys of their configurations; the first that a configuration has counts."""
 
 
 def world_of(config: Mapping[str, Any]) -> World:
     """The kind of run of a configuration in plain dicts."""
-    return next((world for key, world in MARKERS.items() if key in config), TEXT)
+    keys = keys_of(config)
+    return next((world for key, world in MARKERS.items() if key in keys), TEXT)
 
 
 def other_world(config: Mapping[str, Any], command: str) -> World | None:
     """The kind of run of a configuration if it is not this command's; None if it is, or is not clear."""
-    own = next(({item.name for item in fields(x.config)} for x in WORLDS.values() if x.command == command), set())
-    return next((world for key, world in MARKERS.items() if key in config and key not in own), None)
+    own = next((keys_of(asdict(x.config())) for x in WORLDS.values() if x.command == command), set())
+    return next((world for key, world in MARKERS.items() if key in keys_of(config) - own), None)
+
+
+def keys_of(config: Mapping[str, Any]) -> set[str]:
+    """The keys of a configuration and of its groups, dotted."""
+    inner = {f"{key}.{name}" for key, group in config.items() if isinstance(group, Mapping) for name in group}
+    return {*map(str, config), *inner}

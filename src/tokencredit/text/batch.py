@@ -16,6 +16,7 @@ from tokencredit.processes import Processes
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.rewards.terms import term_metrics
 from tokencredit.text.rewards.texts import last_message
+from tokencredit.text.turns.record import episode_metrics, episode_record
 
 DECIMALS = 6
 """Decimals of numbers in samples.jsonl."""
@@ -32,6 +33,8 @@ class Batch:
     returns: Tensor
     in_loss: Tensor
     """True at tokens in the loss."""
+    valued: Tensor
+    """True at tokens whose value the critic learns: all, or the first of each turn."""
     masks: bool = False
     """Completions may be masked from the loss; adds the metric `masked`, the share of masked tokens."""
 
@@ -56,10 +59,12 @@ class Batch:
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
         }
+        if scored.episodes is not None:
+            metrics |= episode_metrics(scored.episodes, processes, mask.device)
         if self.masks:
             metrics["masked"] = 1 - in_loss / tokens
         if rollout.values is not None:
-            metrics |= critic_metrics(rollout.values, self.returns, mask, processes.sum)
+            metrics |= critic_metrics(rollout.values, self.returns, self.valued, processes.sum)
         if (reference := scored.reference.logprobs) is not None and (distance := scored.kl()) is not None:
             name, kl = distance
             kl_sum, ref_logprobs = processes.sum(torch.stack([kl.sum(), reference.sum()])).tolist()
@@ -89,12 +94,15 @@ class Batch:
 
     def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor | None) -> dict[str, Any]:
         scored, rollout = self.scored, self.scored.rollout
-        acted = rollout.mask[row]
+        length, episode = (
+            int(rollout.response_lengths()[row]),
+            None if scored.episodes is None else scored.episodes[row],
+        )
 
         def numbers(tensor: Tensor) -> list[float]:
-            return [round(x, DECIMALS) for x in tensor[row][acted].tolist()]
+            return [round(x, DECIMALS) for x in tensor[row, :length].tolist()]
 
-        ids = rollout.response_ids[row][acted].tolist()
+        ids = rollout.response_ids[row, :length].tolist()
         prompt = scored.prompts.prompts[row]
         sample = {
             "prompt": scored.prompts.texts[row],
@@ -111,6 +119,8 @@ class Batch:
             "advantages": numbers(self.advantages),
             "returns": numbers(self.returns),
         }
+        if episode is not None:
+            sample |= {"mask": rollout.mask[row, :length].int().tolist(), **episode_record(episode)}
         if rollout.values is not None:
             sample["values"] = numbers(rollout.values)
         if scored.bootstrap is not None and rollout.truncated[row]:

@@ -71,7 +71,7 @@ class Speaker:
     def reply(self, message: str, batch: PromptBatch) -> str:
         """Sample the reply to a message that `read` has tokenized."""
         uniforms = torch.rand(1, self.sampling.max_new_tokens, generator=self.generator)
-        text = self.pipeline.sample(batch, self.sampling, uniforms)[1][0]
+        text = self.pipeline.sample(batch, self.sampling, uniforms).completions[0]
         if self.converses:
             self.history += [user(message), {"role": "assistant", "content": text}]
         return text

@@ -12,6 +12,7 @@ from torch import Tensor
 from tokencredit.core.advantages import EpisodeBounds, estimate
 from tokencredit.core.masked import Reduce, explained_variance, moments
 from tokencredit.core.rewards import overlong_penalty, token_rewards
+from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.core.whitening import VARIANCE_GUARD, whiten
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
@@ -74,7 +75,8 @@ class Credit:
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
-        batch = Batch(scored, rewards, advantages, returns, in_loss, masks=args.ppo.mask_truncated)
+        valued = self._valued(rollout)
+        batch = Batch(scored, rewards, advantages, returns, in_loss, valued, masks=args.ppo.mask_truncated)
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
         return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
@@ -113,18 +115,29 @@ class Credit:
 
     def _measure_critic(self, scored: Scored, score_rewards: Tensor, kl_rewards: Tensor) -> None:
         """Update the explained variance with a batch that the critic has not learned from yet."""
-        values, mask = scored.rollout.values, scored.rollout.mask
+        values = scored.rollout.values
         assert values is not None, "the estimator needs a critic"
         _, returns = self._estimate(
             scored, score_rewards, kl_rewards, replace(self.args.advantage, estimator="monte_carlo")
         )
-        explained = explained_variance(values, returns, mask, self.reduce)
+        explained = explained_variance(values, returns, self._valued(scored.rollout), self.reduce)
         if explained.isfinite():  # undefined for constant returns
             self.explained.update(explained.clamp(min=0))
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
         return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
+
+    def _turns(self, rollout: Rollout) -> Turns | None:
+        """The turns of a rollout, if they are the steps of the estimator."""
+        if self.args.advantage.unit == "token" or rollout.turn_ends is None:
+            return None
+        return Turns.of(rollout.mask, rollout.turn_ends)
+
+    def _valued(self, rollout: Rollout) -> Tensor:
+        """True at tokens whose value the critic learns."""
+        turns = self._turns(rollout)
+        return rollout.mask if turns is None else turns.first
 
     def returns(self, scored: Scored, scale: ScoreScale) -> Tensor:
         """Sampled returns `[batch, time]`: the discounted sum of rewards from each token on.
@@ -149,7 +162,7 @@ class Credit:
         if args.overlong_tokens is not None:
             limit = self.args.rollout.max_new_tokens
             overlong = overlong_penalty(
-                mask.sum(1), limit=limit, tokens=args.overlong_tokens, penalty=args.overlong_penalty
+                rollout.response_lengths(), limit=limit, tokens=args.overlong_tokens, penalty=args.overlong_penalty
             )
         score_rewards = token_rewards(
             scores,
@@ -179,16 +192,18 @@ class Credit:
             options["scale"] = False
             kl_advantages, kl_returns = estimate(args.estimator, kl_rewards, options=options, mask=rollout.mask)
             return advantages + kl_advantages, returns + kl_returns
-        return estimate(
-            args.estimator, score_rewards + kl_rewards, rollout.values, options=options, **self._where(scored)
-        )
+        rewards, where = score_rewards + kl_rewards, self._where(scored)
+        if (turns := self._turns(rollout)) is not None:
+            return estimate_by_turn(args.estimator, rewards, rollout.values, turns=turns, options=options, **where)
+        return estimate(args.estimator, rewards, rollout.values, options=options, **where)
 
     def _where(self, scored: Scored) -> EpisodeBounds:
         """The mask and, if there is one, the bootstrap of truncated completions."""
         mask = scored.rollout.mask
         where: EpisodeBounds = {"mask": mask}
         if scored.bootstrap is not None:
-            after = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, True) - 1
+            last = scored.rollout.response_lengths().unsqueeze(1) - 1
+            after = torch.arange(mask.shape[1], device=mask.device) == last
             where["truncated"] = after & scored.rollout.truncated.unsqueeze(1)
             where["bootstrap"] = scored.bootstrap.unsqueeze(1).expand(mask.shape)
         return where
@@ -206,6 +221,8 @@ class Credit:
     def _experience(self, scored: Scored, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
         """The experience to learn from; the rollout's mask is true at tokens in the loss."""
         reference, inputs = scored.reference, rollout.inputs()
+        turns = self._turns(scored.rollout)
+        valued = None if turns is None else turns.first
         if reference.hidden is not None:
             inputs["ref_hidden"] = reference.hidden
         if self.args.critic.members > 1:
@@ -219,6 +236,7 @@ class Credit:
             advantages=advantages,
             returns=returns,
             ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
+            value_mask=None if valued is None else valued & rollout.mask,
         )
 
     def state_dict(self) -> dict[str, dict[str, float]]:

@@ -23,8 +23,11 @@ from tokencredit.text.batch import text_metrics
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
-from tokencredit.text.rewards.terms import build_terms, term_metrics
-from tokencredit.text.setup import build_pipeline, evaluation_prompts
+from tokencredit.text.rewards.terms import term_metrics
+from tokencredit.text.setup import build_pipeline, evaluation_prompts, evaluation_tasks, load_terms
+from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.record import episode_metrics
+from tokencredit.text.turns.tasks import Tasks
 
 MEANINGS = {
     "best": "mean over prompts of the best completion's reward",
@@ -36,14 +39,14 @@ SEED_OFFSET = 1_000_003
 """Separates the seeds of evaluation from those of training; all evaluations of a run share their random numbers."""
 
 
-def evaluate(pipeline: Pipeline, prompts: Prompts, settings: EvalConfig, *, seed: int) -> dict[str, float]:
+def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig, *, seed: int) -> dict[str, float]:
     """Sample `best_of` completions for each of the first `samples` prompts and compute metrics.
 
     Returns:
         `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
         (nats per sequence, if there is a reference model; `eval/log_ratio` if filters such as top_p bias the
         estimate), `eval/length`, `eval/distinct` (share of distinct completions) and `eval/distinct_2` (share of
-        distinct token bigrams).
+        distinct token bigrams) and, of episodes, those of `turns.record.episode_metrics`.
 
     Raises:
         UnusableBatch: a log-probability or reward is not finite, in any process.
@@ -77,6 +80,8 @@ def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, flo
     }
     if distance is not None:
         metrics[distance[0]] = kl / rows
+    if scored.episodes is not None:
+        metrics |= episode_metrics(scored.episodes, processes, device)
     return metrics
 
 
@@ -94,14 +99,18 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
     """
     config, processes = source.config, Processes()
     models, pipeline = load_pipeline(source, which, reference, processes)
-    prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
+    prompts: Prompts | Tasks
+    if pipeline.player is None:
+        prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
+    else:
+        prompts = evaluation_tasks(config)
     for line in filter(None, [*models.notes, prompts.dropped()]):
         print(visible(line))
     try:
         metrics = evaluate(pipeline, prompts, config.eval, seed=config.seed)
     except UnusableBatch as error:
         raise RunStopped(str(error)) from error
-    print(sizes(config.eval, len(prompts.kept)))
+    print(sizes(config.eval, prompts))
     for name, value in ((metric.removeprefix("eval/"), value) for metric, value in metrics.items()):
         print(f"{visible(name):<24} {value:<10.4g}{MEANINGS.get(name, '')}".rstrip())
     return metrics
@@ -115,8 +124,10 @@ def load_pipeline(
     kl = source.config.kl
     if reference is not None:
         models, kl = with_reference(models, reference, processes), KLConfig()
-    terms = build_terms(source.config.reward, processes.device)
-    return models, replace(build_pipeline(source.config, models, terms, processes), kl=kl)
+    config = source.config
+    environments = load_environments(config.env, config.tools) if config.several_turns() else None
+    terms = load_terms(config, None, processes.device, environments)
+    return models, replace(build_pipeline(config, models, terms, processes, environments), kl=kl)
 
 
 def describe(source: Source, which: str, reference: Source | None, prompts: PromptsConfig) -> dict[str, Any]:
@@ -144,7 +155,10 @@ def write_metrics(
     write_file(file, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
-def sizes(settings: EvalConfig, different: int) -> str:
-    """Number of prompts and completions of an evaluation, as text; `different` prompts are repeated in turn."""
+def sizes(settings: EvalConfig, prompts: Prompts | Tasks) -> str:
+    """Number of prompts and completions of an evaluation, as text; prompts are repeated in turn."""
+    if isinstance(prompts, Tasks):
+        return f"{settings.samples} seeds of episodes; episodes per seed: {settings.best_of}"
+    different = len(prompts.kept)
     repeated = f", {different} of them different" if different < settings.samples else ""
     return f"{settings.samples} prompts{repeated}; completions per prompt: {settings.best_of}"

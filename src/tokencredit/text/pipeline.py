@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.core.kl import k1
 from tokencredit.processes import Processes
 from tokencredit.settings.training import KLConfig, SamplingConfig
-from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, Term
 from tokencredit.text.rewards.terms import Scores, score
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
+from tokencredit.text.turns.play import Player, Transcript, columns
+from tokencredit.text.turns.tasks import TaskBatch
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
@@ -32,6 +34,23 @@ class UnusableBatch(Exception):
     def __init__(self, reason: str, rollout: Rollout, texts: list[str]):
         super().__init__(reason)
         self.rollout, self.texts = rollout, texts
+
+
+class Sampled(NamedTuple):
+    """Completions of a batch."""
+
+    prompts: PromptBatch
+    rollout: Rollout
+    completions: list[str]
+    episodes: list[Transcript] | None = None
+    """Transcripts of episodes of several turns; None if a completion is one turn."""
+
+    def answers(self) -> list[Prompt]:
+        """Completions as reward terms receive them: texts, or messages, of all turns if there are several."""
+        if self.episodes is None:
+            return self.prompts.answers(self.completions)
+        rows = zip(self.episodes, self.prompts.prompts, self.completions, strict=True)
+        return [episode.completion(prompt, text) for episode, prompt, text in rows]
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,8 @@ class Scored:
     """True if filters such as top_p truncated the sampling distribution."""
     bootstrap: Tensor | None = None
     """`[batch]`, the critic's value of the state after truncated completions, 0 elsewhere; None without a bootstrap."""
+    episodes: list[Transcript] | None = None
+    """Transcripts of episodes of several turns."""
 
     def totals(self) -> Tensor:
         """Total reward of each completion, `[batch]`."""
@@ -101,19 +122,25 @@ class Pipeline:
     processes: Processes
     budget: int | None = None
     """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
+    player: Player | None = None
+    """Plays episodes of several turns with the engine; None if a completion is one turn."""
     finite: bool = True
     """Raise for scores that are not finite, instead of returning them."""
 
     def sample(
-        self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
-    ) -> tuple[Rollout, list[str]]:
-        """Sample a completion for each row of prompts; returns rollout and texts. Arguments as in `collect`."""
+        self, prompts: PromptBatch | TaskBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
+    ) -> Sampled:
+        """Sample a completion, or play an episode, for each row of prompts. Arguments as in `collect`."""
+        if isinstance(prompts, TaskBatch):
+            assert self.player is not None
+            played = self.player.play(prompts, settings, uniforms)
+            return Sampled(played.prompts, played.rollout, played.rollout.texts(self.tokenizer), played.transcripts)
         rollout = self.engine.generate(prompts, settings, uniforms, per_prompt)
-        return rollout, rollout.texts(self.tokenizer)
+        return Sampled(prompts, rollout, rollout.texts(self.tokenizer))
 
     def collect(
         self,
-        prompts: PromptBatch,
+        prompts: PromptBatch | TaskBatch,
         settings: SamplingConfig,
         uniforms: Tensor,
         per_prompt: int = 1,
@@ -125,7 +152,7 @@ class Pipeline:
         """Sample a completion for each row of prompts and score it.
 
         Args:
-            prompts: this process's rows.
+            prompts: this process's rows, of prompts or of episodes.
             settings: sampling settings and stop conditions.
             uniforms: `[batch, settings.max_new_tokens]`, random numbers in [0, 1).
             per_prompt: number of consecutive rows with the same prompt.
@@ -138,24 +165,24 @@ class Pipeline:
             RewardError: a reward could not be computed.
         """
         with stage("rollout") as results:
-            rollout, completions = self.sample(prompts, settings, uniforms, per_prompt)
+            sampled = self.sample(prompts, settings, uniforms, per_prompt)
+            rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():
                     rollout = replace(rollout, values=rollout_values(self.policy, rollout, self.budget))
             results["rollout"] = rollout
-        return self.score(prompts, settings, rollout, completions, bootstrap=bootstrap, stage=stage)
+        return self.score(sampled._replace(rollout=rollout), settings, bootstrap=bootstrap, stage=stage)
 
     def score(
         self,
-        prompts: PromptBatch,
+        sampled: Sampled,
         settings: SamplingConfig,
-        rollout: Rollout,
-        completions: list[str],
         *,
         bootstrap: bool = False,
         stage: Stage = no_stage,
     ) -> Scored:
         """Compute reference log-probs, KL and scores of completions; arguments and errors as in `collect`."""
+        prompts, rollout, completions, episodes = sampled
         after = None
         with stage("reference") as results, self.precision.no_grad():
             if bootstrap:
@@ -168,7 +195,7 @@ class Pipeline:
         if not self.processes.all(bool(torch.stack([x.isfinite().all() for x in numbers]).all())):
             raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)
         with stage("reward") as results:
-            scores = results["scores"] = self._score(prompts, rollout, completions, reference, texts)
+            scores = results["scores"] = self._score(sampled, reference, texts)
         totals = torch.tensor(scores.totals, device=self.precision.device)
         return Scored(
             prompts,
@@ -181,23 +208,20 @@ class Pipeline:
             of_texts=scores.of_texts,
             filtered=bool(settings.filters()),
             bootstrap=after,
+            episodes=episodes,
         )
 
-    def _score(
-        self,
-        prompts: PromptBatch,
-        rollout: Rollout,
-        completions: list[str],
-        reference: ReferenceOutputs,
-        texts: list[str],
-    ) -> Scores:
+    def _score(self, sampled: Sampled, reference: ReferenceOutputs, texts: list[str]) -> Scores:
         """The reward terms' scores of this process's completions."""
-        columns = prompts.columns | rollout.columns(reference.logprobs)
+        prompts, rollout, _, episodes = sampled
+        known = prompts.columns | rollout.columns(reference.logprobs)
+        if episodes is not None:
+            known |= columns(episodes)
         lengths = rollout.mask.sum(1).tolist()
         scores, reason = None, "a reward term is not finite in another process"
         try:
-            answers = prompts.answers(completions)
-            scores = score(self.terms, prompts.questions(), answers, columns, lengths, finite=self.finite)
+            answers = sampled.answers()
+            scores = score(self.terms, prompts.questions(), answers, known, lengths, finite=self.finite)
         except NonFiniteReward as error:
             reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:

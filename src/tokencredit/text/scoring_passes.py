@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tokencredit.core.kl import kl_estimate
+from tokencredit.core.masked import extents
 from tokencredit.learn.experience import length_batches
 from tokencredit.learn.objective import PolicyOutputs
 from tokencredit.settings.training import KLConfig
@@ -93,7 +94,7 @@ def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> T
     cut = rollout.truncated
     if not cut.any():
         return after
-    lengths = rollout.mask[cut].sum(1, keepdim=True)
+    lengths = extents(rollout.mask[cut]).unsqueeze(1)
     longer = Rollout(
         prompt_ids=rollout.prompt_ids[cut],
         prompt_mask=rollout.prompt_mask[cut],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import Models
@@ -26,15 +28,27 @@ from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
+from tokencredit.text.turns.environments import COLUMN, Environments
+from tokencredit.text.turns.play import Framings, Player
+from tokencredit.text.turns.tasks import Tasks, load_tasks
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 
 def check_arguments(
-    args: PPOConfig, model: Any, processing_class: Any, peft_config: Any, train_dataset: Any, eval_dataset: Any
+    args: PPOConfig,
+    model: Any,
+    processing_class: Any,
+    peft_config: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    played: bool,
 ) -> None:
-    """Raise `ConfigError` for an argument of `PPOTrainer` of the wrong type, or one that conflicts with a setting."""
+    """Raise `ConfigError` for an argument of `PPOTrainer` of the wrong type, or one that conflicts with a setting.
+
+    `played` is true if there are tools or an environment from Python.
+    """
     if not (model is None or isinstance(model, str) or (isinstance(model, nn.Module) and hasattr(model, "config"))):
         raise ConfigError(
             f"model is {shown(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
@@ -57,7 +71,10 @@ def check_arguments(
                 raise ConfigError(f"{name} and {group}.{key} are both given; leave one of them out")
     if eval_dataset is not None and not args.eval.every:
         raise ConfigError("eval_dataset is given, which has no effect without eval.every; leave it out")
-    refuse_idle(args, [name for name, (dataset, _) in datasets.items() if dataset is not None])
+    if played:
+        args.check_turns()
+    rows = [name for name, (dataset, _) in datasets.items() if dataset is not None]
+    refuse_idle(args, rows + ["environment_factory"] * played)
 
 
 def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
@@ -127,26 +144,72 @@ def evaluation_prompts(
     )
 
 
-def check_columns(terms: list[Term], models: Models, *prompts: Prompts) -> None:
+def prepare_tasks(
+    args: PPOConfig, environments: Environments, train_dataset: Rows | None = None, eval_dataset: Rows | None = None
+) -> tuple[Tasks, Tasks]:
+    """The rows of episodes for training and for evaluation, whose episodes differ from those of training.
+
+    Raises:
+        ConfigError: the environments do not take the rows; and as `load_tasks`.
+    """
+    train = load_tasks(
+        args.prompts, seed=args.seed, stream=0, dataset=train_dataset, group="prompts", dataset_name="train_dataset"
+    )
+    own = train_dataset if args.eval.prompts is None else None
+    tasks = train, evaluation_tasks(args, own if eval_dataset is None else eval_dataset)
+    for rows in tasks if args.eval.every else tasks[:1]:
+        environments.check_columns(rows.columns, rows.values(COLUMN))
+    return tasks
+
+
+def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
+    """The rows of episodes for evaluation: held-out ones if configured, else those of training with other seeds."""
+    group = "prompts" if args.eval.prompts is None else "eval.prompts"
+    config = args.eval.prompts or args.prompts
+    return load_tasks(config, seed=args.seed, stream=1, dataset=dataset, group=group, dataset_name="eval_dataset")
+
+
+def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
     """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
-    own = ("prompts", "completions", "completion_ids", *(() if models.reference is None else ("ref_logprobs",)))
-    for columns in (found.other_columns for found in prompts):
-        calls.check_columns(terms, [*own, *columns])
+    own = ["prompts", "completions", "completion_ids"] + ["ref_logprobs"] * (models.reference is not None)
+    for found in prompts:
+        turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(found, Tasks)
+        calls.check_columns(terms, [*own, *turns, *found.other_columns])
 
 
-def dropped(*prompts: Prompts) -> list[str]:
+def dropped(*prompts: Prompts | Tasks) -> list[str]:
     """One line per set of prompts from which overlong ones were dropped."""
     return [line for line in (unique.dropped() for unique in dict.fromkeys(prompts)) if line]
 
 
-def load_terms(args: PPOConfig, reward_funcs: Any, device: torch.device) -> list[Term]:
-    """Load the reward terms: `reward_funcs` if given, otherwise those of the configuration.
+def load_terms(
+    args: PPOConfig, reward_funcs: Any, device: torch.device, environments: Environments | None = None
+) -> list[Term]:
+    """Load the reward terms: `reward_funcs` if given, otherwise those of the configuration, and the environment's own.
 
     Raises:
-        ConfigError: a term cannot be loaded, or scores whole texts although `advantage.bootstrap` is set.
+        ConfigError: a term cannot be loaded, or scores whole texts although `advantage.bootstrap` is set; there is
+            none; or two have the same name.
     """
+    own = [] if environments is None else environments.terms()
     if reward_funcs is not None:
-        return as_terms(reward_funcs, device)
+        terms = as_terms(reward_funcs, device)
+    elif own and args.reward == PPOConfig().reward:
+        terms = []  # the default, which is for texts; the environment is from Python
+    else:
+        terms = _configured_terms(args, device)
+    if not terms and not own:
+        raise ConfigError(
+            "there is no reward: the environment has none of its own (get_reward, or the reward of step), and reward "
+            "is empty; give a term"
+        )
+    if same := {term.name for term in terms} & {term.name for term in own}:
+        raise ConfigError(f"a reward term is named {', '.join(same)}, the name of the environment's own; rename it")
+    return own + terms
+
+
+def _configured_terms(args: PPOConfig, device: torch.device) -> list[Term]:
+    """The reward terms of the configuration; errors as in `load_terms`."""
     for number, term in enumerate(args.reward if args.advantage.bootstrap else ()):
         kind, source = term.source()
         if kind != "function" or ":" not in source:  # user functions are checked at the first batch
@@ -158,20 +221,39 @@ def load_terms(args: PPOConfig, reward_funcs: Any, device: torch.device) -> list
     return build_terms(args.reward, device)
 
 
-def build_pipeline(args: PPOConfig, models: Models, terms: list[Term], processes: Processes) -> Pipeline:
-    """Build a run's pipeline from its models and reward terms."""
+def build_pipeline(
+    args: PPOConfig,
+    models: Models,
+    terms: list[Term],
+    processes: Processes,
+    environments: Environments | None = None,
+) -> Pipeline:
+    """Build a run's pipeline from its models, reward terms and environments.
+
+    Raises:
+        ConfigError: the tokenizer's chat template does not fit the environment or the tools.
+    """
     budget = args.ppo.micro_batch_tokens
+    engine = models.engine(budget)
     return Pipeline(
         models.policy,
         models.reference,
         models.tokenizer,
         models.precision,
-        models.engine(budget),
+        engine,
         terms,
         args.kl,
         processes,
         budget,
+        None if environments is None else build_player(args, engine, environments),
     )
+
+
+def build_player(args: PPOConfig, engine: LocalEngine, environments: Environments) -> Player:
+    """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
+    framings = Framings.build(engine.tokenizer, environments, args.prompts, engine.end_ids)
+    room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)
+    return Player(engine, framings, environments, args.env, room)
 
 
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
@@ -235,6 +317,7 @@ def build_objective(args: PPOConfig) -> Objective:
         kl_estimator=kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
         horizon=args.rollout.max_new_tokens,
         value_places=tuple(args.critic.places or ()),
+        value_horizon=args.env.max_turns if args.advantage.unit == "turn" else None,
     )
 
 

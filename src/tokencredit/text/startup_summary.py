@@ -14,13 +14,14 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards.texts import last_message
+from tokencredit.text.turns.tasks import Tasks
 
 OUTPUTS = {"probability": "P({})", "logit": "logit of {}", "log_odds": "log-odds of {}"}
 """Classifier outputs, with a place for the label."""
 
 
 def overview(
-    args: PPOConfig, pipeline: Pipeline, prompts: Prompts, configured: bool, folder: Path
+    args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks, configured: bool, folder: Path
 ) -> Iterator[tuple[str, str]]:
     """Pairs of a label and a text.
 
@@ -35,9 +36,16 @@ def overview(
     size, trained = sum(p.numel() for p in lm.parameters()), sum(p.numel() for p in trainable(lm))
     name = args.model.name or "from Python"
     yield "model", f"{name}, {count(size)} parameters" + (f", {count(trained)} trained" if trained < size else "")
-    number, first = len(prompts.kept), shortened(last_message(prompts.batch(0, 1).prompts[0]), 60)
-    yield "prompts", f"1: {first}" if number == 1 else f"{number:,} of {prompts.name}; the first: {first}"
-    terms = [(x.weight, source(x)) for x in args.reward] if configured else [(x.weight, x.name) for x in pipeline.terms]
+    number = len(prompts.kept)
+    if isinstance(prompts, Tasks):
+        assert pipeline.player is not None
+        rows = "" if prompts.rows is None else f", {number:,} rows of {prompts.name}"
+        yield "environment", f"{pipeline.player.environments.name}, at most {args.env.max_turns} turns{rows}"
+    else:
+        first = shortened(last_message(prompts.batch(0, 1).prompts[0]), 60)
+        yield "prompts", f"1: {first}" if number == 1 else f"{number:,} of {prompts.name}; the first: {first}"
+    by_source = configured and not isinstance(prompts, Tasks)
+    terms = [(x.weight, source(x)) for x in args.reward] if by_source else [(x.weight, x.name) for x in pipeline.terms]
     for weight, term in terms:
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""

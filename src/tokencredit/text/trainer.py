@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -36,6 +36,7 @@ from tokencredit.text.audit.targets import continuation_targets
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
+from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
@@ -48,6 +49,8 @@ from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
 from tokencredit.text.startup_summary import overview
+from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.tasks import Tasks
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -70,6 +73,8 @@ class PPOTrainer:
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: Any = None,
         callbacks: Iterable[Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
         **unknown: Any,
     ):
         """Load everything that a run needs; `train` creates its folder.
@@ -83,6 +88,8 @@ class PPOTrainer:
             processing_class: the policy's tokenizer.
             peft_config: a PEFT configuration for a new adapter; only the adapter is then trained.
             callbacks: see `text.callbacks.Callback`.
+            tools: functions that the policy may call (docs/turns.md).
+            environment_factory: a class of environments, or a dict of names to classes.
             unknown: refused; the message has the keys for TRL's names.
 
         Raises:
@@ -91,7 +98,8 @@ class PPOTrainer:
         refuse_arguments(unknown, [*signature(PPOTrainer).parameters][:-1])
         callbacks = check_callbacks(callbacks)
         args = require_config(args, PPOConfig)
-        setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset)
+        played = environment_factory is not None or bool(tools)
+        setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset, played)
         if model is not None:
             name = model if isinstance(model, str) else run_models.name_of(model)
             args = replace(args, model=replace(args.model, name=name))
@@ -100,13 +108,22 @@ class PPOTrainer:
         setup.check_batch_size(args, self.processes.count)
         with rng.preserved():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
-            terms = setup.load_terms(args, reward_funcs, self.processes.device)
+            environments = None
+            if args.several_turns() or played:
+                environments = load_environments(args.env, args.tools, factory=environment_factory, functions=tools)
+            terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             datasets = train_dataset, eval_dataset
-            self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
+            self.prompts: Prompts | Tasks
+            self.eval_prompts: Prompts | Tasks
+            if environments is None:
+                self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
+            else:
+                self.prompts, self.eval_prompts = setup.prepare_tasks(args, environments, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            given |= {"tools": tools or None, "environment_factory": environment_factory}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
             self.record.from_python = self.origin["given"]
             named = model is None or isinstance(model, str)
@@ -114,9 +131,12 @@ class PPOTrainer:
             setup.check_columns(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
-        self.pipeline = setup.build_pipeline(args, models, terms, self.processes)
+        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments)
         self.credit = Credit(args, self.processes.sum)
-        self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
+        self.auditor: Auditor | None = None
+        """None with an environment, whose episodes cannot be continued from their middle."""
+        if isinstance(self.prompts, Prompts):
+            self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner = setup.build_learner(args, models, self.processes)
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
@@ -190,7 +210,7 @@ class PPOTrainer:
             metrics |= rates | (self.pretrained or {} if number == 1 else {})
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
-            if self.args.audit.every and number % self.args.audit.every == 0:
+            if self.auditor is not None and self.args.audit.every and number % self.args.audit.every == 0:
                 metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
             results |= {"metrics": metrics, "samples": samples}
         metrics["seconds"] = seconds.pop("iteration")
@@ -314,7 +334,7 @@ class PPOTrainer:
         """Write policy, summary and report, upload the policy if configured, and return the summary."""
         summary = self.record.end(stopped_by, self._save)
         write_final_report(self.record)
-        can_audit = self.args.run.save_every and not self.origin["given"]
+        can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
         audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
         prompt = " --prompt TEXT" if "train_dataset" in self.origin["given"] else ""
         self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)
@@ -326,4 +346,6 @@ class PPOTrainer:
         save_policy(folder, self.policy, self.tokenizer)
         names = [term.name for term in self.pipeline.terms]
         prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
-        (folder / "README.md").write_text(model_card(self.args, names, summary, prompts))
+        player = self.pipeline.player
+        environment = None if player is None else player.environments.name
+        (folder / "README.md").write_text(model_card(self.args, names, summary, prompts, environment))

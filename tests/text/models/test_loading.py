@@ -66,13 +66,18 @@ def test_room_for_prompts(loaded):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("builtin:news", "not a built-in world; the only one is builtin:reviews"),
+        ("builtin:news", "not a built-in world; there are builtin:reviews, builtin:grid, builtin:calculator"),
         ("./nowhere", "'./nowhere' is not a model folder: it has no config.json"),
     ],
 )
 def test_names_that_lead_nowhere(name, message):
     with pytest.raises(ConfigError, match=message):
         resolve(name, "policy")
+
+
+def test_a_world_without_a_classifier():
+    with pytest.raises(ConfigError, match="'builtin:grid' is not a built-in classifier; the only one is builtin:rev"):
+        resolve("builtin:grid", "sentiment")
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):

@@ -28,8 +28,7 @@ function reach(samples, quantity) { // the largest distance from the centre, of 
   return most || 1;
 }
 
-function tokens(sample, values, scale, centre, describe, truth, truthScale = scale) {
-  const line = make("div", { className: truth ? "tokens audited" : "tokens" }, make("span", { className: "prompt", textContent: sample.prompt }));
+function tokens(sample, values, scale, centre, describe, { truth, truthScale = scale, credit = values } = {}) {
   const spans = sample.tokens.map((text, i) => {
     const span = make("span", { textContent: text || "∅", tabIndex: i === 0 ? 0 : -1 });
     if (values[i] !== null) span.style.backgroundColor = colour((values[i] - centre) / scale);
@@ -49,8 +48,8 @@ function tokens(sample, values, scale, centre, describe, truth, truthScale = sca
     });
     return span;
   });
-  line.append(...spans);
-  return line;
+  const line = (...parts) => make("div", { className: truth ? "tokens audited" : "tokens" }, ...parts);
+  return sample.turns ? episode(sample, spans, line, credit) : line(make("span", { className: "prompt", textContent: sample.prompt }), ...spans);
 }
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -60,21 +59,25 @@ function lineOf(kind, numbers) {
   return line;
 }
 
-function valueLine(values, truth = [], errors = []) {
+function valueLine(sample) {
+  const { value: values, "true value": truth = [] } = sample.numbers, errors = sample.errors["true value"] ?? [];
+  const starts = (sample.turns ?? []).map(({ start }) => start).filter((start) => start > 0);
   const bars = truth.flatMap((x, i) => (x === null ? [] : [[i, x - 2 * errors[i], x + 2 * errors[i]]]));
-  const all = [0, ...values, ...bars.flatMap(([, low, high]) => [low, high])];
+  const points = values.flatMap((x, i) => (x === null ? [] : [[i, x]])), learned = points.map(([, x]) => x);
+  const all = [0, ...learned, ...bars.flatMap(([, low, high]) => [low, high])];
   const low = Math.min(...all), high = Math.max(...all), span = high - low || 1;
   const y = (x) => 38 - (36 * (x - low)) / span;
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${Math.max(values.length - 1, 1)} 40`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `value before each token, ${format(values[0])} at first, ${format(values.at(-1))} at last`
+  svg.setAttribute("aria-label", `value before each token, ${format(learned[0])} at first, ${format(learned.at(-1))} at last`
     + (bars.length ? ", with the true values that were measured" : ""));
   svg.append(
     lineOf("line", { x1: 0, x2: Math.max(values.length - 1, 1), y1: y(0), y2: y(0) }),
+    ...starts.map((x) => lineOf("line", { class: "start", x1: x, x2: x, y1: 0, y2: 40 })),
     ...bars.map(([i, low, high]) => lineOf("line", { class: "true", x1: i, x2: i, y1: y(low) + 0.5, y2: y(high) - 0.5 })),
-    lineOf("polyline", { points: values.map((x, i) => `${i},${y(x)}`).join(" ") }),
+    lineOf("polyline", { points: points.map(([i, x]) => `${i},${y(x)}`).join(" ") }),
   );
   return make("div", { className: "line" }, make("span", { textContent: "value" }), svg,
     make("span", { className: "ends" }, make("span", { textContent: format(high) }), make("span", { textContent: format(low) })));
@@ -85,8 +88,9 @@ function withError(value, error) {
 }
 
 function describe(sample, i) {
-  const numbers = Object.entries(sample.numbers).map(([name, values]) => `${name} ${withError(values[i], sample.errors[name]?.[i])}`);
-  by("numbers").textContent = `token ${i + 1} of ${sample.tokens.length}, “${sample.tokens[i]}”: ${numbers.join(", ")}`;
+  const shown = Object.entries(sample.numbers).filter(([name, values]) => values[i] !== null || sample.errors[name]);
+  const numbers = shown.map(([name, values]) => `${name} ${withError(values[i], sample.errors[name]?.[i])}`);
+  by("numbers").textContent = `${placeOf(sample, i)}token ${i + 1} of ${sample.tokens.length}, “${sample.tokens[i]}”: ${numbers.join(", ")}`;
 }
 
 const entries = () => [...new Set(views.map((sample) => sample.iteration))];
@@ -134,10 +138,11 @@ function creditView() {
         const values = sample.numbers[quantity] ?? sample.tokens.map(() => centre);
         return make("div", { className: "sample" },
           make("div", { className: "about" }, make("span", { textContent: `reward ${format(sample.reward)}` }),
-            make("span", { textContent: sample.truncated ? "truncated at the length limit" : `${sample.tokens.length} tokens` })),
-          tokens(sample, values, own ? reach([sample], quantity) : largest, centre, (i) => describe(sample, i), sample.numbers[TRUTH[quantity]]),
+            make("span", { textContent: sample.turns ? lengthOf(sample) : sample.truncated ? "truncated at the length limit" : `${sample.tokens.length} tokens` })),
+          tokens(sample, values, own ? reach([sample], quantity) : largest, centre, (i) => describe(sample, i),
+            { truth: sample.numbers[TRUTH[quantity]], credit: sample.numbers.advantage }),
           // none without a critic
-          ...(sample.numbers.value ? [valueLine(sample.numbers.value, sample.numbers["true value"], sample.errors["true value"])] : []));
+          ...(sample.numbers.value ? [valueLine(sample)] : []));
       }));
     }
   }
@@ -153,7 +158,7 @@ function whatIf() {
   let samples = [];
   function list() {
     samples = samplesOf(by("if-iteration"));
-    choices(by("if-sample"), samples.map((s, i) => [i, `reward ${format(s.reward)}: ${s.prompt}${s.tokens.join("")}`.slice(0, 80)]));
+    choices(by("if-sample"), samples.map((s, i) => [i, `reward ${format(s.reward)}: ${s.turns ? "" : s.prompt}${s.tokens.join("")}`.slice(0, 80)]));
     draw();
   }
   function draw() {
@@ -168,13 +173,13 @@ function whatIf() {
       const error = (i) => (values === truth ? sample.errors["true advantage"][i] : undefined);
       const beside = (i) => (truth && values !== truth ? `, true ${withError(truth[i], sample.errors["true advantage"][i])}` : "");
       const say = (i) => {
-        by("numbers").textContent = `token ${i + 1}, “${sample.tokens[i]}”: advantage ${withError(values[i], error(i))} with ${label}${beside(i)}`;
+        by("numbers").textContent = `${placeOf(sample, i)}token ${i + 1}, “${sample.tokens[i]}”: advantage ${withError(values[i], error(i))} with ${label}${beside(i)}`;
       };
       const correlation = truth && audit.correlations[label] ? `, correlation with true advantages ${withInterval(audit.correlations[label])} over the audit` : "";
       return make("div", { className: "sample" },
         make("div", { className: "about" }, make("b", { textContent: label }),
           make("span", { textContent: (known.length ? `mean ${format(mean)}, deviation ${format(Number(deviation.toFixed(4)))}` : "not measured") + correlation })),
-        tokens(sample, values, largest(values), 0, say, values === truth ? undefined : truth, truthScale));
+        tokens(sample, values, largest(values), 0, say, { truth: values === truth ? undefined : truth, truthScale }));
     }));
   }
   by("if-iteration").addEventListener("change", list);
@@ -214,8 +219,9 @@ function auditCharts() {
 }
 
 function completion(sample, ending = "") {
-  return make("p", {}, make("b", { textContent: `${format(sample.reward)} ` }),
-    make("span", { className: "prompt", textContent: sample.prompt }), sample.tokens.join(""), ending);
+  const prompt = (text) => make("span", { className: "prompt", textContent: text });
+  const parts = sample.turns ? inline(sample, prompt) : [prompt(sample.prompt), sample.tokens.join("")];
+  return make("p", {}, make("b", { textContent: `${format(sample.reward)} ` }), ...parts, ending);
 }
 
 function compared() { // completions of the first and the last iteration, the same prompts beside each other
@@ -241,8 +247,6 @@ function smooth(values, width) {
     return near.reduce((a, b) => a + b, 0) / near.length;
   });
 }
-
-const known = (x) => x !== null && x !== undefined;
 
 function plots() {
   const boxes = headline ? [{ chart: headline, box: by("headline") }] : [];

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokencredit.runs.diagnosis.audit_checks import critic_flat, critic_worse, lam_high, lam_low
+from tokencredit.runs.diagnosis.episode_checks import (
+    calls_malformed,
+    environment_fails,
+    never_ended,
+    no_room,
+    observations_cut,
+    tools_fail,
+)
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
 from tokencredit.runs.history import WINDOW
 
@@ -112,7 +120,10 @@ def all_masked(run: Evidence) -> Finding | None:
 
 
 def degenerate(run: Evidence) -> Finding | None:
-    """The reward rises while the texts degenerate."""
+    """The reward rises while the texts degenerate.
+
+    Who has learned a game plays short and similar episodes, so these are judged by the reference alone.
+    """
     if len(run) < SETTLED or not run.gain() > 0.2:
         return None
     signs = {
@@ -122,7 +133,7 @@ def degenerate(run: Evidence) -> Finding | None:
         "length": run.last("length") < 0.4 * run.first("length"),
         "ref_logprob": run.last("ref_logprob") < run.first("ref_logprob") - 2.0,
     }
-    degraded = [name for name, is_bad in signs.items() if is_bad]
+    degraded = [name for name, is_bad in signs.items() if is_bad and not (run.episodic() and name != "ref_logprob")]
     if not degraded:
         return None
     return Finding(
@@ -247,8 +258,8 @@ def value_loss(run: Evidence) -> Finding | None:
 
 
 def truncated(run: Evidence) -> Finding | None:
-    """Most completions run into the length limit."""
-    if run.setting("rollout.stop_at_eos") is False or not run.last("truncated") > 0.8:
+    """Most completions run into the length limit; `never_ended` and `no_room` judge episodes."""
+    if run.setting("rollout.stop_at_eos") is False or run.episodic() or not run.last("truncated") > 0.8:
         return None
     handled = run.setting("advantage.bootstrap") or run.setting("ppo.mask_truncated")
     return Finding(
@@ -267,13 +278,20 @@ def constant_term(run: Evidence) -> Finding | None:
     flat = [name for name in names if len(run) >= REPEATED and run.last(name) < 1e-8]
     if not flat:
         return None
+    # An environment's own term comes before those of the configuration.
+    own = run.episodic() and flat[0] == names[0] and len(names) > len(run.setting("reward") or [])
+    name = flat[0].removeprefix("reward_std/")
     return Finding(
         "constant_term",
         80,
-        f"the reward's term {flat[0].removeprefix('reward_std/')} does not vary",
+        f"the environment {name} always pays the same" if own else f"the reward's term {name} does not vary",
         run.where(flat[0]),
-        "It gives every completion the same score, so nothing can be learned from it.",
-        "check its inputs and outputs by hand on a few texts; if high scores are only rare, raise rollout.batch_size",
+        f"It gives every {'episode' if own else 'completion'} the same score, so nothing can be learned from it.",
+        "play an episode by hand, and check that step or get_reward pays for something that the policy can reach "
+        "within env.max_turns; if high rewards are only rare, raise rollout.batch_size, or pay for steps to the goal"
+        if own
+        else "check its inputs and outputs by hand on a few texts; if high scores are only rare, raise "
+        "rollout.batch_size",
     )
 
 
@@ -367,5 +385,11 @@ CHECKS: tuple[Check, ...] = (
     constant_term,
     dominant_term,
     always_clipped,
+    environment_fails,
+    calls_malformed,
+    tools_fail,
+    never_ended,
+    no_room,
+    observations_cut,
 )
 FINAL_CHECKS: tuple[Check, ...] = (clip_low, flat_reward, still_warming)

@@ -49,6 +49,10 @@ class Evidence:
         """Number of iterations."""
         return len(self.metrics)
 
+    def episodic(self) -> bool:
+        """True if completions are episodes of several turns."""
+        return self.last("env/turns") > 0
+
     def setting(self, key: str) -> Any:
         """A setting by its key, such as `optim.warmup`; None if the run has none."""
         value: Any = self.config

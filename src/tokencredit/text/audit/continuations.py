@@ -12,7 +12,7 @@ from torch import Tensor
 from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.models.loading import max_prompt_length
-from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+from tokencredit.text.pipeline import Pipeline, Sampled, Scored, UnusableBatch
 
 
 class States(NamedTuple):
@@ -121,7 +121,7 @@ class Continuations:
         )
         sampled.logprobs[target] = rollout.logprobs[repeated][source]
         texts = sampled.texts(self.pipeline.tokenizer)
-        return self.pipeline.score(prompts, args.rollout, sampled, texts, bootstrap=args.advantage.bootstrap)
+        return self.pipeline.score(Sampled(prompts, sampled, texts), args.rollout, bootstrap=args.advantage.bootstrap)
 
 
 def run_in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -> None:

@@ -35,6 +35,11 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
         ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
         RunStopped: a number in the audit is not finite.
     """
+    if config.several_turns():
+        raise ConfigError(
+            f"{str(run)!r} is a run of several turns; an audit samples continuations of a text from its middle, and an "
+            "environment cannot be continued from there"
+        )
     number, state = at_iteration(run, checkpoint)
     arguments = [*state["origin"]["given"], *(() if config.model.name else ("model",))]
     if arguments:
@@ -47,6 +52,7 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
         load(trainer, state, set())
         group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt
         try:
+            assert trainer.auditor is not None
             audit = replace(trainer.auditor, settings=settings, group=group).audit(number)
         except UnusableBatch as error:
             raise RunStopped(str(error)) from error

@@ -11,6 +11,7 @@ from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.processes import Processes
 from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch, Prompts
+from tokencredit.text.turns.tasks import TaskBatch, Tasks
 
 
 class BatchStream:
@@ -19,15 +20,15 @@ class BatchStream:
     The stream has its own generator, so that samples depend neither on shuffling nor on another stream.
     """
 
-    def __init__(self, prompts: Prompts, settings: RolloutConfig, processes: Processes, seed: int):
+    def __init__(self, prompts: Prompts | Tasks, settings: RolloutConfig, processes: Processes, seed: int):
         """Start at the first prompt."""
         self.prompts, self.settings, self.processes = prompts, settings, processes
         self.generator = torch.Generator().manual_seed(seed)
         self.drawn = 0
         """Completions sampled so far; the position in the prompt sequence."""
 
-    def next_batch(self) -> tuple[PromptBatch, Tensor]:
-        """This process's prompts of the next batch, and its uniforms `[share, max_new_tokens]`."""
+    def next_batch(self) -> tuple[PromptBatch | TaskBatch, Tensor]:
+        """This process's prompts or episodes of the next batch, and its uniforms `[share, max_new_tokens]`."""
         settings = self.settings
         share = settings.batch_size // self.processes.count
         first = share * self.processes.rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,51 @@ def sampling_cache(config: PreTrainedConfig) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [SpareCapacityLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def can_keep_rows(cache: DynamicCache) -> bool:
+    """True if single rows can be taken out of a cache and put back: every layer holds keys and values of all tokens."""
+    return all(type(layer) is SpareCapacityLayer for layer in cache.layers)
+
+
+def take_rows(cache: DynamicCache, slots: Sequence[int], starts: Sequence[int], *, last: bool) -> list[RowCache]:
+    """Copy rows out of a cache.
+
+    Args:
+        cache: of `sampling_cache`; it must hold tokens.
+        slots: rows of the cache.
+        starts: number of columns of each row that are padding.
+        last: the cache is not needed any more; its layers are freed one by one.
+    """
+    rows: list[RowCache] = [[] for _ in slots]
+    for layer in cache.layers:
+        assert isinstance(layer, SpareCapacityLayer)
+        for row, slot, start in zip(rows, slots, starts, strict=True):
+            row.append(layer.row(slot, start))
+        if last:
+            layer.clear()
+    return rows
+
+
+def put_rows(cache: DynamicCache, rows: Sequence[RowCache | None], lengths: Sequence[int], spare: int) -> None:
+    """Fill an empty cache with the first tokens of rows from `take_rows`, left-padded to the longest; empties the rows.
+
+    Args:
+        cache: an empty one, of `sampling_cache`.
+        rows: rows, not all None.
+        lengths: number of tokens to keep of each row; 0 for None.
+        spare: columns to allocate for tokens to come.
+    """
+    for layer in cache.layers:
+        assert isinstance(layer, SpareCapacityLayer)
+        # Layer by layer, so that no more than one layer is in memory twice.
+        layer.fill([None if row is None else row.pop(0) for row in rows], lengths, spare)
+
+
+KeysAndValues = tuple[Tensor, Tensor]
+"""`[heads, time, width]` each, of one row in one layer."""
+RowCache = list[KeysAndValues]
+"""A row's keys and values by layer, without padding."""
 
 
 class SpareCapacityLayer(DynamicLayer):
@@ -43,3 +89,26 @@ class SpareCapacityLayer(DynamicLayer):
             buffer[..., seen:length, :] = new
         self.keys, self.values = (torch.narrow(buffer, -2, 0, length) for buffer in self.buffers if buffer is not None)
         return self.keys, self.values
+
+    def row(self, slot: int, start: int) -> KeysAndValues:
+        """A copy of a row from a column on."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[slot, :, start:].clone(), self.values[slot, :, start:].clone()
+
+    def clear(self) -> None:
+        """Free the memory; the layer can be used no longer."""
+        self.keys = self.values = None
+        self.buffers = [None, None]
+
+    def fill(self, rows: Sequence[KeysAndValues | None], lengths: Sequence[int], spare: int) -> None:
+        """Take the first tokens of rows, left-padded to the longest, with room for `spare` more."""
+        longest, filled = max(lengths), next(row for row in rows if row is not None)
+        self.lazy_initialization(*filled)
+        for index, (heads, _, width) in enumerate(x.shape for x in filled):
+            buffer = filled[index].new_zeros(len(rows), heads, longest + spare, width)
+            for slot, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                if row is not None:
+                    buffer[slot, :, longest - length : longest] = row[index][:, :length]
+            self.buffers[index] = buffer
+        self.keys, self.values = (torch.narrow(buffer, -2, 0, longest) for buffer in self.buffers if buffer is not None)

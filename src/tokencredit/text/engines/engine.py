@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.core.masked import extents
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
@@ -22,15 +23,18 @@ class Rollout:
     prompt_mask: Tensor
     response_ids: Tensor
     mask: Tensor
-    """True at sampled tokens, the end-of-sequence token included."""
+    """True at sampled tokens, the end-of-sequence token included. A row's tokens run without gaps to its last sampled
+    one; those in between that are false are an environment's."""
     logprobs: Tensor
     """Log-prob of each token under the policy at its temperature, in nats, before filters such as top_p."""
     values: Tensor | None
     """Value of the state before each token; None if the engine did not compute it."""
     truncated: Tensor
-    """`[batch]`, true if the completion reached the length limit."""
+    """`[batch]`, true if the completion reached the length limit, or the episode was cut off."""
     entropy: Tensor | None = None
     """Entropy of the distribution behind each log-prob, in nats; None without filters, where −log-prob estimates it."""
+    turn_ends: Tensor | None = None
+    """True at the last token of each turn; None if completions are single turns."""
 
     def inputs(self) -> dict[str, Tensor]:
         """Inputs of `ActorCritic` for evaluating these responses again."""
@@ -48,13 +52,25 @@ class Rollout:
 
     def lengths(self) -> Tensor:
         """Length of each prompt plus its response, in tokens."""
-        return self.prompt_mask.sum(1) + self.mask.sum(1)
+        return self.prompt_mask.sum(1) + extents(self.mask)
+
+    def response_lengths(self) -> Tensor:
+        """Length of each response in tokens, those of an environment between turns included, `[batch]`."""
+        return extents(self.mask)
 
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
-        """Extra columns for reward functions: token ids, and log-probs under the reference model."""
+        """Extra columns for reward functions.
+
+        `completion_ids`, the token ids after the prompt; `completion_mask`, with several turns, 1 at sampled tokens and
+        0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the reference model, if there is one.
+        """
         # One transfer from the device per tensor, not per row.
-        rows, response_ids = list(self.mask.cpu()), self.response_ids.cpu()
-        columns = {"completion_ids": [ids[acted].tolist() for ids, acted in zip(response_ids, rows, strict=True)]}
+        rows, lengths = list(self.mask.cpu()), self.response_lengths().tolist()
+        response_ids = zip(self.response_ids.cpu(), lengths, strict=True)
+        columns: dict[str, list[Any]] = {"completion_ids": [ids[:length].tolist() for ids, length in response_ids]}
+        if self.turn_ends is not None:
+            masks = zip(rows, lengths, strict=True)
+            columns["completion_mask"] = [mask[:length].int().tolist() for mask, length in masks]
         if ref_logprobs is not None:
             columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs.cpu(), rows, strict=True)]
         return columns
@@ -64,13 +80,45 @@ class Rollout:
         prompt_rows = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
         prompts = [tuple(ids[mask].tolist()) for ids, mask in prompt_rows]
         detokenizers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
-        rows = zip(prompts, self.response_ids.cpu(), self.mask.cpu(), strict=True)
-        return [detokenizers[prompt].text(ids[acted].tolist()) for prompt, ids, acted in rows]
+        rows = zip(prompts, self.response_ids.cpu(), self.response_lengths().tolist(), strict=True)
+        return [detokenizers[prompt].text(ids[:length].tolist()) for prompt, ids, length in rows]
 
     def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The text of each token of a completion, special tokens included."""
         prompt = self.prompt_ids[row][self.prompt_mask[row]].tolist()
-        return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row][self.mask[row]].tolist())
+        return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row, : self.response_lengths()[row]].tolist())
+
+
+class Conversation(Protocol):
+    """Turns of a batch of rows, each of which an environment may answer."""
+
+    def sample(
+        self,
+        rows: Sequence[int],
+        observations: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        ended: Callable[[int], None],
+    ) -> None:
+        """Sample the next turn of some rows.
+
+        Args:
+            rows: indices of rows.
+            observations: token ids that follow each row's last turn; empty before the first.
+            limits: most tokens of each row's turn, at least 1; observation and turn fit into what is `left`.
+            ended: called with a row when its turn has ended, if possible while others are still being sampled.
+        """
+
+    def left(self, row: int) -> int:
+        """Tokens that are left of a row's `max_new_tokens`."""
+
+    def turn(self, row: int) -> tuple[list[int], bool]:
+        """The token ids of a row's last turn, and true if it was cut at its limit."""
+
+    def tokens(self, row: int) -> list[int]:
+        """All token ids of a row so far: prompt, turns and observations."""
+
+    def rollout(self) -> Rollout:
+        """The rollout of all rows, with `turn_ends`; `truncated` is that of each row's last turn."""
 
 
 class Engine(Protocol):
@@ -97,6 +145,12 @@ class Engine(Protocol):
             started: first tokens of each completion, the same for all rows of a prompt; None starts from the prompts.
                 Length limit and stop conditions count them as sampled, and their log-probs may be left unset. The
                 context must fit prompt + longest start + limit − shortest start tokens.
+        """
+
+    def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> Conversation:
+        """Begin episodes of several turns, one per row; arguments as in `generate`.
+
+        The stop conditions end a turn; `settings.max_new_tokens` limits all tokens of an episode after its prompt.
         """
 
     def weights_changed(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.conversation import LocalConversation
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.sampling import CachedSteps, sample
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
@@ -42,25 +44,43 @@ class LocalEngine:
         started: Sequence[Tensor] | None = None,
     ) -> Rollout:
         """Sample with a KV cache; in bfloat16, recompute log-probs and values by a full forward pass."""
+        model = nullcontext(self.policy) if self.decoding is None else self.decoding.weights()
+        with self.precision.no_grad(), model as policy:
+            rollout = sample(
+                policy,
+                prompts.to(self.precision.device),
+                uniforms.to(self.precision.device),
+                settings,
+                self.tokenizer,
+                self.end_ids,
+                per_prompt,
+                None if started is None else [tokens.to(self.precision.device) for tokens in started],
+                steps=CachedSteps if self.decoding is None else self.decoding.steps,
+            )
+        return self.exact(rollout, settings.temperature)
+
+    def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> LocalConversation:
+        """Begin episodes of several turns, with a growing KV cache."""
+        device = self.precision.device
+        return LocalConversation(
+            self.policy,
+            prompts.to(device),
+            uniforms.to(device),
+            settings,
+            self.tokenizer,
+            self.end_ids,
+            self.precision,
+            partial(self.exact, temperature=settings.temperature),
+        )
+
+    def exact(self, rollout: Rollout, temperature: float) -> Rollout:
+        """The rollout with log-probs and values of a full forward pass in bfloat16; in float32 they equal it."""
+        if not self.precision.bfloat16:
+            return rollout
         with self.precision.no_grad():
-            with nullcontext(self.policy) if self.decoding is None else self.decoding.weights() as model:
-                rollout = sample(
-                    model,
-                    prompts.to(self.precision.device),
-                    uniforms.to(self.precision.device),
-                    settings,
-                    self.tokenizer,
-                    self.end_ids,
-                    per_prompt,
-                    None if started is None else [tokens.to(self.precision.device) for tokens in started],
-                    steps=CachedSteps if self.decoding is None else self.decoding.steps,
-                )
-            if not self.precision.bfloat16:
-                return rollout
             if rollout.values is None:
-                logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget)
-                return replace(rollout, logprobs=logprobs)
-            outputs = evaluate_rollout(self.policy, rollout, settings.temperature, self.budget)
+                return replace(rollout, logprobs=rollout_logprobs(self.policy, rollout, temperature, self.budget))
+            outputs = evaluate_rollout(self.policy, rollout, temperature, self.budget)
             return replace(rollout, logprobs=outputs.logprobs, values=outputs.values)
 
     def weights_changed(self) -> None:

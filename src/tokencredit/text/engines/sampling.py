@@ -60,11 +60,11 @@ class Decoding:
         ends: Tensor,
         detokenizers: Sequence[Detokenizer],
     ):
-        """Start before the first sampled token.
+        """Start before the first sampled token of a first turn without a limit of its own.
 
         Args:
             uniforms: `[batch, limit]`, one random number per row and token.
-            started: first tokens of each completion.
+            started: first tokens of each completion, which count as sampled.
             settings: sampling settings and stop conditions.
             ends: token ids that end a completion.
             detokenizers: one per completion, if there are stop strings.
@@ -77,7 +77,9 @@ class Decoding:
         self.start_lengths = [len(tokens) for tokens in started]
         self.response_ids = torch.zeros(shape, dtype=torch.long, device=device)
         self.lengths = torch.tensor(self.start_lengths, device=device)
-        self.response_ids[:, : self.limit][self._mask()] = torch.cat(list(started))
+        self.acted = torch.arange(self.limit + 1, device=device) < self.lengths.unsqueeze(1)
+        self.response_ids[self.acted] = torch.cat(list(started))
+        self.turn_starts, self.turn_limits = torch.zeros_like(self.lengths), self.lengths.new_full((batch,), self.limit)
         self.logprobs = torch.zeros(shape, device=device)
         self.values: Tensor | None = None
         self.entropy = torch.zeros(shape, device=device) if settings.filters() else None
@@ -86,6 +88,28 @@ class Decoding:
         self.rows = torch.arange(batch, device=device)
         self.warpers = logits_warpers(settings)
         self._searched = list(self.start_lengths)
+
+    def begin_turn(self, rows: Sequence[int], observations: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        """Append observations, and make these rows the running batch.
+
+        Args:
+            rows: indices of completions, none of which is running.
+            observations: token ids that follow each of them, which the policy did not choose.
+            limits: most tokens of the turn, at least 1; observation and turn fit within the length limit.
+        """
+        for row, ids, most in zip(rows, observations, limits, strict=True):
+            start, end = int(self.lengths[row]), int(self.lengths[row]) + len(ids)
+            self.response_ids[row, start:end] = torch.tensor(ids, dtype=torch.long, device=self.ends.device)
+            self.acted[row, start:] = False  # tokens after a stop string, drawn before it was found
+            self.lengths[row] = self.turn_starts[row] = self._searched[row] = end
+            self.turn_limits[row] = min(end + most, self.limit)
+        self.rows = torch.tensor(rows, device=self.ends.device)
+        self.active[self.rows] = self.truncated[self.rows] = True
+
+    def ids(self, row: int, start: int = 0) -> list[int]:
+        """Token ids of a row so far, observations included, from column `start` on."""
+        ids: list[int] = self.response_ids[row, start : int(self.lengths[row])].tolist()
+        return ids
 
     def last(self) -> Tensor:
         """The last token of each slot, `[slots]`."""
@@ -104,13 +128,14 @@ class Decoding:
         distribution = torch.log_softmax(logits / settings.temperature, dim=-1)
         allowed = distribution
         if settings.min_new_tokens:
-            early = (lengths < settings.min_new_tokens).unsqueeze(-1)
+            early = (lengths - self.turn_starts[rows] < settings.min_new_tokens).unsqueeze(-1)
             allowed = torch.where(early, allowed.index_fill(-1, self.ends, -torch.inf), allowed)
         for warper in self.warpers:
             allowed = warper(inputs, allowed)
         tokens = draw(allowed, self.uniforms[rows, lengths.clamp(max=self.limit - 1)])
         at = rows, torch.where(active, lengths, self.limit)
         self.response_ids[at] = tokens
+        self.acted[at] = True
         self.logprobs[at] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         if self.entropy is not None:
             self.entropy[at] = torch.special.entr(distribution.exp()).sum(-1)
@@ -122,7 +147,7 @@ class Decoding:
         if settings.stop_at_eos:
             active = active & ~(tokens.unsqueeze(-1) == self.ends).any(-1)
             self.truncated[rows] = truncated & (active | ~self.active[rows])
-        self.active[rows] = active & (lengths < self.limit)
+        self.active[rows] = active & (lengths < self.turn_limits[rows])
 
     def check(self) -> list[bool]:
         """End completions at stop strings; returns the slots that are unfinished. The only host sync."""
@@ -134,10 +159,15 @@ class Decoding:
     def _end_at_stops(self) -> None:
         """Cut completions after the first new token that completes a stop string."""
         completions = zip(self.rows.tolist(), self.response_ids[self.rows].tolist(), strict=True)
-        lengths, shortest = self.lengths.tolist(), max(self.settings.min_new_tokens, 1)
+        lengths, starts, shortest = (
+            self.lengths.tolist(),
+            self.turn_starts.tolist(),
+            max(self.settings.min_new_tokens, 1),
+        )
         for row, ids in completions:
-            for length in range(max(self._searched[row] + 1, shortest), lengths[row] + 1):
-                if contains_stop(self.settings.stop, ids[:length], self.detokenizers[row]):
+            start = starts[row]
+            for length in range(max(self._searched[row] + 1, start + shortest), lengths[row] + 1):
+                if contains_stop(self.settings.stop, ids[start:length], self.detokenizers[row]):
                     self.lengths[row] = length
                     self.active[row] = self.truncated[row] = False
                     break
@@ -150,26 +180,23 @@ class Decoding:
 
     def rollout(self, prompts: PromptBatch) -> Rollout:
         """The sampled completions, padded to the longest."""
-        mask = self._mask()
-        mask = mask[:, : int(self.lengths.max())]
+        longest = int(self.lengths.max())
+        present = torch.arange(longest, device=self.lengths.device) < self.lengths.unsqueeze(1)
+        mask = self.acted[:, :longest] & present
 
-        def padded(x: Tensor, padding: float = 0.0) -> Tensor:
-            return x[:, : mask.shape[1]].masked_fill(~mask, padding)
+        def padded(x: Tensor) -> Tensor:
+            return x[:, :longest].masked_fill(~mask, 0.0)
 
         return Rollout(
             prompt_ids=prompts.ids,
             prompt_mask=prompts.mask,
-            response_ids=padded(self.response_ids, int(self.ends[0])),
+            response_ids=self.response_ids[:, :longest].masked_fill(~present, int(self.ends[0])),
             mask=mask,
             logprobs=padded(self.logprobs),
             values=None if self.values is None else padded(self.values),
             truncated=self.truncated,
             entropy=None if self.entropy is None else padded(self.entropy),
         )
-
-    def _mask(self) -> Tensor:
-        """`[batch, limit]`, true at the tokens of completions so far."""
-        return torch.arange(self.limit, device=self.lengths.device) < self.lengths.unsqueeze(1)
 
 
 class CachedSteps:
@@ -256,11 +283,37 @@ def sample(
     detokenizers = stop_detokenizers(prompts, tokenizer) if settings.stop else []
     started = [prompts.ids.new_zeros(0)] * batch if started is None else started
     state = Decoding(uniforms, started, settings, torch.tensor(list(end_ids), device=prompts.ids.device), detokenizers)
-    critic = model.critic if isinstance(model.critic, Critic) and model.critic.reads_last else None
     inputs, mask = append_started(prompts, started)
     left = limit - min(state.start_lengths)
     states = steps(model, mask, left)
-    every = (1 if mask.device.type == "cpu" else CHECK_EVERY) if every is None else every
+    decode(model, state, states, states.prompts(inputs, per_prompt), inputs, left, every)
+    return state.rollout(prompts)
+
+
+def decode(
+    model: ActorCritic,
+    state: Decoding,
+    states: Steps,
+    hidden: Tensor,
+    inputs: Tensor,
+    left: int,
+    every: int | None = None,
+    finished: Callable[[list[bool]], None] | None = None,
+) -> None:
+    """Sample until all slots have finished their turns.
+
+    Args:
+        model: the policy and its critic.
+        state: the running batch.
+        states: computes hidden states.
+        hidden: `[slots, width]`, states before the first tokens.
+        inputs: the tokens that led to them, an argument of Transformers' filters.
+        left: most tokens to sample per slot.
+        every: as in `sample`.
+        finished: called with the slots that are unfinished, after each check and before finished slots are dropped.
+    """
+    critic = model.critic if isinstance(model.critic, Critic) and model.critic.reads_last else None
+    every = (1 if hidden.device.type == "cpu" else CHECK_EVERY) if every is None else every
 
     def draw_after(hidden: Tensor, inputs: Tensor) -> None:
         """Sample the tokens after these states."""
@@ -271,14 +324,17 @@ def sample(
         tokens = state.last().unsqueeze(-1)
         draw_after(states.next(tokens), tokens)
 
-    draw_after(states.prompts(inputs, per_prompt), inputs)
+    draw_after(hidden, inputs)
     left -= 1
     while any(active := state.check()):
+        if finished is not None:
+            finished(active)
         state.keep(states.keep(active))
         count = min(every, left)
         states.repeat(step, count)
         left -= count
-    return state.rollout(prompts)
+    if finished is not None:
+        finished(active)
 
 
 def append_started(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from tokencredit.core.logprobs import token_logprobs, token_loss
+from tokencredit.core.masked import extents
 from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.learn.state import trainable
@@ -30,7 +31,7 @@ Inputs = dict[str, Tensor]
 - `prompt_ids`: `[batch, prompt]`, left-padded;
 - `prompt_mask`: `[batch, prompt]`, true at prompt tokens, false at padding;
 - `response_ids`: `[batch, time]`, right-padded with any token ids;
-- `mask`: `[batch, time]`, true at sampled tokens, which come first; outputs elsewhere are 0;
+- `mask`: `[batch, time]`, true at sampled tokens; tokens run without gaps to the last of them; outputs elsewhere are 0;
 - `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`;
 - `member`: `[batch]`, only in updates of an `Ensemble`: the index of the critic that learns from the row.
 """
@@ -40,7 +41,7 @@ class Extent(NamedTuple):
     """Sizes and indices of a pass, read from its inputs once so that the pass itself makes no host sync."""
 
     length: int
-    """Length of the longest response in tokens, at least 1."""
+    """Length of the longest response in tokens, up to its last sampled one; at least 1."""
     padding: int
     """Number of prompt columns that are padding in every row."""
     indices: Tensor
@@ -49,8 +50,8 @@ class Extent(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs) -> Extent:
         """The extent of inputs; the one host sync of a pass."""
-        mask, lengths = inputs["mask"], inputs["mask"].sum(1)
-        numbers = torch.stack([lengths.sum(), lengths.max(), (~inputs["prompt_mask"]).all(0).sum()])
+        mask = inputs["mask"]
+        numbers = torch.stack([mask.sum(), extents(mask).max(), (~inputs["prompt_mask"]).all(0).sum()])
         tokens, longest, padding = numbers.tolist()
         return cls(max(longest, 1), padding, torch.nonzero_static(mask.flatten(), size=tokens).squeeze(1))
 

@@ -29,21 +29,24 @@ from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adap
 HUB_TIMEOUT = 10
 """Timeout of the request that tests whether the hub answers, in seconds."""
 TOKENIZER = "tokenizer_config.json"
+BUILTIN = {
+    "policy": {"builtin:reviews": "reviews/policy", "builtin:grid": "grid", "builtin:calculator": "calculator"},
+    "sentiment": {"builtin:reviews": "reviews/sentiment"},
+}
+"""Folders of the built-in models, by part and world."""
 
 
 def resolve(name: str, part: str) -> str:
-    """The local folder or hub id that a model name stands for; `part` of `builtin:reviews` is policy or sentiment.
+    """The local folder or hub id that a model name stands for; `part` of a built-in world is policy or sentiment.
 
     A hub id is returned unchanged if the hub answers, otherwise as the folder of its cached copy.
 
     Raises:
-        ConfigError: an unknown built-in world, a folder without a model, or a hub id that is neither reachable nor
-            cached.
+        ConfigError: an unknown built-in world or one without that part, a folder without a model, or a hub id that is
+            neither reachable nor cached.
     """
-    if name == "builtin:reviews":
-        return str(files("tokencredit") / "demo" / "reviews" / part)
     if name.startswith("builtin:"):
-        raise ConfigError(f"{name!r} is not a built-in world; the only one is builtin:reviews")
+        return str(files("tokencredit") / "demo" / _builtin(name, part))
     folder = Path(name)
     looks_like_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if folder.exists() or looks_like_path:
@@ -52,6 +55,16 @@ def resolve(name: str, part: str) -> str:
             raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
         return str(folder.absolute())  # an adapter names its base model by it, wherever it is loaded later
     return name if _hub_answers(name) else _cached(name)
+
+
+def _builtin(name: str, part: str) -> str:
+    """Folder of a built-in model, relative to `demo/`."""
+    worlds = BUILTIN[part]
+    if name not in worlds:
+        kind = {"policy": "world", "sentiment": "classifier"}[part]
+        known = f"there are {', '.join(worlds)}" if len(worlds) > 1 else f"the only one is {next(iter(worlds))}"
+        raise ConfigError(f"{name!r} is not a built-in {kind}; {known}")
+    return worlds[name]
 
 
 @lru_cache  # loading a model and then its tokenizer resolves the same name twice

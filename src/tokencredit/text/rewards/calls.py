@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
-import sysconfig
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import out_of_memory
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.rewards.ready_made import RewardFunction
+from tokencredit.text.user_code.failures import described
+from tokencredit.text.user_code.workers import TimedOut, Workers, call_within, is_coroutine_function
 
 T = TypeVar("T")
 
 LOG = logging.getLogger("tokencredit")
 
-PACKAGE = str(Path(__file__).parents[2])
-LIBRARIES = [PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
-"""Folders whose code is not the user's."""
+WORKERS = Workers()
+"""Threads of calls with a timeout, and of async terms."""
 FIRST_BACKOFF = 1.0
 """Seconds before the first retry; each further backoff is twice as long."""
 MAX_BACKOFF = 60.0
@@ -77,7 +72,7 @@ def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[
     args, kwargs = _arguments(term, columns)
     call = functools.partial(_call_with_retries, term, columns, functools.partial(_call, term, args, kwargs), read)
     # One thread per async term, so that the backoff of one does not delay the others.
-    return _in_thread(call).result if _is_coroutine(term.function) else call
+    return WORKERS.submit(call).result if is_coroutine_function(term.function) else call
 
 
 def _call_with_retries(
@@ -119,48 +114,12 @@ def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _call_within_timeout(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
-    if _is_coroutine(term.function):
-        future = asyncio.run_coroutine_threadsafe(term.function(*args, **kwargs), _loop())
-    elif term.timeout is not None:
-        future = _in_thread(functools.partial(term.function, *args, **kwargs))
-    else:
-        return term.function(*args, **kwargs)
-    # Not result(timeout): its TimeoutError would look like the function's own.
-    if not wait([future], term.timeout).done:
-        future.cancel()
-        raise RewardTimeout(f"reward term {term.name!r} exceeded its timeout of {term.timeout:g} s")
-    return future.result()
-
-
-def _is_coroutine(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run work in a daemon thread, which, unlike a pool's threads, does not keep the process alive."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return future
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all coroutine functions, in a thread of its own.
-
-    One loop per process, because clients keep connections bound to the loop that opened them; a thread, because the
-    caller, such as a notebook, may already run a loop.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
+    if term.timeout is None and not is_coroutine_function(term.function):
+        return term.function(*args, **kwargs)  # in this thread: it may be bound to it
+    try:
+        return call_within(WORKERS, term.timeout, term.function, *args, **kwargs)
+    except TimedOut as error:
+        raise RewardTimeout(f"reward term {term.name!r} exceeded its timeout of {term.timeout:g} s") from error
 
 
 def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
@@ -235,16 +194,4 @@ def _summary(term: Term, error: Exception) -> str:
     """A failed call's error in one line, escaped because a service may send anything."""
     if isinstance(error, RewardError):
         return str(error)
-    return visible(f"reward term {term.name!r} raised {type(error).__name__}: {error}{_place(error)}")
-
-
-def _place(error: Exception) -> str:
-    """File and line of the innermost frame in user code, as text; empty if there is none."""
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    user = [(file, line) for file, line in places if not file.startswith("<") and not _installed(Path(file))]
-    return " at {}:{}".format(*user[-1]) if user else ""
-
-
-def _installed(file: Path) -> bool:
-    """True for a file of Tokencredit, of Python's library or of an installed package."""
-    return any(file.is_relative_to(folder) for folder in LIBRARIES)
+    return f"reward term {visible(repr(term.name))} {described(error)}"

@@ -1,0 +1,111 @@
+"""Credit by turn: the tokens of a turn as one step of an estimator.
+
+A turn is one uninterrupted contribution of the policy to an episode; an environment answers between two turns. Credit
+by token treats each token as an action. Credit by turn treats the whole turn as one: its reward is the sum of its
+tokens' rewards, its value that of the state before its first token, and all its tokens share its advantage. γ and λ
+then count turns (Zhou et al. 2024, "ArCHer", arXiv 2402.19446, section 3; Li et al. 2025, "Turn-PPO", arXiv
+2512.17008).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from tokencredit.core.advantages import EpisodeBounds, estimate
+from tokencredit.core.checks import require_flags, require_rows, require_shape
+from tokencredit.core.masked import at_least_float32
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a batch of episodes."""
+
+    index: Tensor
+    """`[batch, time]`, int64: number of the turn at acted tokens, from 0; elsewhere the number of columns of `mask`."""
+    first: Tensor
+    """Bool `[batch, time]`, true at the first token of each turn."""
+    mask: Tensor
+    """Bool `[batch, turns]`, true at the turns that a row has."""
+
+    @classmethod
+    def of(cls, mask: Tensor, ends: Tensor) -> Turns:
+        """The turns of rows.
+
+        Args:
+            mask: bool `[batch, time]`, true where the policy acted.
+            ends: bool `[batch, time]`, true at the last token of each turn; a row's last acted token ends one anyway.
+
+        Raises:
+            ValueError: the shapes differ, or a tensor is not bool.
+        """
+        require_rows("mask", mask)
+        require_flags("mask", mask, mask.shape)
+        require_flags("ends", ends, mask.shape)
+        acted_ends = (ends & mask).long()
+        index = acted_ends.cumsum(1) - acted_ends
+        count = torch.where(mask, index + 1, 0).amax(1)
+        most = int(count.max())
+        before = torch.nn.functional.pad(torch.where(mask, index, -1).cummax(1).values, (1, -1), value=-1)
+        first = mask & (index != before)
+        present = torch.arange(most, device=mask.device) < count.unsqueeze(1)
+        return cls(torch.where(mask, index, most), first, present)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum of `x`, `[batch, time]`, over each turn's tokens, `[batch, turns]`; 0 for a turn that a row lacks."""
+        require_shape("x", x, self.index.shape)
+        x = at_least_float32(x)
+        # Observations and padding go to an extra column, NaN included.
+        sums = x.new_zeros(len(x), self.mask.shape[1] + 1).scatter_add(1, self.index, x)
+        return sums[:, :-1]
+
+    def at_first(self, x: Tensor) -> Tensor:
+        """`x` at each turn's first token, `[batch, turns]`; 0 for a turn that a row lacks."""
+        return self.sum(x.masked_fill(~self.first, 0))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """`x`, `[batch, turns]`, at every token of its turn, `[batch, time]`; 0 elsewhere."""
+        require_shape("x", x, self.mask.shape)
+        return torch.nn.functional.pad(x, (0, 1)).gather(1, self.index)
+
+
+def estimate_by_turn(
+    name: str,
+    rewards: Tensor,
+    values: Tensor | None = None,
+    *,
+    turns: Turns,
+    options: dict[str, Any],
+    **where: Unpack[EpisodeBounds],
+) -> tuple[Tensor, Tensor]:
+    """`core.advantages.estimate` with turns as its steps.
+
+    Args:
+        name: a key of `ESTIMATORS`.
+        rewards: [batch, time]; a turn's reward is their sum over its tokens.
+        values: [batch, time], read at each turn's first token; None if the estimator needs no critic.
+        turns: the turns.
+        options: as in `estimate`; γ and λ apply per turn.
+        where: as in `estimate`; a flag anywhere in a turn is a flag of the turn, and `bootstrap` is read there.
+
+    Returns:
+        Advantages and returns, [batch, time], the same for all tokens of a turn. A critic that learns one value per
+        turn learns the returns at `turns.first` only.
+
+    Raises:
+        ValueError: as `estimate`.
+    """
+    by_turn: EpisodeBounds = {"mask": turns.mask}
+    for key in ("terminated", "truncated"):
+        flags = where.get(key)
+        if isinstance(flags, Tensor):
+            by_turn[key] = turns.sum(flags.float()) > 0
+    bootstrap, truncated = where.get("bootstrap"), where.get("truncated")
+    if bootstrap is not None and truncated is not None:
+        by_turn["bootstrap"] = turns.sum(bootstrap.masked_fill(~truncated, 0))
+    step_values = None if values is None else turns.at_first(values)
+    advantages, returns = estimate(name, turns.sum(rewards), step_values, options=options, **by_turn)
+    return turns.spread(advantages), turns.spread(returns)

@@ -1,0 +1,89 @@
+"""Episodes of several turns in samples.jsonl: acted tokens, and who said what in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PER_TOKEN, PROBLEMS
+from tokencredit.runs.summary import shortened
+from tokencredit.runs.untrusted import visible_lines
+
+
+class Speech(NamedTuple):
+    """What one speaker said at once."""
+
+    role: str
+    text: str
+    turn: Mapping[str, Any]
+    """The turn's record, with its reward and problems."""
+    start: int
+    """Number of acted tokens before it."""
+    end: int
+    """Number of acted tokens up to its end."""
+
+
+class Line(NamedTuple):
+    """A line of a transcript, safe on a terminal."""
+
+    text: str
+    acted: bool
+    """True for what the policy wrote."""
+
+
+def acted(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record whose lists per token hold acted tokens only, in order; unchanged if it is not of an episode."""
+    if "mask" not in sample:
+        return sample
+    kept = [place for place, chosen in enumerate(sample["mask"]) if chosen]
+    return {**sample, **{name: [sample[name][place] for place in kept] for name in PER_TOKEN if name in sample}}
+
+
+def speeches(sample: Mapping[str, Any]) -> Iterator[Speech]:
+    """What was said after an episode's prompt, in order, without empty observations."""
+    before = [0, *accumulate(sample["mask"])]
+    for turn in sample["turns"]:
+        start, end = turn["start"], turn["end"]
+        if turn["role"] == ASSISTANT or start < end:
+            yield Speech(turn["role"], "".join(sample["tokens"][start:end]), turn, before[start], before[end])
+
+
+def written(sample: Mapping[str, Any]) -> list[str]:
+    """The texts of the policy: one per turn of an episode, or the completion."""
+    if "turns" not in sample:
+        return [sample["completion"]]
+    return [speech.text for speech in speeches(sample) if speech.role == ASSISTANT]
+
+
+def transcript(sample: Mapping[str, Any], most: int | None = None) -> Iterator[Line]:
+    """Lines of an episode: `prompt › …`, `assistant › …`, `environment › …`, problems, and how it ended.
+
+    The first line of a speech has the speaker's name; all others are indented, so that no text can pass for a speaker.
+
+    Args:
+        sample: a record with `tokens`, `mask` and `turns`; `prompt`, `after` and `ending` are shown if they are there.
+        most: shows the prompt, of a conversation its last user message, and each observation in one line of at most
+            this many characters; None shows them whole.
+    """
+    if "prompt" in sample:
+        whole = sample["prompt"]
+        shown = whole if most is None else shortened(sample.get("message", whole), most)
+        yield from _spoken("prompt", shown, acted=False)
+    for role, text, turn, *_ in speeches(sample):
+        spoken = role == ASSISTANT
+        yield from _spoken(role, text if spoken or most is None else shortened(text, most), acted=spoken)
+        for problem in dict.fromkeys(turn.get("problems", ())):
+            yield Line(f"  ({PROBLEMS[problem]})", acted=False)
+    if "after" in sample:
+        after = sample["after"]
+        yield from _spoken("after the end", after if most is None else shortened(after, most), acted=False)
+    if "ending" in sample:
+        yield Line(f"  ({ENDINGS[sample['ending']]})", acted=False)
+
+
+def _spoken(role: str, text: str, *, acted: bool) -> Iterator[Line]:
+    first, *others = visible_lines(text.strip()).split("\n")
+    yield Line(f"{role} › {first}", acted)
+    for line in others:
+        yield Line(" " * len(f"{role} › ") + line, acted)

@@ -1,0 +1,1 @@
+"""Environments of other packages, in the plain protocol."""

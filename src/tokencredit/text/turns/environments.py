@@ -1,0 +1,221 @@
+"""The environments of a run: loaded from settings or Python, with an episode for each completion."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.text.rewards.calls import Term
+from tokencredit.text.turns.episode import Episode
+from tokencredit.text.turns.protocols.factories import Factory, inspect_factory
+from tokencredit.text.turns.protocols.instances import Instance
+from tokencredit.text.turns.protocols.own_reward import own_reward
+from tokencredit.text.turns.protocols.step_episode import StepEpisode
+from tokencredit.text.turns.protocols.tool_episode import ToolEpisode
+from tokencredit.text.turns.protocols.tools import describe_all
+from tokencredit.text.user_code.loading import check_kwargs, load_object
+from tokencredit.text.user_code.workers import Workers
+
+BUILT_IN = {
+    "builtin:grid": "tokencredit.text.turns.worlds.grid:Grid",
+    "builtin:calculator": "tokencredit.text.turns.worlds.calculator:Calculator",
+}
+"""The environments that come with the package."""
+ADAPTERS = {
+    "reasoning_gym": "tokencredit.text.turns.adapters.reasoning_gym:ReasoningGym",
+    "gymnasium": "tokencredit.text.turns.adapters.gymnasium:Gymnasium",
+    "openenv": "tokencredit.text.turns.adapters.openenv:OpenEnv",
+}
+"""Classes that make environments of other packages; the setting is their first argument."""
+COLUMN = "environment"
+"""Column that selects one of several factories by name."""
+
+
+class Environments:
+    """Factories of environments and functions; makes episodes of them."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        factories: Mapping[str | None, Callable[[], Any]],
+        functions: Sequence[Callable[..., Any]],
+        label: str,
+    ):
+        """Create one environment per factory, to read its tools.
+
+        Args:
+            config: the limits of calls and observations.
+            factories: factories by name; one alone has the name None; empty if there are only functions.
+            functions: tools of all episodes.
+            label: setting or argument that the factories come from, in messages.
+
+        Raises:
+            ConfigError: a factory or tool cannot be used.
+        """
+        self._config, self._workers, self._functions = config, Workers(), list(functions)
+        self._tools = describe_all(functions, "the tool ")
+        self.factories: dict[str | None, Factory] = {}
+        self._instances: dict[str | None, list[Instance]] = {}
+        for name, create in factories.items():
+            named = label if name is None else f"{label}[{name!r}]"
+            factory = inspect_factory(named, create, functions, self._workers, config.timeout)
+            first = self._instance(factory)
+            first.value = factory.first
+            self.factories[name], self._instances[name] = factory, [first]
+        kinds = list(dict.fromkeys(factory.kind for factory in self.factories.values()))
+        if twice := [name for name, count in Counter(kind.__name__ for kind in kinds).items() if count > 1]:
+            raise ConfigError(f"{label} has two classes named {twice[0]!r}, and so would their rewards; rename one")
+        self.name = ", ".join(kind.__name__ for kind in kinds) or ", ".join(self._tools)
+        """Names of the classes; without any, of the functions."""
+        self.tools = list({tool.name: call for tool, call in self._all_tools()}.values())
+        """All tools that some episode has, for a check of the chat template."""
+        self.needs_tools = bool(self.tools)
+        """True if prompts need a chat template that shows tools."""
+        self.conversational = True if self.needs_tools else None
+        """True if prompts are conversations; None if that is up to the data set or to `reset`."""
+        self.pays = any(factory.pays for factory in self.factories.values())
+        """True if an environment gives rewards."""
+
+    def check_columns(self, columns: Collection[str], environments: Iterable[Any] = ()) -> None:
+        """Check, before the first episode, that environments take the rows.
+
+        Args:
+            columns: names of the columns that `begin` will get.
+            environments: values of the column `environment`, if several factories have names.
+
+        Raises:
+            ConfigError: `reset` does not take a column, or the column `environment` is missing or has an unknown name.
+        """
+        if None not in self.factories and self.factories:
+            if COLUMN not in columns:
+                raise ConfigError(
+                    f"there are several environments, {', '.join(map(str, self.factories))}, and the data set has no "
+                    f"column {COLUMN!r} that selects one by name"
+                )
+            for name in environments:
+                self._factory(name)
+            columns = [column for column in columns if column != COLUMN]
+        for factory in self.factories.values():
+            factory.check_columns(columns)
+
+    def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[Episode]:
+        """One episode per row. Environments of earlier episodes are used again, so those must be over and scored.
+
+        Args:
+            rows: the data set's columns by name, with the prompt, if there is one, as `prompt`; equal rows for the
+                completions of a group.
+            seeds: one per row, the same for a group; used where a row has no column `seed`.
+
+        Raises:
+            ConfigError: a row selects an unknown environment.
+        """
+        counts: Counter[str | None] = Counter()
+        return [self._episode(row, seed, counts) for row, seed in zip(rows, seeds, strict=True)]
+
+    def terms(self) -> list[Term]:
+        """The environments' own rewards, as reward terms named after their classes, with weight 1."""
+        paying = {factory.kind: factory for factory in self.factories.values() if factory.pays}
+        return [own_reward(factory, self._workers, self._config.timeout) for factory in paying.values()]
+
+    def _episode(self, row: Mapping[str, Any], seed: int, counts: Counter[str | None]) -> Episode:
+        timeout, tokens = self._config.timeout, self._config.observation_tokens
+        functions = {function.__name__: function for function in self._functions}
+        if not self.factories:
+            return ToolEpisode(None, row, self._tools, functions, self._workers, timeout, tokens)
+        name = None if None in self.factories else row.get(COLUMN)
+        factory, instances = self._factory(name), self._instances[name]
+        place, counts[name] = counts[name], counts[name] + 1
+        if place == len(instances):
+            instances.append(self._instance(factory))
+        given = {key: value for key, value in row.items() if name is None or key != COLUMN}
+        if factory.steps or factory.takes_seed():
+            given = {"seed": seed, **given}
+        if factory.steps:
+            return StepEpisode(instances[place], given, tokens)
+        return ToolEpisode(instances[place], given, factory.tools, functions, self._workers, timeout, tokens)
+
+    def _factory(self, name: Any) -> Factory:
+        if not isinstance(name, str | None) or name not in self.factories:
+            known = ", ".join(repr(known) for known in self.factories)
+            raise ConfigError(f"the column {COLUMN!r} is {name!r}; it must be one of {known}")
+        return self.factories[name]
+
+    def _instance(self, factory: Factory) -> Instance:
+        return Instance(factory, self._workers, self._config.timeout)
+
+    def _all_tools(self) -> Iterable[tuple[Any, Callable[..., Any]]]:
+        if not self.factories:
+            yield from zip(self._tools.values(), self._functions, strict=True)
+        for factory in self.factories.values():
+            yield from ((factory.tools[name], call) for name, call in factory.callables(factory.first).items())
+
+
+def load_environments(
+    config: EnvironmentConfig,
+    tools: Sequence[str],
+    *,
+    factory: Any = None,
+    functions: Sequence[Callable[..., Any]] | None = None,
+) -> Environments:
+    """Load environments and tools, and create one environment per factory.
+
+    Args:
+        config: the settings `env`.
+        tools: the setting `tools`: `pkg.module:name` or `path/file.py:name`.
+        factory: the argument `environment_factory` of `PPOTrainer`, in place of the settings' environment: a class, a
+            function that returns an environment, or a dict of them by name.
+        functions: the argument `tools` of `PPOTrainer`, in place of the setting.
+
+    Raises:
+        ConfigError: an environment or a tool cannot be loaded or used, or is given twice.
+    """
+    if factory is not None and config.given():
+        raise ConfigError("environment_factory is given, and an environment in env; leave one of them out")
+    if functions is not None and tools:
+        raise ConfigError("tools are given as an argument and as a setting; leave one of them out")
+    if functions is not None and not isinstance(functions, list | tuple):
+        raise ConfigError(f"tools is {functions!r:.200}; it must be a list of functions")
+    loaded = [_tool(spec, f"tools[{number}]") for number, spec in enumerate(tools)] if functions is None else functions
+    if factory is None:
+        label, factory = _configured(config)
+    else:
+        label = "environment_factory"
+    if factory == {}:
+        raise ConfigError(f"{label} is an empty dict; give at least one environment")
+    factories = factory if isinstance(factory, dict) else {} if factory is None else {None: factory}
+    if wrong := [name for name in factories if not isinstance(name, str | None)]:
+        raise ConfigError(f"{label} has the name {wrong[0]!r}; names of environments must be texts")
+    return Environments(config, factories, loaded, label)
+
+
+def _tool(spec: str, label: str) -> Callable[..., Any]:
+    try:
+        return load_object(spec, "tool")  # type: ignore[no-any-return]
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
+
+
+def _configured(config: EnvironmentConfig) -> tuple[str, Any]:
+    """The setting that names an environment, and its factory with the settings' arguments; None if there is none."""
+    for key, path in ADAPTERS.items():
+        if (value := getattr(config, key)) is not None:
+            return f"env.{key} {value}", partial(load_object(path, "environment"), value, **config.kwargs)
+    if config.factory is None:
+        return "env", None
+    label = f"env.factory {config.factory}"
+    try:
+        if ":" not in config.factory or (config.factory.startswith("builtin:") and config.factory not in BUILT_IN):
+            raise ConfigError(f"it must be one of {', '.join(BUILT_IN)}, 'pkg.module:name' or 'path/file.py:name'")
+        create = load_object(BUILT_IN.get(config.factory, config.factory), "environment")
+        if not config.kwargs:
+            return label, create
+        if not callable(create):
+            raise ConfigError("env.kwargs is given, and this takes no arguments; leave it out")
+        check_kwargs(config.factory, create, config.kwargs)
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
+    return label, partial(create, **config.kwargs)

@@ -1,0 +1,1 @@
+"""The two protocols of environments: tools, as in TRL, and steps."""

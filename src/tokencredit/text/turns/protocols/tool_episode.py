@@ -1,0 +1,150 @@
+"""Episodes whose turns may call tools: methods of an environment in TRL's form, and functions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tokencredit.errors import ConfigError
+from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
+from tokencredit.text.turns.observations import appended, as_text, encodable, is_text_blocks, shorten
+from tokencredit.text.turns.protocols.instances import Instance
+from tokencredit.text.turns.protocols.tools import Tool
+from tokencredit.text.user_code.failures import summarized
+from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within, is_coroutine_function
+
+Call = tuple[str, Any, dict[str, str]]
+"""A call's tool, its arguments, and its id for the answer, if it has one."""
+Answer = tuple[str, tuple[Problem, ...]]
+"""A tool's answer as text, and problems with it."""
+
+
+class ToolEpisode:
+    """An episode that goes on until a turn has no tool call."""
+
+    def __init__(
+        self,
+        instance: Instance | None,
+        row: Mapping[str, Any],
+        tools: Mapping[str, Tool],
+        functions: Mapping[str, Callable[..., Any]],
+        workers: Workers,
+        timeout: float,
+        tokens: int,
+    ):
+        """Take what an episode needs.
+
+        Args:
+            instance: the environment; None if there are only functions.
+            row: arguments of its `reset`, with the prompt, if there is one, as `prompt`.
+            tools: descriptions of all tools by name.
+            functions: the tools that are functions, by name.
+            workers: threads for the user's code.
+            timeout: timeout of a call in seconds.
+            tokens: longest observation, in tokens; see `observations.shorten`.
+        """
+        self._instance, self._row = instance, row
+        self._described, self._callables = tools, dict(functions)
+        self.environment: Any = None
+        self.tools: Sequence[Callable[..., Any]] = list(functions.values())
+        self._workers, self._timeout, self._tokens = workers, timeout, tokens
+
+    def start(self) -> Prompt:
+        """Reset the environment with the row; returns the row's prompt, with the text that `reset` returned.
+
+        Raises:
+            EnvironmentFailed: it could not be reset.
+            ConfigError: it returned something other than a text or None, or there is no prompt.
+        """
+        prompt, added = copy.deepcopy(self._row.get("prompt")) or "", None
+        if self._instance is not None:
+            added = self._instance.reset(**self._row)
+            self.environment = self._instance.value
+            self._callables = self._instance.factory.callables(self.environment)
+            self.tools = list(self._callables.values())
+        if not (added is None or isinstance(added, str) or is_text_blocks(added)):
+            raise ConfigError(f"reset returned {added!r:.200}; it must return a text, or None")
+        if not prompt and not added:
+            raise ConfigError("an episode has no prompt: neither the data set nor reset gives one")
+        if self._described and not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": prompt}]
+        return encodable(prompt if added is None else appended(prompt, as_text(added)))
+
+    def reply(self, turn: Turn) -> Reply:
+        """The tools' answers to a turn's calls, in order; without a call the episode ends."""
+        calls = [_read(call) for call in (turn.message or {}).get("tool_calls") or []]
+        if not calls and turn.malformed is None:
+            return Reply(ending="answer")
+        messages: list[Message] = []
+        problems: list[Problem] = []
+        for (name, _, identity), (text, found) in zip(calls, self._answers(calls), strict=True):
+            messages.append({"role": "tool", "name": shorten(name, self._tokens)[0], **identity, "content": text})
+            problems += found
+        if turn.malformed is not None:
+            # By the user: a message of a tool belongs to a call with a name, and there is none.
+            text, found = self._error(f"{turn.malformed}; {self._usage()}", "malformed")
+            messages.append({"role": "user", "content": text})
+            problems += found
+        return Reply(messages, problems=tuple(problems))
+
+    def _answers(self, calls: Sequence[Call]) -> list[Answer]:
+        """Answers to calls: functions are called one after the other, then coroutine functions all at once."""
+        answers: dict[int, Answer] = {}
+        coroutines = []
+        for place, (name, arguments, _) in enumerate(calls):
+            if mistake := self._mistake(name, arguments):
+                answers[place] = self._error(mistake, "failed")
+            elif is_coroutine_function(self._callables[name]):
+                coroutines.append((place, name, arguments))
+            else:
+                answers[place] = self._answer(name, self._begin(name, arguments))
+        started = [(place, name, self._begin(name, arguments)) for place, name, arguments in coroutines]
+        for place, name, result in started:
+            answers[place] = self._answer(name, result)
+        return [answers[place] for place in range(len(calls))]
+
+    def _mistake(self, name: str, arguments: Any) -> str | None:
+        """What is wrong with a call, and what the tools take; None if nothing is."""
+        if name not in self._described:
+            return f"there is no tool {name!r}; {self._usage()}"
+        mistake = self._described[name].mistake(arguments)
+        return None if mistake is None else f"{name}: {mistake}"
+
+    def _usage(self) -> str:
+        return f"the tools are {', '.join(tool.usage() for tool in self._described.values())}"
+
+    def _begin(self, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+        return begin(self._workers, self._timeout, self._callables[name], **arguments)
+
+    def _answer(self, name: str, result: Callable[[], Any]) -> Answer:
+        """A result as text, within bounds; a failure or a timeout as a text that says so."""
+        try:
+            # In a thread, because `str` of an object is the user's code too.
+            text, cut = call_within(self._workers, self._timeout, _short, result(), self._tokens)
+            return text, ("cut",) if cut else ()
+        except TimedOut:
+            if self._instance is not None:
+                self._instance.hung = True
+            return self._error(f"{name} exceeded its timeout of {self._timeout:g} s", "timeout")
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # Without the place, which depends on the machine.
+            return self._error(f"{name} {summarized(error)}", "failed")
+
+    def _error(self, message: str, problem: Problem) -> Answer:
+        text, cut = shorten(f"error: {message}", self._tokens)
+        return text, (problem, "cut") if cut else (problem,)
+
+
+def _short(result: Any, tokens: int) -> tuple[str, bool]:
+    return shorten(as_text(result), tokens)
+
+
+def _read(call: Any) -> Call:
+    """The name, arguments and id of a parsed call, from the forms in which templates have it."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    if not isinstance(function, dict):
+        function = {}
+    identity = {"tool_call_id": call["id"]} if isinstance(call, dict) and isinstance(call.get("id"), str) else {}
+    return str(function.get("name", "")), function.get("arguments", {}), identity

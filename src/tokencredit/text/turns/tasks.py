@@ -1,0 +1,134 @@
+"""Rows of episodes: columns of a data set, or none, with a seed per episode, in a reproducible order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.data import PromptsConfig
+from tokencredit.text.data.datasets import column_names, from_python, read_dataset
+from tokencredit.text.data.prompts import permutation
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """Rows and seeds of a batch of episodes; one per episode."""
+
+    rows: list[dict[str, Any]]
+    """What an environment's `reset` is given."""
+    seeds: list[int]
+    """Seed of each episode; the episodes of a group share it."""
+    columns: dict[str, list[Any]]
+    """Columns of the data set, for reward functions."""
+
+
+class Tasks:
+    """An endless sequence of rows, determined by the data and the seeds."""
+
+    def __init__(
+        self,
+        rows: Rows | None,
+        *,
+        name: str,
+        seed: int,
+        stream: int = 0,
+        shuffle: bool = True,
+        column: str = "prompt",
+    ):
+        """Keep the rows.
+
+        Args:
+            rows: a list of dicts or a `datasets.Dataset`; None if environments make their own episodes.
+            name: name of the data in messages.
+            seed: seed of the order and of the episodes.
+            stream: separates the episodes of evaluations from those of training.
+            shuffle: reshuffle the rows in every epoch.
+            column: column of the prompts, if there is one; environments receive it as `prompt`.
+
+        Raises:
+            ConfigError: there are no rows.
+        """
+        if rows is not None and len(rows) == 0:
+            raise ConfigError(f"{name} has no rows; give at least one, or leave it out")
+        self.rows, self.name, self.seed, self.stream, self.shuffle = rows, name, seed, stream, shuffle
+        self.kept = range(1 if rows is None else len(rows))
+        """Indices of the rows in use: all of them."""
+        columns = [] if rows is None else column_names(rows)
+        self.other_columns = [name for name in columns if name not in (column, "prompt")]
+        self._sources = {name: name for name in self.other_columns} | ({"prompt": column} if column in columns else {})
+        self.columns = list(self._sources)
+        """Names of the columns that environments receive."""
+
+    def batch(self, first: int, size: int, repeat: int = 1) -> TaskBatch:
+        """Rows `first` to `first + size − 1` of the endless sequence with each row repeated `repeat` times."""
+        positions = [(first + place) // repeat for place in range(size)]
+        rows = [self._row(position) for position in positions]
+        seeds = [
+            int(np.random.SeedSequence([self.seed, self.stream, position]).generate_state(1)[0])
+            for position in positions
+        ]
+        return TaskBatch(rows, seeds, {name: [row.get(name) for row in rows] for name in self.other_columns})
+
+    def values(self, column: str) -> list[Any]:
+        """The distinct values of a column of texts; empty without it."""
+        rows = [] if self.rows is None or column not in self.columns else self.rows
+        return list(dict.fromkeys(row[column] for row in rows))
+
+    def dropped(self) -> None:
+        """None: no row is dropped."""
+
+    def _row(self, position: int) -> dict[str, Any]:
+        if self.rows is None:
+            return {}
+        row = self.rows[self._index(position)]
+        return {name: row.get(source) for name, source in self._sources.items()}
+
+    def _index(self, position: int) -> int:
+        """Index of the row at a position of the endless sequence."""
+        epoch, offset = divmod(position, len(self.kept))
+        return int(permutation(len(self.kept), self.seed, epoch)[offset]) if self.shuffle else offset
+
+
+def load_tasks(
+    config: PromptsConfig, *, seed: int, stream: int, dataset: Rows | None = None, group: str, dataset_name: str
+) -> Tasks:
+    """The rows of a configuration's prompts, which may be none: environments then make their own episodes.
+
+    Args:
+        config: the settings.
+        seed: seed of the order and of the episodes.
+        stream: as in `Tasks`.
+        dataset: rows from Python.
+        group: configuration group of `config` in messages.
+        dataset_name: argument name of `dataset` in messages.
+
+    Raises:
+        ConfigError: as for `read_dataset`, or a setting of prompts that episodes do not read.
+    """
+    for key in ("template", "max_length"):
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"{group}.{key} is {getattr(config, key)!r}, and an environment makes the prompts from the rows; leave "
+                "it out"
+            )
+    if config.overlong != "error":
+        raise ConfigError(f"{group}.overlong is {config.overlong}, and an environment makes the prompts; leave it out")
+    rows: Rows | None = None
+    name = f"{group}.text"
+    if dataset is not None:
+        rows, name = from_python(dataset, dataset_name), dataset_name
+    elif config.dataset is not None:
+        rows = read_dataset(config.dataset, split=config.split, config_name=config.config_name, group=group)
+        name = repr(config.dataset)
+    elif config.text is not None:
+        texts: Sequence[str] = [config.text] if isinstance(config.text, str) else config.text
+        rows = [{"prompt": text} for text in texts]
+    shuffled = rows is not None and config.text is None if config.shuffle is None else config.shuffle
+    return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffled, column=config.column)

@@ -1,0 +1,1 @@
+"""Built-in worlds of several turns: a grid in words and a calculator."""

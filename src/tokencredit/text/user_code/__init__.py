@@ -1,0 +1,1 @@
+"""User code: loading it, calling it within timeouts, and describing its errors."""

@@ -1,0 +1,101 @@
+"""Load user code by name: from a module, or from a file."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tokencredit.errors import ConfigError
+
+
+def load_object(spec: str, kind: str) -> Any:
+    """Load the object named by `spec`.
+
+    A file is run once for all the objects that are loaded from it, and again after it has changed.
+
+    Args:
+        spec: `pkg.module:name` or `path/file.py:name`.
+        kind: what the object is, in messages: reward, environment, tool.
+
+    Raises:
+        ConfigError: the file, module or attribute does not exist, or its code fails.
+    """
+    location, _, name = spec.rpartition(":")
+    module = _from_file(location, kind) if location.endswith(".py") else _from_module(location, kind)
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"{location!r} has no {name!r}{_suggestion(name, vars(module))}")
+    return found
+
+
+def _from_file(location: str, kind: str) -> ModuleType:
+    """Import a file under a unique module name, so that it does not shadow another module."""
+    path = Path(location).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no {kind} file {location!r} (looked for {path})")
+    key = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
+    name = f"tokencredit_user_{path.stem}_{key}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the name ends in .py, so there is a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"the {kind} file {location!r} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_module(location: str, kind: str) -> ModuleType:
+    try:
+        return importlib.import_module(location)
+    except (Exception, SystemExit) as error:  # the module's code may raise anything
+        raise ConfigError(
+            f"the {kind} module {location!r} cannot be imported: {type(error).__name__}: {error}; "
+            f"give a file by its path, as in '{kind}s.py:name'"
+        ) from error
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def check_kwargs(
+    spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any], others: tuple[str, ...] | None = None
+) -> None:
+    """Raise `ConfigError` unless a function takes these settings.
+
+    Args:
+        spec: its name in messages.
+        function: the function or class.
+        kwargs: the settings.
+        others: names of further arguments that it is called with; None if there are none, so that it must not require
+            an argument that is not among the settings.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some classes written in C have none
+        return
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in kwargs:
+            if key not in parameters:
+                takes = ", ".join(name for name in parameters if name not in (others or ())) or "none"
+                raise ConfigError(f"kwargs has {key!r}, which {spec} does not take; it takes {takes}")
+    required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
+    missing = [name for name in required if name not in kwargs]
+    if missing and others is None:
+        raise ConfigError(f"{spec} needs {', '.join(missing)}; give it in kwargs, as in kwargs: {{{missing[0]}: …}}")

@@ -1,0 +1,228 @@
+"""Call user code within a timeout: functions in a few daemon threads, coroutine functions on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+THREADS = 64
+"""Most threads of a pool; they mostly wait, for tools and services."""
+RESPONSE = 1.0
+"""Seconds within which an event loop that no coroutine blocks answers."""
+
+
+class TimedOut(Exception):
+    """A call exceeded its timeout."""
+
+
+class Call(Future[Any]):
+    """A call in a thread: its result, or whatever it raises, SystemExit included."""
+
+    def __init__(self, function: Callable[[], Any]):
+        super().__init__()
+        self.function = function
+        self.started: float | None = None
+        self.abandoned = False
+
+
+class Workers:
+    """Daemon threads that take calls from a queue.
+
+    Threads start as calls need them and are then kept. Being daemons, unlike the threads of an executor, they do not
+    keep the process alive.
+    """
+
+    def __init__(self, most: int = THREADS):
+        """Args: most: the most threads that take calls; abandoned ones do not count."""
+        self._most, self._threads, self._idle = most, 0, 0
+        self._calls: deque[Call] = deque()
+        self._changed = threading.Condition()
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        """Call a function in a thread."""
+        call = Call(partial(function, *args, **kwargs))
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify()
+            self._add_thread()
+        return call
+
+    def result(self, call: Call, timeout: float | None) -> Any:
+        """Wait for a call's result, in a thread that is none of these.
+
+        Args:
+            call: a call of `submit`.
+            timeout: seconds, counted from the start of the call; the thread of a call that exceeds them is abandoned,
+                and another one takes its place. None for no timeout.
+
+        Raises:
+            TimedOut: the timeout was exceeded.
+            BaseException: the function raised it.
+        """
+        rest = timeout
+        # Not result(timeout): its TimeoutError would look like the function's own.
+        while not wait([call], rest).done:
+            assert timeout is not None
+            rest = timeout if call.started is None else max(call.started + timeout - time.monotonic(), 0)
+            if rest == 0 and self._abandon(call):
+                raise TimedOut(f"exceeded the timeout of {timeout:g} s")
+        return call.result()
+
+    def _add_thread(self) -> None:
+        """Start a thread if more calls wait than threads do."""
+        if len(self._calls) > self._idle and self._threads < self._most:
+            self._threads += 1
+            threading.Thread(target=self._work, name="tokencredit-worker", daemon=True).start()
+
+    def _abandon(self, call: Call) -> bool:
+        """Stop counting on a call's thread; False if the call has just ended."""
+        with self._changed:
+            call.abandoned = not call.done()
+            if call.abandoned:
+                self._threads -= 1
+                self._add_thread()
+            return call.abandoned
+
+    def _work(self) -> None:
+        with self._changed:
+            self._idle += 1
+        while True:
+            call = self._take()
+            result, error = None, None
+            try:
+                result = call.function()
+            except BaseException as raised:
+                error = raised
+            if not self._finish(call, result, error):
+                return
+            del call, result, error  # an idle thread keeps nothing alive
+
+    def _take(self) -> Call:
+        """Wait for the next call, as an idle thread."""
+        with self._changed:
+            while True:
+                while not self._calls:
+                    self._changed.wait()
+                call = self._calls.popleft()
+                call.started = time.monotonic()
+                if call.set_running_or_notify_cancel():
+                    self._idle -= 1
+                    return call
+
+    def _finish(self, call: Call, result: Any, error: BaseException | None) -> bool:
+        """Set a call's outcome; the thread is idle before anyone can see it. False if the thread was abandoned."""
+        with self._changed:
+            if call.abandoned:
+                return False
+            self._idle += 1
+            if error is None:
+                call.set_result(result)
+            else:
+                call.set_exception(error)
+            return True
+
+
+class EventLoop:
+    """An event loop in a daemon thread; the caller, such as a notebook, may already run one of its own.
+
+    There is one for all coroutines, because clients keep connections bound to the loop that opened them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a coroutine function; the future is for `result`."""
+        return asyncio.run_coroutine_threadsafe(_outcome(partial(function, *args, **kwargs)), self._running())
+
+    def result(self, future: Future[Any], timeout: float | None) -> Any:
+        """Wait for a coroutine's result; on a timeout it is cancelled, and a loop that it blocks is replaced.
+
+        Raises:
+            TimedOut: the timeout, counted from now, was exceeded.
+            BaseException: the coroutine raised it.
+        """
+        if not wait([future], timeout).done:
+            future.cancel()
+            self._replace_if_blocked()
+            raise TimedOut(f"exceeded the timeout of {timeout:g} s")
+        result, error = future.result()
+        if error is not None:
+            raise error
+        return result
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="tokencredit-loop", daemon=True).start()
+            return self._loop
+
+    def _replace_if_blocked(self) -> None:
+        """Abandon a loop that does not answer, so that the next coroutine gets a new one."""
+        loop, answered = self._running(), threading.Event()
+        loop.call_soon_threadsafe(answered.set)
+        if answered.wait(RESPONSE):
+            return
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+
+
+async def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """A coroutine's result, and what it raised: sys.exit() in a task would end the whole loop."""
+    try:
+        return await function(), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+LOOP = EventLoop()
+"""The loop of all coroutines of user code."""
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """True for a coroutine function, and for an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def begin(
+    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[[], Any]:
+    """Call a function in a thread, or a coroutine function on the loop; the returned function waits for its result.
+
+    It raises `TimedOut` if the call took longer than `timeout` seconds, or what the call raised.
+    """
+    if is_coroutine_function(function):
+        future = LOOP.submit(function, *args, **kwargs)
+        return lambda: LOOP.result(future, timeout)
+    call = workers.submit(function, *args, **kwargs)
+
+    def result() -> Any:
+        value = workers.result(call, timeout)
+        # A function that returns the coroutine of another, such as a decorated one.
+        return LOOP.result(LOOP.submit(lambda: value), timeout) if inspect.iscoroutine(value) else value
+
+    return result
+
+
+def call_within(
+    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function or coroutine function and wait for its result.
+
+    Raises:
+        TimedOut: the call took longer than `timeout` seconds.
+        BaseException: the function raised it.
+    """
+    return begin(workers, timeout, function, *args, **kwargs)()

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.conversation import LocalConversation
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.architecture import width
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.precision import Precision
+
+ENDS = range(60)
+
+
+@pytest.fixture
+def model(architecture, model_folders):
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders[architecture])))
+    model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
+    torch.nn.init.normal_(model.critic.head.weight)
+    return model
+
+
+def begin(model, tokenizer, rows=5, limit=60, **settings):
+    prompts = Prompts(["This movie was really", "A film", "I did not think that the second act"], tokenizer)
+    uniforms = torch.rand(rows, limit, generator=torch.Generator().manual_seed(0))
+    settings = SamplingConfig(**{"temperature": 0.8, "max_new_tokens": limit} | settings)
+    precision = Precision("float32", torch.device("cpu"))
+    return LocalConversation(
+        model, prompts.batch(0, rows), uniforms, settings, tokenizer, list(ENDS), precision, lambda rollout: rollout
+    )
+
+
+def play(conversation, rows, turns=4, limit=6):
+    """Turns in varying groups of rows, with observations of 0 to 9 tokens; returns the order in which turns ended."""
+    ended = []
+    conversation.sample(rows, [[]] * len(rows), [limit] * len(rows), ended.append)
+    for turn in range(1, turns):
+        for group in (rows[turn % 2 :: 2], rows[(turn + 1) % 2 :: 2]):
+            observations = [
+                [70 + (3 * turn + row + place) % 50 for place in range((4 * row + turn) % 10)] for row in group
+            ]
+            conversation.sample(group, observations, [limit] * len(group), ended.append)
+    return ended
+
+
+def test_turns_equal_a_full_pass_over_the_whole_text(model, tokenizer):
+    conversation = begin(model, tokenizer)
+    ended = play(conversation, list(range(5)))
+    rollout = conversation.rollout()
+    assert sorted(ended) == sorted([*range(5)] * 4)
+    assert (rollout.turn_ends.sum(1) == 4).all()
+    assert not (rollout.turn_ends & ~rollout.mask).any()
+    assert (~rollout.mask[:, : int(rollout.response_lengths().min())]).any(), "there are observations"
+    with torch.no_grad():
+        now = model(rollout.inputs(), temperature=0.8)
+    mask = rollout.mask
+    torch.testing.assert_close(rollout.logprobs[mask], now.logprobs[mask], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.values[mask], now.values[mask], atol=1e-4, rtol=1e-4)
+    assert (rollout.logprobs[~mask] == 0).all()
