@@ -37,8 +37,8 @@ def main():
 
 
 def fuzz(name, kind, number, seed):
-    """Counts of transcripts, turns, tokens and acted tokens, of tokens, masks and calls that differ, and of observations
-    that become the tokens that they spell."""
+    """Transcripts, turns, tokens and acted tokens; of tokens, masks and calls that differ; and of observations
+    that became tokens which they spell."""
     frame = ChatFraming(chat_tokenizer(name, kind), uses_tools=MODELS[name].tools)
     turns, tokens, acted, wrong, masks, calls, forged = 0, 0, 0, 0, 0, 0, 0
     rng = random.Random(f"{name}, {kind}, {seed}")
