@@ -53,7 +53,9 @@ def test_the_help_on_a_group_has_its_keys_in_full(world, capsys):
 
 
 def test_the_help_on_a_group_that_is_not_there_is_refused(capsys):
-    assert refused(capsys, "train", "--help", "agent").startswith("--help has no group agent; give all, or one of model, ")
+    assert refused(capsys, "train", "--help", "agent").startswith(
+        "--help has no group agent; give all, or one of model, "
+    )
     assert refused(capsys, "doctor", "--help", "env") == "--help has no group env; give all"
 
 

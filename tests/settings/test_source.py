@@ -28,7 +28,10 @@ def test_a_run_on_a_data_set_brings_its_model_alone(group, tmp_path):
     ("text", "message"),
     [
         ("model: {name: x}\nreward_model: {}\n", "is a run of tokencredit reward-model, which writes no texts"),
-        ("env: {id: CartPole-v1}\n", "config.yaml: it is of a run of tokencredit control, which this command cannot read"),
+        (
+            "env: {id: CartPole-v1}\n",
+            "config.yaml: it is of a run of tokencredit control, which this command cannot read",
+        ),
         ("model: 3\nsft: {}\n", "config.yaml: model holds no keys"),
         ("model: {name: 3}\nsft: {}\n", r"model\.name is 3; it must be a text"),
         (None, "is neither a run's folder nor a model's: it has neither config.yaml nor config.json or"),

@@ -13,7 +13,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from tokencredit.commands.options import Seed
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
-from tokencredit.runs.untrusted import visible
+from tokencredit.runs.untrusted import visible, visible_lines
 from tokencredit.settings.options import EvaluateOptions
 from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
 from tokencredit.settings.run_file import run_config_file
@@ -24,7 +24,7 @@ def generate_parser() -> Parser:
     """The parser of `tokencredit generate`."""
     parser = new_command("Sample completions from a trained policy.")
     parser.add_argument("run", help="Folder of a run.")
-    parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn.")
+    parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn, or episodes.")
     parser.add_argument(
         "--chat", action="store_true", help="Format the prompt as a user message with the chat template."
     )
@@ -45,11 +45,16 @@ def generate(options: Namespace) -> None:
     config = read_policy_config(Path(options.run), options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
+    from tokencredit.runs.transcript import transcript
     from tokencredit.text.policy import Policy
 
     disable_progress_bar()
     policy = Policy(Path(options.run), config, "base" if options.base else "policy", critic=False)
     longest = options.max_new_tokens or config.rollout.max_new_tokens
+    if config.several_turns() and options.prompt is None:
+        for record in policy.play(options.samples, longest, options.temperature, options.seed):
+            print("\n".join([visible_lines(record["prompt"]), *(line.text for line in transcript(record)), ""]))
+        return
     prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
     for text in prompts.continued(policy.complete(prompts, longest, options.temperature, options.seed)):
         print(visible(text))

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
@@ -21,7 +22,11 @@ Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
 """Options of `ScoringOptions` that are sampling settings."""
-FROM_PYTHON = {"reward": ("reward_funcs",), "prompts": ("train_dataset", "eval_dataset")}
+FROM_PYTHON = {
+    "reward": ("reward_funcs",),
+    "prompts": ("train_dataset", "eval_dataset"),
+    "env": ("environment_factory", "tools"),
+}
 """Options, and the arguments of `PPOTrainer` in whose place a run's folder has none."""
 
 
@@ -64,8 +69,9 @@ class ScoringOptions:
         refuse_idle(self, rows=())
 
     def given(self, key: str) -> bool:
-        """True if these options have prompts or rewards of their own."""
-        return bool(self.prompts.text or self.prompts.dataset if key == "prompts" else self.reward)
+        """True if these options have prompts, rewards or an environment of their own."""
+        own = {"reward": bool(self.reward), "prompts": bool(self.prompts.text or self.prompts.dataset)}
+        return own.get(key, False)
 
     def needs(self) -> tuple[str, ...]:
         """The keys of `FROM_PYTHON` that must be given or the run's own."""
@@ -97,7 +103,7 @@ class ScoringOptions:
                 f"{' and '.join(map(flag, lost))}, or evaluate it there: PPOTrainer(…).evaluate(), or with eval.every "
                 "during training"
             )
-        if missing and not source.scored:
+        if (missing := [key for key in missing if key != "env"]) and not source.scored:
             raise ConfigError(f"{source.name!r} has no {missing[0]} of its own; give {flag(missing[0])}")
         config, model = source.config, source.config.model
         if self.given("prompts"):
@@ -113,7 +119,11 @@ class ScoringOptions:
 
 def flag(key: str) -> str:
     """The option that gives prompts or rewards, in words."""
-    examples = {"reward": "--reward '[{function: …}]'", "prompts": "--prompts.text or --prompts.dataset"}
+    examples = {
+        "reward": "--reward '[{function: …}]'",
+        "prompts": "--prompts.text or --prompts.dataset",
+        "env": "--env.factory or --tools",
+    }
     return examples[key]
 
 
@@ -125,11 +135,30 @@ class EvaluateOptions(ScoringOptions):
     """Number of prompts; null for the run's, or 64."""
     best_of: int | None = setting(None, at_least=1)
     """Completions per prompt; null for the run's, or 1."""
+    env: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Environment, with the keys of `tokencredit train`; the run's without one."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the policy may call; empty for the run's."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot work."""
+        super().__post_init__()
+        self.env.check()
+
+    def given(self, key: str) -> bool:
+        """As `ScoringOptions.given`; an environment can do without prompts, and may pay its own reward."""
+        played = self.env.given() or (key == "env" and bool(self.tools))
+        return played or super().given(key)
 
     def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`, with the settings of the evaluation."""
+        if self.given("env"):
+            config = replace(source.config, env=self.env, tools=self.tools)
+            source = replace(source, config=config)
         config = super().configure(source, python, no_code)
         own = self.sampling(config.eval)
+        if config.several_turns() and self.max_new_tokens is None:
+            own = replace(own, max_new_tokens=max(own.max_new_tokens, config.rollout.max_new_tokens))
         samples, best_of = self.samples or own.samples, self.best_of or own.best_of
         return replace(config, eval=replace(own, samples=samples, best_of=best_of))
 
@@ -162,6 +191,13 @@ class PairsOptions(ScoringOptions):
         for key in ("reward", "reference"):
             if self.pairs == "unranked" and getattr(self, key):
                 raise ConfigError(f"{key} is given, which has no effect with pairs: unranked; leave one of them out")
+
+    def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
+        """As `ScoringOptions.configure`; refuses runs of several turns."""
+        config = super().configure(source, python, no_code)
+        if config.several_turns():
+            raise ConfigError(f"{source.name!r} is a run of several turns; pairs are of completions of one turn")
+        return config
 
     def needs(self) -> tuple[str, ...]:
         """As `ScoringOptions.needs`; unranked pairs need no reward."""

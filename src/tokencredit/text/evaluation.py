@@ -26,6 +26,7 @@ from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.rewards.terms import term_metrics
 from tokencredit.text.setup import build_pipeline, evaluation_prompts, evaluation_tasks, load_terms
 from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.record import episode_metrics
 from tokencredit.text.turns.tasks import Tasks
 
 MEANINGS = {
@@ -45,7 +46,7 @@ def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig,
         `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
         (nats per sequence, if there is a reference model; `eval/log_ratio` if filters such as top_p bias the
         estimate), `eval/length`, `eval/distinct` (share of distinct completions) and `eval/distinct_2` (share of
-        distinct token bigrams).
+        distinct token bigrams) and, of episodes, those of `turns.record.episode_metrics`.
 
     Raises:
         UnusableBatch: a log-probability or reward is not finite, in any process.
@@ -79,6 +80,8 @@ def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, flo
     }
     if distance is not None:
         metrics[distance[0]] = kl / rows
+    if scored.episodes is not None:
+        metrics |= episode_metrics(scored.episodes, processes, device)
     return metrics
 
 
@@ -107,7 +110,7 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
         metrics = evaluate(pipeline, prompts, config.eval, seed=config.seed)
     except UnusableBatch as error:
         raise RunStopped(str(error)) from error
-    print(sizes(config.eval, len(prompts.kept)))
+    print(sizes(config.eval, prompts))
     for name, value in ((metric.removeprefix("eval/"), value) for metric, value in metrics.items()):
         print(f"{visible(name):<24} {value:<10.4g}{MEANINGS.get(name, '')}".rstrip())
     return metrics
@@ -152,7 +155,10 @@ def write_metrics(
     write_file(file, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
-def sizes(settings: EvalConfig, different: int) -> str:
-    """Number of prompts and completions of an evaluation, as text; `different` prompts are repeated in turn."""
+def sizes(settings: EvalConfig, prompts: Prompts | Tasks) -> str:
+    """Number of prompts and completions of an evaluation, as text; prompts are repeated in turn."""
+    if isinstance(prompts, Tasks):
+        return f"{settings.samples} seeds of episodes; episodes per seed: {settings.best_of}"
+    different = len(prompts.kept)
     repeated = f", {different} of them different" if different < settings.samples else ""
     return f"{settings.samples} prompts{repeated}; completions per prompt: {settings.best_of}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,17 @@ from tokencredit.runs.resuming import given_in_python
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.source import read_policy_config, read_source
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
-from tokencredit.text.setup import build_pipeline
+from tokencredit.text.setup import build_pipeline, build_player, evaluation_tasks
+from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.record import played_record
 
 
 class Policy:
@@ -41,7 +46,8 @@ class Policy:
         self.config, processes = config, Processes()
         self.given = given_in_python(run)
         from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
-        self.prompted = not from_data and "train_dataset" not in self.given
+        played = config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
+        self.prompted = not from_data and not played and "train_dataset" not in self.given
         """The run has prompts of its own, which its folder holds."""
         models = load_run_models(run, config, which, processes, critic=critic)
         self.pipeline = build_pipeline(config, models, [], processes)
@@ -100,19 +106,46 @@ class Policy:
         loaded = load_prompts(config, self.tokenizer, seed=seed, limit=limit, dataset=rows, dataset_name="--prompt")
         return loaded.batch(0, n)
 
+    def play(
+        self, n: int, max_new_tokens: int, temperature: float | None = None, seed: int = 1
+    ) -> list[dict[str, Any]]:
+        """Play `n` episodes in the run's environment, with maps, questions and the like of their own.
+
+        Returns:
+            Records with the fields of `turns.record.played_record`.
+
+        Raises:
+            ConfigError: the environment or the tools came from Python, or cannot be loaded.
+        """
+        if lost := [name for name in ("tools", "environment_factory") if name in self.given]:
+            raise ConfigError(f"the run was begun in Python with {', '.join(lost)}, which its folder does not hold")
+        config = self.config
+        environments = load_environments(config.env, config.tools)
+        assert isinstance(self.pipeline.engine, LocalEngine)
+        player = build_player(config, self.pipeline.engine, environments)
+        tasks = evaluation_tasks(replace(config, seed=seed)).batch(0, n)
+        settings = self._sampling(max_new_tokens, temperature)
+        uniforms = torch.rand(n, max_new_tokens, generator=torch.Generator().manual_seed(seed))
+        played = player.play(tasks, settings, uniforms)
+        return [played_record(played, row, self.tokenizer) for row in range(n)]
+
     def complete(
         self, prompts: PromptBatch, max_new_tokens: int, temperature: float | None = None, seed: int = 1
     ) -> list[str]:
         """Sample a completion for each row of prompts; see `generate`."""
+        settings = self._sampling(max_new_tokens, temperature)
+        uniforms = torch.rand(len(prompts.ids), max_new_tokens, generator=torch.Generator().manual_seed(seed))
+        return self.pipeline.sample(prompts, settings, uniforms).completions
+
+    def _sampling(self, max_new_tokens: int, temperature: float | None) -> SamplingConfig:
+        """The run's sampling settings with another length and temperature."""
         own = self.config.rollout
-        settings = replace(
+        return replace(
             own,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min(own.min_new_tokens, max_new_tokens),
             temperature=own.temperature if temperature is None else temperature,
         )
-        uniforms = torch.rand(len(prompts.ids), max_new_tokens, generator=torch.Generator().manual_seed(seed))
-        return self.pipeline.sample(prompts, settings, uniforms).completions
 
     def logprobs(self, text: str, prompt: str = "") -> list[float]:
         """Log-prob of each token of a text after a prompt, at the run's temperature, in nats.

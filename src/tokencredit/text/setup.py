@@ -20,6 +20,7 @@ from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import Models
@@ -233,11 +234,7 @@ def build_pipeline(
         ConfigError: the tokenizer's chat template does not fit the environment or the tools.
     """
     budget = args.ppo.micro_batch_tokens
-    engine, player = models.engine(budget), None
-    if environments is not None:
-        framings = Framings.build(models.tokenizer, environments, args.prompts, engine.end_ids)
-        room = partial(max_prompt_length, models.policy.lm, budget=budget)
-        player = Player(engine, framings, environments, args.env, room)
+    engine = models.engine(budget)
     return Pipeline(
         models.policy,
         models.reference,
@@ -248,8 +245,15 @@ def build_pipeline(
         args.kl,
         processes,
         budget,
-        player,
+        None if environments is None else build_player(args, engine, environments),
     )
+
+
+def build_player(args: PPOConfig, engine: LocalEngine, environments: Environments) -> Player:
+    """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
+    framings = Framings.build(engine.tokenizer, environments, args.prompts, engine.end_ids)
+    room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)
+    return Player(engine, framings, environments, args.env, room)
 
 
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:

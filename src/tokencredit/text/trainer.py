@@ -334,7 +334,7 @@ class PPOTrainer:
         """Write policy, summary and report, upload the policy if configured, and return the summary."""
         summary = self.record.end(stopped_by, self._save)
         write_final_report(self.record)
-        can_audit = self.args.run.save_every and not self.origin["given"]
+        can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
         audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
         prompt = " --prompt TEXT" if "train_dataset" in self.origin["given"] else ""
         self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)

@@ -50,7 +50,8 @@ def test_turns_equal_a_full_pass_over_the_whole_text(model, tokenizer):
     ended = play(conversation, list(range(5)))
     rollout = conversation.rollout()
     assert sorted(ended) == sorted([*range(5)] * 4)
-    assert (rollout.turn_ends.sum(1) == 4).all() and not (rollout.turn_ends & ~rollout.mask).any()
+    assert (rollout.turn_ends.sum(1) == 4).all()
+    assert not (rollout.turn_ends & ~rollout.mask).any()
     assert (~rollout.mask[:, : int(rollout.response_lengths().min())]).any(), "there are observations"
     with torch.no_grad():
         now = model(rollout.inputs(), temperature=0.8)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tokencredit.processes import Processes
 from tokencredit.text.turns.episode import Ending, Problem
-from tokencredit.text.turns.play import Transcript
+from tokencredit.text.turns.play import Played, Transcript
 
 
 def episode_metrics(
@@ -18,8 +19,8 @@ def episode_metrics(
     """Metrics of the episodes of all processes.
 
     Returns:
-        `env/turns` and `env/calls`, turns and tool calls per episode; `env/ending/NAME`, the share of episodes with each
-        ending; `env/malformed`, `env/failed`, `env/timeout` and `env/cut`, the share of turns with each problem.
+        `env/turns` and `env/calls`, turns and tool calls per episode; `env/ending/NAME`, the share of episodes with
+        each ending; `env/malformed`, `env/failed`, `env/timeout` and `env/cut`, the share of turns with each problem.
     """
     endings, problems = get_args(Ending), get_args(Problem)
     turns = [turn for transcript in transcripts for turn in transcript.turns]
@@ -39,6 +40,14 @@ def episode_metrics(
         **{f"env/ending/{name}": count / rows for name, count in zip(endings, rest, strict=False)},
         **{f"env/{name}": count / turn_count for name, count in zip(problems, rest[len(endings) :], strict=True)},
     }
+
+
+def played_record(played: Played, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """An episode that is not scored, in the fields of a sample's record that show it: prompt, tokens, turns, ending."""
+    rollout = played.rollout
+    length = int(rollout.response_lengths()[row])
+    shown = {"prompt": played.prompts.texts[row], "tokens": rollout.tokens(row, tokenizer)}
+    return shown | {"mask": rollout.mask[row, :length].int().tolist()} | episode_record(played.transcripts[row])
 
 
 def episode_record(transcript: Transcript) -> dict[str, Any]:
