@@ -58,6 +58,7 @@ lock:  ## Write the versions installed in .venv into constraints.txt; first let 
 	$(BIN)/python -m pip check
 	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable > .venv/frozen
 	sed '/^[^#]/d' constraints.txt > .venv/constraints
+	grep '^openenv==' constraints.txt >> .venv/frozen # an extra that dev does without
 	sed -E 's/\+.*//; /^(nvidia|cuda|triton)/d' .venv/frozen >> .venv/constraints
 	mv .venv/constraints constraints.txt
 

@@ -98,7 +98,9 @@ def transcript(name, rng):
                 answer = {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"]}
                 messages.append({**answer, "content": words(rng)})
         else:
-            messages.append({"role": "assistant", "content": words(rng).lstrip() or "Yes."})
+            text = words(rng).lstrip() or "Yes."
+            # Transformers' mask ends with the first byte of a character, so a turn without an end ends in ASCII.
+            messages.append({"role": "assistant", "content": text if model.ends else text + "."})
             messages.append({"role": "user", "content": words(rng)})
     return messages, TOOLS if calls else []
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from jsonargparse import Namespace
 
-from tokencredit.commands import models, preferences, results, training
+from tokencredit.commands import models, preferences, results, templates, training
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.parsing import Parser, config_parser
@@ -31,5 +31,6 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "compare": (results.compare_parser, results.compare),
     "sweep": (training.sweep_parser, training.sweep),
     "doctor": (results.doctor_parser, results.doctor),
+    "check-template": (templates.check_template_parser, templates.check_template),
 }
 """Subcommands: parser and function."""

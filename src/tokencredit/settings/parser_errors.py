@@ -86,7 +86,7 @@ def explain_value(name: str, message: str, kind: type | None) -> str | None:
     if (match := re.search(r"Not of type (\w+): (\S+)", message)) and match[1] in OPTIONS:
         value = re.search(r"Given value: (.*)", message) or re.search(r": '(.*)'$", message) or (None, match[2])
         return f"--{name} is {value[1]}; it must be {OPTIONS[match[1]]}"
-    if match := re.search(r"arguments are required: \w+\.(\w+)", message):
+    if match := re.search(r"arguments are required: [\w-]+\.(\w+)", message):
         command = message.rpartition(": ")[2].partition(".")[0]
         return f"{command} needs {ARGUMENTS[match[1]]}"
     if match := re.search(r"Not of type RewardTerm: (.*)", message):

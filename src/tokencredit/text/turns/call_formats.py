@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+THINK = "<think>"
+"""Begins thinking; some templates write it into the generation prompt."""
 NO_ANCHOR = r"(?!)"
 """Matches nowhere: the prefix is the part of the message that the generation prompt holds, and nothing before it."""
 
@@ -25,9 +27,9 @@ class CallFormat:
 def call_format(name: str, marker: str, *, repeats: bool = True, **calls: Any) -> CallFormat:
     """A format with thinking in `<think>`, calls as given, and everything else as content."""
     fields = {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "reasoning_content": {"open": THINK, "close": "</think>", "content": "text"},
         "tool_calls": {"repeats": repeats, "content": "json", **calls},
-        "content": {"content": "text", "repeats": True, "join": ""},
+        "content": {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""},
     }
     return CallFormat(
         name, marker, {"defaults": {"role": "assistant"}, "start_anchor_pattern": NO_ANCHOR, "fields": fields}
@@ -45,7 +47,9 @@ FORMATS = (
         open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
         close_pattern=r"</function>\s*</tool_call>",
         content="xml-inline",
-        content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        content_args={
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+        },
         transform=NAMED,
     ),
     call_format(
@@ -54,7 +58,9 @@ FORMATS = (
         open_pattern=r"<tool_call>\s*(?P<name>[^<\s{]+)",
         close="</tool_call>",
         content="xml-inline",
-        content_args={"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+        content_args={
+            "tag_pattern": r"<arg_key>(?P<key>[^<]*)</arg_key>\n?<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
+        },
         transform=NAMED,
     ),
     call_format("Mistral", "[TOOL_CALLS]", open="[TOOL_CALLS]"),
@@ -111,7 +117,7 @@ FORMATS = (
     call_format(
         "harmony",
         "to=functions.",
-        open_pattern=r"to=functions\.(?P<name>[^<\s]+)[^{]*?<\|message\|>",
+        open_pattern=r"to=functions\.(?P<name>[\w.-]+)[^{]*?<\|message\|>",
         close="<|call|>",
         transform=NAMED,
     ),

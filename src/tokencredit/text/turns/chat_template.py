@@ -77,13 +77,21 @@ class ChatTemplate:
             self.arguments_as_text = not self.accepts(self.conversation([("look_up", "call00000")], "x"))
             self.ids_of_nine = not self.accepts(self.conversation([("look_up", "call_1")], "x"))
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Schema] = (), generate: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Schema] = (),
+        generate: bool = False,
+        unfinished: bool = False,
+    ) -> str:
         """The conversation as text.
 
         Args:
             messages: the conversation.
             tools: JSON schemas of the tools.
-            generate: end with the generation prompt; without it, a last assistant message is a whole turn.
+            generate: end with the generation prompt.
+            unfinished: the last message is the beginning of a turn, and has no end.
 
         Raises:
             Rejected: the template raises.
@@ -95,6 +103,7 @@ class ChatTemplate:
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=generate,
+                continue_final_message=unfinished,
                 **self.kwargs,
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -162,14 +171,20 @@ class ChatTemplate:
             rest = rest[min(most, len(alone.rstrip())) if end is None else end :]
         return rest, self.encoder.first(rest.lstrip())
 
-    def turn_text(self, calls: Sequence[tuple[str, dict[str, Any], str]]) -> str:
-        """The text of a turn with these calls, without its end."""
-        turn, prompt = self.render([USER, self.assistant(calls)]), self.render([USER], generate=True)
+    def turn_text(self, before: Sequence[Message], message: Message, tools: Sequence[Schema] = ()) -> str:
+        """The text of an assistant's message after the generation prompt, without the end of the turn.
+
+        Raises:
+            Rejected: the template raises.
+        """
+        turn = self.render([*before, message], tools=tools)
+        prompt = self.render(before, tools=tools, generate=True)
         shared = shared_start(turn, prompt)
         # Where they part inside a tag, such as <think> and <tool_call>, the turn begins with the tag.
         start = len(prompt) if shared == prompt else max((m.end() for m in re.finditer(r"[\n>\]]", shared)), default=0)
         text = turn[start:]
-        return text[: self.encoder.find(text, self._turn_ends, len(text))].rstrip()
+        end = max((text.rfind(name) for name in self._turn_ends), default=-1)
+        return text.rstrip() if end < 0 else text[:end]
 
     @cached_property
     def _turn_ends(self) -> set[str]:

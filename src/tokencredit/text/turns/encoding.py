@@ -35,6 +35,8 @@ class Encoder:
             if token.special or (token.content.strip() and token.content in template)
         }
         """Names and ids of the protected tokens."""
+        tokens = tokenizer.added_tokens_decoder
+        self._special = [name for name, index in self.protected.items() if not tokens[index].rstrip][:1]
         names = "|".join(re.escape(name) for name in sorted(self.protected, key=len, reverse=True))
         self._begins = re.compile(f"(?=(?:{names}))(.)", re.DOTALL) if names else None
 
@@ -54,10 +56,12 @@ class Encoder:
         return [index for index in self._encode(marked, text) if index != mark]
 
     def continuation(self, text: str) -> list[int]:
-        """Token ids of a text that follows others; some tokenizers put a space before the first word of a text."""
-        if self._anchor is None:
-            return self.ids(text)
-        return self.ids(self._anchor + text)[1:]
+        """Token ids of a text that follows others: without the space that SentencePiece puts before a first word."""
+        for before in ("\n", ".", *self._special):
+            lead, both = self.ids(before), self.ids(before + text)
+            if both[: len(lead)] == lead:  # no token of both
+                return both[len(lead) :]
+        return self.ids(text)
 
     def first(self, text: str) -> str | None:
         """The name of the protected token that a text begins with; None if it begins with another text."""
@@ -81,17 +85,11 @@ class Encoder:
         return not set(self.protected.values()).isdisjoint(self.ids(text))
 
     @cached_property
-    def _anchor(self) -> str | None:
-        """A token after which a text is not the first one; None if there is none that leaves spaces after it alone."""
-        tokens = self.tokenizer.added_tokens_decoder
-        return next((name for name, index in self.protected.items() if not tokens[index].rstrip), None)
-
-    @cached_property
     def _with_mark(self) -> tuple[PreTrainedTokenizerBase, int]:
         """The tokenizer with the mark as a special token, which splits texts and is then left out; and its id."""
         marked = copy.deepcopy(self.tokenizer)
         marked.add_tokens([AddedToken(MARK, special=True, normalized=False)], special_tokens=True)
-        return marked, marked.convert_tokens_to_ids([MARK])[0]
+        return marked, marked.added_tokens_encoder[MARK]
 
     @staticmethod
     def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

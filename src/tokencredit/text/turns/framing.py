@@ -15,23 +15,23 @@ from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.engines.detokenizer import MAX_TOKENS, Detokenizer
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.rewards.texts import prefilled
-from tokencredit.text.turns.call_formats import CallFormat
+from tokencredit.text.turns.call_formats import THINK, CallFormat
 from tokencredit.text.turns.chat_template import PROBE, USER, ChatTemplate, Rejected
 from tokencredit.text.turns.encoding import Encoder
 from tokencredit.text.turns.episode import Message, Turn
 from tokencredit.text.turns.tool_calls import Schema, find_format, parse_turn
 
-THINK = "<think>"
-"""Begins thinking; some templates write it into the generation prompt."""
+Tool = Callable[..., Any]
+"""A function or method with type hints and a docstring."""
 
 
 class Framing(Protocol):
     """Token ids of everything that the policy does not write, and the message in what it writes."""
 
-    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]]) -> tuple[str, list[int]]:
+    def prompt(self, prompt: Prompt, tools: Sequence[Tool]) -> tuple[str, list[int]]:
         """The text and the token ids of an episode's prompt."""
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]]) -> Turn:
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool]) -> Turn:
         """The sampled turn; never raises for what the policy wrote."""
 
     def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
@@ -45,18 +45,18 @@ class TextFraming:
         """Tokenize with the policy's tokenizer, and a beginning-of-sequence token as `prompts.add_bos` says."""
         self.tokenizer, self.config, self.encoder = tokenizer, config or PromptsConfig(), Encoder(tokenizer)
 
-    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]] = ()) -> tuple[str, list[int]]:
+    def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:  # noqa: ARG002  (Framing)
         """The text and its token ids, tokenized as prompts without environments are."""
         if not isinstance(prompt, str):
             raise ConfigError("an environment's prompt is a conversation; it must be a plain text, as the others are")
         ids = self.tokenizer(prompt, add_special_tokens=self.config.add_bos is None, verbose=False)["input_ids"]
         return prompt, with_bos(self.tokenizer, self.config, list(ids))
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]] = ()) -> Turn:
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool] = ()) -> Turn:  # noqa: ARG002
         """The sampled turn as text."""
         return Turn(ids, text_of(self.tokenizer, ids, prefix))
 
-    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
+    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:  # noqa: ARG002
         """Token ids of the observation's text alone, without special tokens."""
         if not isinstance(observation, str):
             raise ConfigError("an environment answers with messages; prompts are plain texts, so it must be a text")
@@ -103,21 +103,21 @@ class ChatFraming:
             self.end = check_tools(self.template)
             self.format = call_format(self.template)
 
-    def prompt(self, prompt: Prompt, tools: Sequence[Callable[..., Any]] = ()) -> tuple[str, list[int]]:
+    def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:
         """The text and the token ids of a conversation with its tools and the generation prompt.
 
         Raises:
             ConfigError: the template rejects the conversation, or a tool has no type hints or no docstring.
         """
         conversation = as_messages(prompt, "user")
-        schemas = [self.schema(tool) for tool in tools]
+        schemas, begun = [self.schema(tool) for tool in tools], prefilled(conversation)
         try:
-            text = self.template.render(conversation, tools=schemas, generate=not prefilled(conversation))
+            text = self.template.render(conversation, tools=schemas, generate=not begun, unfinished=begun)
         except Rejected as error:
             raise ConfigError(f"the tokenizer's chat template rejects an environment's prompt: {error}") from error
         return text, with_bos(self.tokenizer, self.config, self.encoder.ids(text))
 
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Callable[..., Any]] = ()) -> Turn:
+    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool] = ()) -> Turn:
         """The sampled turn as text and as an assistant's message.
 
         Args:
@@ -159,7 +159,7 @@ class ChatFraming:
             return self.encoder.continuation(text)
         return self.encoder.ids(text.lstrip())[1:]
 
-    def schema(self, tool: Callable[..., Any]) -> Schema:
+    def schema(self, tool: Tool) -> Schema:
         """JSON schema of a tool, from its type hints and its docstring.
 
         Raises:
@@ -199,7 +199,7 @@ def check_texts(template: ChatTemplate) -> str | None:
 
 
 def check_tools(template: ChatTemplate) -> str | None:
-    """Check that a template renders tools, calls and their answers; returns the token that ends a turn with calls."""
+    """Check that a template renders calls of tools and their answers; returns the token that ends a turn with calls."""
     parts = {
         "look_up": "the names of called tools",
         "word": "the names of arguments",
@@ -209,13 +209,10 @@ def check_tools(template: ChatTemplate) -> str | None:
     call = ("look_up", {"word": "argument"}, "call00000")
     answer = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "observation"}
     try:
-        described = template.render([USER], tools=[PROBE], generate=True)
         text = template.render([USER, template.assistant([call]), answer], generate=True)
     except Rejected as error:
         raise ConfigError(f"the tokenizer's chat template rejects tool calls or their answers: {error}") from error
     dropped = [part for word, part in parts.items() if word not in text]
-    if "look_up" not in described:
-        dropped.insert(0, "the descriptions of tools")
     if dropped:
         raise ConfigError(
             f"the tokenizer's chat template drops {', '.join(dropped)}; take a model whose template supports tools, or "
@@ -225,9 +222,10 @@ def check_tools(template: ChatTemplate) -> str | None:
 
 
 def call_format(template: ChatTemplate) -> CallFormat:
-    """The format of the template's tool calls, found by a round trip."""
+    """The format of the template's tool calls, found by a round trip through text and tokens."""
     arguments = {"word": 'a "b" é', "limit": 3}
-    text = template.turn_text([("look_up", arguments, "call00000")])
+    text = template.turn_text([USER], template.assistant([("look_up", arguments, "call00000")]))
+    text = str(template.tokenizer.decode(template.encoder.continuation(text)))
     own = getattr(template.tokenizer, "response_template", None)
     found = find_format(text, {"name": "look_up", "arguments": arguments}, [PROBE], own)
     if found is None:

@@ -39,7 +39,7 @@ def encodable(prompt: Prompt) -> Prompt:
 
 
 def _encodable(text: str) -> str:
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def fit(reply: Reply, tokens: int, tokenizer: PreTrainedTokenizerBase) -> Reply:
@@ -58,7 +58,7 @@ def fit(reply: Reply, tokens: int, tokenizer: PreTrainedTokenizerBase) -> Reply:
             text, used = _cut(content(message), tokens, tokenizer)
             tokens -= used
             short.append(message if text == content(message) else {**message, "content": text})
-    if short == observation:
+    if short == (observation if isinstance(observation, str) else list(observation)):
         return reply
     return replace(reply, observation=short, problems=tuple(dict.fromkeys((*reply.problems, "cut"))))
 

@@ -21,6 +21,7 @@ from tokencredit.text.engines.engine import Conversation, Engine, Rollout
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode import TERMINATED, Ending, Episode, Message, Reply, Turn
 from tokencredit.text.turns.framing import ChatFraming, Framing, TextFraming
+from tokencredit.text.turns.observations import fit
 from tokencredit.text.turns.tasks import TaskBatch
 from tokencredit.text.user_code.workers import Workers
 
@@ -239,6 +240,7 @@ class Game:
     def _reply(self, row: int, reply: Reply) -> list[int] | None:
         """Record a reply; returns the tokens of its observation, or None at the end of the episode."""
         transcript, config = self.transcripts[row], self.player.config
+        reply = fit(reply, config.observation_tokens, self.player.framings.text.tokenizer)
         transcript.replies.append(reply)
         left, cut = self.conversation.left(row), self.cut.pop(row)
         if reply.ending is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from tokencredit.text.turns.call_formats import FORMATS, CallFormat
+from tokencredit.text.turns.call_formats import FORMATS, THINK, CallFormat
 from tokencredit.text.turns.episode import Message
 
 Schema = dict[str, Any]
@@ -19,6 +19,8 @@ MOST = 200
 """Longest description of a malformed call, in characters."""
 DEEPEST = 64
 """Deepest nesting of a call's arguments."""
+MOST_CALLS = 64
+"""Most calls, and most thoughts, per turn; the parser's time grows with their number times the length of the text."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -44,9 +46,11 @@ def parse_turn(
         malformed. The description of a malformed call has at most 200 characters.
     """
     try:
+        if max(text.count(form.marker) if form.marker else 0, text.count(THINK)) > MOST_CALLS:
+            raise Malformed(f"the turn has more than {MOST_CALLS} calls or thoughts")
         parsed = parse_response(text, form.template, prefix=prefix, tools=list(schemas))
         calls = [as_call(call, index) for index, call in enumerate(flat(parsed.get("tool_calls")))]
-        content = str(parsed.get("content") or "")
+        content = str(parsed.get("content") or "").strip()
         if form.marker and form.marker in content:
             raise Malformed(f"a call that begins with {form.marker} is not in the format of this model's tool calls")
     except Exception as error:  # the text is the model's, and may break the parser in any way
@@ -69,12 +73,17 @@ def find_format(text: str, call: dict[str, Any], schemas: Sequence[Schema], own:
         schemas: the JSON schema of its function.
         own: the tokenizer's `response_template`; None if it has none.
     """
-    candidates = [*([CallFormat("response_template", "", own, reads_prompt=True)] if own else []), *FORMATS]
-    for form in candidates:
+    for form in ([own_format(own)] if own else []) + list(FORMATS):
         message, _ = parse_turn(text, "", form, schemas)
         if [made["function"] for made in message.get("tool_calls", ())] == [call]:
             return form
     return None
+
+
+def own_format(template: dict[str, Any]) -> CallFormat:
+    """The format of a tokenizer's own response template."""
+    opening = template.get("fields", {}).get("tool_calls", {}).get("open")
+    return CallFormat("response_template", opening if isinstance(opening, str) else "", template, reads_prompt=True)
 
 
 def flat(calls: Any) -> list[Any]:

@@ -91,29 +91,42 @@ class Workers:
             return call.abandoned
 
     def _work(self) -> None:
+        with self._changed:
+            self._idle += 1
         while True:
-            with self._changed:
-                self._idle += 1
-                while not self._calls:
-                    self._changed.wait()
-                self._idle -= 1
-                call = self._calls.popleft()
-                call.started = time.monotonic()
-            if not call.set_running_or_notify_cancel():
-                continue
+            call = self._take()
             result, error = None, None
             try:
                 result = call.function()
             except BaseException as raised:
                 error = raised
-            with self._changed:
-                if call.abandoned:
-                    return
-                if error is None:
-                    call.set_result(result)
-                else:
-                    call.set_exception(error)
+            if not self._finish(call, result, error):
+                return
             del call, result, error  # an idle thread keeps nothing alive
+
+    def _take(self) -> Call:
+        """Wait for the next call, as an idle thread."""
+        with self._changed:
+            while True:
+                while not self._calls:
+                    self._changed.wait()
+                call = self._calls.popleft()
+                call.started = time.monotonic()
+                if call.set_running_or_notify_cancel():
+                    self._idle -= 1
+                    return call
+
+    def _finish(self, call: Call, result: Any, error: BaseException | None) -> bool:
+        """Set a call's outcome; the thread is idle before anyone can see it. False if the thread was abandoned."""
+        with self._changed:
+            if call.abandoned:
+                return False
+            self._idle += 1
+            if error is None:
+                call.set_result(result)
+            else:
+                call.set_exception(error)
+            return True
 
 
 class EventLoop:

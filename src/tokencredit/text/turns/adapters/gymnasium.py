@@ -53,7 +53,7 @@ class Gymnasium:
         if self._kind not in ACTIONS:
             raise ConfigError(f"it must be one of the environments that have a text: {', '.join(ACTIONS)}")
         self._actions = ACTIONS[self._kind]
-        render = {} if self._kind == "Blackjack" else {"render_mode": "ansi"}
+        render: dict[str, Any] = {} if self._kind == "Blackjack" else {"render_mode": "ansi"}
         try:
             # Without a time limit of its own, which would look like an end; env.max_turns truncates.
             self._env = gymnasium.make(name, max_episode_steps=-1, **render, **settings)

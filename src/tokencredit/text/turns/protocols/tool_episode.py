@@ -80,16 +80,13 @@ class ToolEpisode:
         messages: list[Message] = []
         problems: list[Problem] = []
         for (name, _, identity), (text, found) in zip(calls, self._answers(calls), strict=True):
-            text, cut = shorten(text, self._tokens)
             messages.append({"role": "tool", "name": shorten(name, self._tokens)[0], **identity, "content": text})
             problems += found
-            if cut:
-                problems.append("cut")
         if turn.malformed is not None:
-            # A message of a tool belongs to a call with a name, and there is none.
-            text, _ = shorten(f"error: {turn.malformed}; {self._usage()}", self._tokens)
+            # By the user: a message of a tool belongs to a call with a name, and there is none.
+            text, found = self._error(f"{turn.malformed}; {self._usage()}", "malformed")
             messages.append({"role": "user", "content": text})
-            problems.append("malformed")
+            problems += found
         return Reply(messages, problems=tuple(problems))
 
     def _answers(self, calls: Sequence[Call]) -> list[Answer]:
@@ -98,7 +95,7 @@ class ToolEpisode:
         coroutines = []
         for place, (name, arguments, _) in enumerate(calls):
             if mistake := self._mistake(name, arguments):
-                answers[place] = f"error: {mistake}", ("failed",)
+                answers[place] = self._error(mistake, "failed")
             elif is_coroutine_function(self._callables[name]):
                 coroutines.append((place, name, arguments))
             else:
@@ -130,10 +127,14 @@ class ToolEpisode:
         except TimedOut:
             if self._instance is not None:
                 self._instance.hung = True
-            return f"error: {name} exceeded its timeout of {self._timeout:g} s", ("timeout",)
+            return self._error(f"{name} exceeded its timeout of {self._timeout:g} s", "timeout")
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # Without the place, which depends on the machine.
-            return f"error: {name} {summarized(error)}", ("failed",)
+            return self._error(f"{name} {summarized(error)}", "failed")
+
+    def _error(self, message: str, problem: Problem) -> Answer:
+        text, cut = shorten(f"error: {message}", self._tokens)
+        return text, (problem, "cut") if cut else (problem,)
 
 
 def _short(result: Any, tokens: int) -> tuple[str, bool]:

@@ -1,0 +1,407 @@
+import threading
+
+import pytest
+
+from helpers.turns import environments, said
+from tokencredit.errors import ConfigError
+from tokencredit.settings.code_policy import foreign_code
+from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.turns.environments import load_environments
+
+PROMPT = [{"role": "user", "content": "Hello."}]
+FILE = '''
+class Words:
+    """Tools on words."""
+
+    def __init__(self, level=1):
+        self.level = level
+
+    def reset(self, **row):
+        self.row = row
+
+    def upper(self, word: str) -> str:
+        """
+        Write a word in capitals.
+
+        Args:
+            word: the word
+        """
+        return word.upper()
+
+    def get_reward(self):
+        return 1.0
+
+
+class Steps:
+    def reset(self, row):
+        return "Go."
+
+    def step(self, completion):
+        return "", 1.0, True
+
+
+def search(query: str) -> str:
+    """
+    Search.
+
+    Args:
+        query: words
+    """
+    return isinstance(WORDS, Words)
+
+
+def scored(prompts, completions, environments):
+    return [float(isinstance(environment, Words)) for environment in environments]
+
+
+WORDS = Words()
+BOTH = {"words": Words, "steps": Steps}
+NUMBER = 3
+'''
+
+
+class Steps:
+    """The plain protocol."""
+
+    def reset(self, row):
+        self.row = row
+        return "Go."
+
+    def step(self, completion):
+        return "", 1.0, True
+
+
+class Tools:
+    """TRL's form."""
+
+    def reset(self, **row):
+        self.row = row
+
+    def echo(self, word: str) -> str:
+        """
+        Say a word again.
+
+        Args:
+            word: the word
+        """
+        return word
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text(FILE)
+    return path
+
+
+def load(tools=(), **settings):
+    return load_environments(EnvironmentConfig(**settings), list(tools))
+
+
+def names(tools):
+    return [tool.__name__ for tool in tools]
+
+
+def test_from_files(file):
+    runs = load([f"{file}:search"], factory=f"{file}:Words", kwargs={"level": 2})
+    assert (runs.name, names(runs.tools), runs.needs_tools, runs.conversational, runs.pays) == (
+        "Words",
+        ["search", "upper"],
+        True,
+        True,
+        True,
+    )
+    (begun,) = runs.begin([{"prompt": PROMPT}], [1])
+    assert begun.start() == PROMPT
+    assert begun.environment.level == 2
+    search = begun.tools[0]
+    assert search("x"), "a file is run once for its class and its function"
+
+
+def test_of_the_plain_protocol(file):
+    runs = load(factory=f"{file}:Steps")
+    assert (runs.name, runs.tools, runs.needs_tools, runs.conversational, runs.pays) == ("Steps", [], False, None, True)
+
+
+def test_functions_alone(file):
+    runs = load([f"{file}:search"])
+    assert (runs.name, names(runs.tools), runs.pays, runs.terms()) == ("search", ["search"], False, [])
+    runs.check_columns(["prompt", "anything"])
+
+
+def test_a_dict_of_factories_is_selected_by_the_column(file):
+    runs = load(factory=f"{file}:BOTH")
+    assert (runs.name, runs.conversational, [term.name for term in runs.terms()]) == (
+        "Words, Steps",
+        True,
+        ["Words", "Steps"],
+    )
+    runs.check_columns(["prompt", "environment", "level"], ["words", "steps"])
+    words, steps = runs.begin(
+        [{"prompt": PROMPT, "environment": "words", "level": 1}, {"environment": "steps", "level": 2}], [5, 6]
+    )
+    assert (words.start(), steps.start()) == (PROMPT, "Go.")
+    assert words.environment.row == {"prompt": PROMPT, "level": 1}
+    assert (names(words.tools), names(steps.tools)) == (["upper"], [])
+
+
+@pytest.mark.parametrize(
+    ("columns", "values", "problem"),
+    [
+        (["prompt"], [], "there are several environments, a, b, and the data set has no column 'environment'"),
+        (["environment"], ["a", "c"], "the column 'environment' is 'c'; it must be one of 'a', 'b'"),
+        (["environment"], [None], "the column 'environment' is None"),
+        (["environment"], [["a"]], "the column 'environment' is "),
+    ],
+)
+def test_rows_that_select_no_environment(columns, values, problem):
+    runs = environments({"a": Steps, "b": Tools})
+    with pytest.raises(ConfigError, match=problem.replace("[", r"\[")):
+        runs.check_columns(columns, values)
+    if values:
+        with pytest.raises(ConfigError, match="the column 'environment' is "):
+            runs.begin([{"environment": value} for value in values], [1] * len(values))
+
+
+def test_instances_are_created_once_and_reset_often():
+    created = []
+
+    class Counting(Steps):
+        def __init__(self):
+            created.append(self)
+
+    runs = environments(Counting)
+    assert len(created) == 1
+    seen = []
+    for size in (2, 3, 1):
+        begun = runs.begin([{}] * size, range(size))
+        for one in begun:
+            one.start()
+        seen.append([one.environment for one in begun])
+    assert len(created) == 3
+    assert seen[0] == seen[1][:2] == [created[0], seen[0][1]]
+    assert seen[2] == [created[0]]
+
+
+def test_episodes_of_a_batch_do_not_share_an_environment():
+    begun = environments(Steps).begin([{"n": i} for i in range(4)], range(4))
+    for one in begun:
+        one.start()
+    assert [one.environment.row for one in begun] == [{"n": i, "seed": i} for i in range(4)]
+    assert len({id(one.environment) for one in begun}) == 4
+
+
+def test_episodes_run_at_the_same_time():
+    barrier = threading.Barrier(8)
+
+    class Meeting(Steps):
+        def step(self, completion):
+            barrier.wait(60)
+            return super().step(completion)
+
+    begun = environments(Meeting).begin([{}] * 8, range(8))
+    for one in begun:
+        one.start()
+    replies = []
+    threads = [threading.Thread(target=lambda one=one: replies.append(one.reply(said("")))) for one in begun]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [reply.ending for reply in replies] == ["done"] * 8
+
+
+class NoReset:
+    def echo(self): ...
+
+
+class Row:
+    def reset(self, row): ...
+
+
+class StepsOfTools(Tools):
+    def step(self, action: str) -> str:
+        """
+        Act.
+
+        Args:
+            action: what to do
+        """
+        return action
+
+
+class Undescribed(Tools):
+    def step(self, completion):
+        return "", 1.0, True
+
+
+class Argument(Tools):
+    def __init__(self, level):
+        self.level = level
+
+
+class Exits(Tools):
+    def __init__(self):
+        raise SystemExit(2)
+
+
+class Fails(Tools):
+    def __init__(self):
+        raise ValueError("no licence")
+
+
+def echo(word: str) -> str:
+    """
+    Say.
+
+    Args:
+        word: the word
+    """
+    return word
+
+
+@pytest.mark.parametrize(
+    ("factory", "functions", "problem"),
+    [
+        (3, None, r"environment_factory is 3; it must be a class, or a function that returns an environment"),
+        (Steps(), None, r"environment_factory is <.*; it must be a class"),
+        ({}, None, "environment_factory is an empty dict"),
+        ({3: Steps}, None, "environment_factory has the name 3; names of environments must be texts"),
+        ({"a": 3}, None, r"environment_factory\['a'\] is 3; it must be a class"),
+        (Argument, None, "environment_factory needs level"),
+        (
+            Fails,
+            None,
+            r"environment_factory created no environment, it raised ValueError: no licence at .*test_env.*:\d+",
+        ),
+        (Exits, None, "environment_factory created no environment, it raised SystemExit: 2"),
+        (lambda: None, None, "environment_factory gives a NoneType, which has no method reset; see docs/turns.md"),
+        (NoReset, None, "environment_factory gives a NoReset, which has no method reset"),
+        (
+            Row,
+            None,
+            r"environment_factory: reset takes a row, as environments with step\(completion\) do, and Row has no step",
+        ),
+        (Steps, [echo], "tools are given, and environment_factory has step, which receives whole completions"),
+        (Tools, [echo], "two tools are named 'echo': a function and a method of Tools"),
+        (None, [echo, echo], "two tools are named 'echo'"),
+        (None, "echo", "tools is 'echo'; it must be a list of functions"),
+        (None, [Tools], r"the tool Tools is <class .*; a tool must be a function"),
+        (
+            Undescribed,
+            None,
+            r"Undescribed\.step cannot be a tool: .*reset takes one argument named row \(docs/turns\.md\)",
+        ),
+        ({"a": Steps, "b": type("Steps", (Steps,), {})}, None, "two classes named 'Steps', and so would their rewards"),
+    ],
+)
+def test_what_can_be_known_before_the_first_episode_is_one_message(factory, functions, problem):
+    with pytest.raises(ConfigError, match=problem):
+        environments(factory, functions)
+
+
+def test_a_tool_may_be_called_step():
+    assert names(environments(StepsOfTools).tools) == ["echo", "step"]
+
+
+def test_a_factory_that_hangs():
+    over = threading.Event()
+    with pytest.raises(ConfigError, match=r"environment_factory took longer than env\.timeout, 0\.05 s, to create"):
+        environments(lambda: over.wait() and Tools(), timeout=0.05)
+    over.set()
+
+
+class Named(Tools):
+    def reset(self, prompt, level=1): ...
+
+
+class Seeded(Tools):
+    def reset(self, seed, prompt): ...
+
+
+class Nothing(Tools):
+    def reset(self): ...
+
+
+@pytest.mark.parametrize(
+    ("factory", "columns"),
+    [
+        (Tools, []),
+        (Tools, ["a"]),
+        (Named, ["prompt"]),
+        (Named, ["prompt", "level"]),
+        (Seeded, ["prompt"]),
+        (Seeded, ["prompt", "seed"]),
+        (Nothing, []),
+        (Steps, ["a"]),
+    ],
+)
+def test_columns_that_reset_takes(factory, columns):
+    environments(factory).check_columns(columns)
+
+
+@pytest.mark.parametrize(
+    ("factory", "columns", "problem"),
+    [
+        (Named, [], r"reset\(prompt, level=1\) does not take no argument: missing a required argument: 'prompt'"),
+        (Named, ["prompt", "answer"], "does not take answer, prompt: got an unexpected keyword argument 'answer'"),
+        (Nothing, ["prompt"], "got an unexpected keyword argument 'prompt'"),
+        (Seeded, [], "does not take seed: missing a required argument: 'prompt'"),
+    ],
+)
+def test_columns_that_reset_does_not_take(factory, columns, problem):
+    with pytest.raises(ConfigError, match=f"environment_factory: .*{problem}.*by name, or "):
+        environments(factory).check_columns(columns)
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("Words", "env.factory Words: it must be one of builtin:grid, builtin:calculator, 'pkg.module:name'"),
+        ("builtin:chess", "env.factory builtin:chess: it must be one of builtin:grid"),
+        ("nowhere.py:Words", "env.factory nowhere.py:Words: there is no environment file 'nowhere.py'"),
+        ("no_such.module:Words", "the environment module 'no_such.module' cannot be imported: ModuleNotFoundError"),
+        ("{file}:Word", "has no 'Word'; did you mean 'Words'?"),
+        ("{file}:NUMBER", "NUMBER is 3; it must be a class, or a function that returns an environment"),
+    ],
+)
+def test_a_setting_that_names_no_environment(file, factory, problem):
+    with pytest.raises(ConfigError) as raised:
+        load(factory=factory.format(file=file))
+    assert problem in str(raised.value)
+
+
+def test_arguments_that_the_factory_does_not_take(file):
+    with pytest.raises(ConfigError, match=r"env\.factory .*my\.py:Words: kwargs has 'depth', which .* it takes level"):
+        load(factory=f"{file}:Words", kwargs={"depth": 2})
+    with pytest.raises(ConfigError, match=r"env\.kwargs is given, and this takes no arguments"):
+        load(factory=f"{file}:BOTH", kwargs={"depth": 2})
+
+
+def test_a_setting_that_names_no_tool(file):
+    with pytest.raises(ConfigError, match=r"tools\[1\]: .* has no 'serch'; did you mean 'search'\?"):
+        load([f"{file}:search", f"{file}:serch"])
+    with pytest.raises(ConfigError, match=r"tools\[0\]: there is no tool file 'nowhere\.py'"):
+        load(["nowhere.py:search"])
+
+
+def test_environments_and_tools_given_twice(file):
+    with pytest.raises(ConfigError, match="environment_factory is given, and an environment in env"):
+        load_environments(EnvironmentConfig(factory="builtin:grid"), [], factory=Steps)
+    with pytest.raises(ConfigError, match="tools are given as an argument and as a setting"):
+        load_environments(EnvironmentConfig(), [f"{file}:search"], functions=[echo])
+
+
+def test_no_code_names_the_environment_and_the_tools():
+    def lines(**settings):
+        return foreign_code(PPOConfig.from_dict({"reward": [{"function": "length"}], **settings}))
+
+    assert lines(**{"env.factory": "a.py:A", "tools": ["b.py:b", "c:d"]}) == [
+        "env.factory runs a.py:A",
+        "tools[0] runs b.py:b",
+        "tools[1] runs c:d",
+    ]
+    assert lines(**{"env.gymnasium": "my_package:Maze-v0"}) == ["env.gymnasium imports the module my_package"]
+    for ours in ({"env.factory": "builtin:grid"}, {"env.gymnasium": "Taxi-v4"}, {"env.reasoning_gym": "chain_sum"}):
+        assert lines(**ours) == []
