@@ -7,7 +7,7 @@ import pytest
 from helpers.episodes import HOSTILE as HOSTILE_OBSERVATION
 from helpers.episodes import episode, grid
 from helpers.files import data_of
-from tokencredit.report.page import OBSERVATION, TOKENS, render, write_report
+from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp\ud800 {{ 7 * 7 }} <!--"
@@ -195,16 +195,24 @@ def test_an_episode_has_numbers_of_acted_tokens_only():
     assert shown["ending"] == "the environment ended the episode"
 
 
-def test_observations_hardly_count_in_what_varies_and_in_the_limit():
-    """100 characters of an observation count as a token, and 4,000 are shown."""
-    long = [episode(("assistant", ["a"]), ("tool", ["word "] * 2_000), iteration=i) for i in range(1, 1001)]
+@pytest.mark.slow
+def test_observations_hardly_count_in_the_limit():
+    """25 characters of an observation count as a token, and 2,000 are shown."""
+    long = [
+        episode(("assistant", ["a"]), ("tool", ["好 "] * 5_000), iteration=i, after="b" * 9_000) for i in range(1, 1001)
+    ]
     metrics = [{"iteration": i, "reward": 1.0} for i in range(1, 1001)]
-    data = data_of(render(made(long, metrics)))
-    assert len(data["credit"]) == TOKENS // (1 + OBSERVATION // 100)
+    page = render(made(long, metrics))
+    assert len(page.encode()) < LARGEST
+    data = data_of(page)
+    assert len(data["credit"]) == TOKENS // (1 + 2 * OBSERVATION // CHARACTERS)
     observed = data["credit"][0]["turns"][1]
-    assert observed == {"role": "tool", "text": "word " * 800 + "… and 6,000 more characters", "length": 10_000}
+    assert observed == {"role": "tool", "text": "好 " * 1_000 + "… and 8,000 more characters", "length": 10_000}
+
+
+def test_zeros_at_observations_are_no_variance():
     zeros = [grid(1, advantages=[0.5, 0.5, 0, 0, 0, 0, 0, 0.5, 0.5]), grid(2)]
-    assert data_of(render(made(zeros)))["opened"] == [2], "zeros at observations are no variance"
+    assert data_of(render(made(zeros)))["opened"] == [2]
 
 
 def test_with_turns_as_steps_the_critic_has_a_value_per_turn():
