@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: help install train test fast fuzz lowest lint types format lock benchmark bench gpu costs families chaos doctor study truth beside-trl
-.PHONY: findings world
+.PHONY: findings world fuzz-templates
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ fast: install lint types  ## Lint, types and the quick tests: about a minute
 
 fuzz: install  ## The tests with random inputs, with fresh and ten times as many inputs
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh
+
+fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templates: a table of tokens that differ, in minutes
+	$(BIN)/python tests/fuzz_templates.py
 
 # Warnings are no errors there: old versions warn of newer ones.
 lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own

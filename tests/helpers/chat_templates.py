@@ -164,6 +164,16 @@ MODELS = {
     "Vicuna": Model(("<s>", "</s>"), "</s>"),
 }
 
+BYTES = ("DeepSeek-V3", "FunctionGemma", "GLM-4.5", "Vicuna")
+"""Other tokenizers decode their formats to other texts, or have tokens that begin in the prompt and end in the turn."""
+COMBINED = [
+    (name, kind)
+    for name in MODELS
+    for kind in ("bytes", "metaspace", "prepend")
+    if kind == "bytes" or name not in BYTES
+]
+"""Templates with kinds of tokenizers."""
+
 
 def template_of(name):
     """The source of a model's template."""
@@ -202,7 +212,9 @@ def byte_level():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     return tokenizer
 
 
@@ -219,7 +231,9 @@ def sentence_pieces(prepend=False):
     tokenizer.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
     sentences = [sentence.replace("한국어", "").replace("😀", "") for sentence in SENTENCES]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", *alphabet], max_token_length=12)
+    trainer = trainers.BpeTrainer(
+        show_progress=False, vocab_size=500, special_tokens=["<unk>", *alphabet], max_token_length=12
+    )
     tokenizer.train_from_iterator(sentences, trainer)
     written = json.loads(tokenizer.to_str())
     written["added_tokens"] = []

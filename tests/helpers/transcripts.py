@@ -77,6 +77,15 @@ def as_rendered(name, calls):
     ]
 
 
+def calls_in(message):
+    """Names and arguments of a message's calls."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [
+        {**one, "arguments": json.loads(one["arguments"])} if isinstance(one["arguments"], str) else one
+        for one in functions
+    ]
+
+
 def transcript(name, rng):
     """Messages up to an observation, and the tools of the prompt.
 

@@ -5,23 +5,15 @@ import random
 
 import pytest
 
-from helpers.chat_templates import MODELS, chat_tokenizer, template_of
+from helpers.chat_templates import COMBINED, MODELS, chat_tokenizer, template_of
 from helpers.models import TEMPLATE
-from helpers.transcripts import TOOLS, look_up, reference, replay, transcript
+from helpers.transcripts import TOOLS, calls_in, look_up, reference, replay, transcript
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.turns.episode import Turn
 from tokencredit.text.turns.framing import ChatFraming, TextFraming
 
 WITH_TOOLS = [name for name, model in MODELS.items() if model.tools]
-BYTES = ("DeepSeek-V3", "FunctionGemma", "GLM-4.5", "Vicuna")
-"""Other tokenizers decode their formats to other texts, or have tokens that begin in the prompt and end in the turn."""
-COMBINED = [
-    (name, kind)
-    for name in MODELS
-    for kind in ("bytes", "metaspace", "prepend")
-    if kind == "bytes" or name not in BYTES
-]
 USER = [{"role": "user", "content": "hello"}]
 PLAIN = {"role": "assistant", "content": "Yes."}
 HOSTILE = [
@@ -37,9 +29,7 @@ HOSTILE = [
 
 def framing(name, kind="bytes", **settings):
     """The framing of a template with all that it can."""
-    return ChatFraming(
-        chat_tokenizer(name, kind), **{"uses_tools": MODELS[name].tools, "answers_with_text": True} | settings
-    )
+    return ChatFraming(chat_tokenizer(name, kind), uses_tools=MODELS[name].tools, **settings)
 
 
 def answer(content, turn=None, name="look_up"):
@@ -70,7 +60,7 @@ def test_turn_by_turn_gives_the_tokens_and_the_mask_of_one_rendering(name, kind)
         assert sum(acted) > 0
         for turn, message in turns:
             assert turn.malformed is None
-            assert bool(turn.message.get("tool_calls")) == bool(message.get("tool_calls"))
+            assert calls_in(turn.message) == calls_in(message)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,7 +135,7 @@ def test_what_a_normalizer_makes_of_a_text_is_no_token_of_the_template_either():
     tokenizer = copy.deepcopy(chat_tokenizer("ChatML"))
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("[STOP]", special=True, normalized=True)], special_tokens=True)
-    frame = ChatFraming(tokenizer, answers_with_text=True)
+    frame = ChatFraming(tokenizer)
     stop = tokenizer.convert_tokens_to_ids("[STOP]")
     assert stop in tokenizer("a ［STOP］").input_ids
     assert stop not in frame.observation("a ［STOP］ b", Turn([], "", PLAIN))
@@ -221,10 +211,10 @@ def test_other_refusals_name_the_cause():
         ChatFraming(with_template(loses + own + "{% endfor %}"), uses_tools=True)
     once = "{% for m in messages[:2] %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="drops user messages after the assistant's"):
-        ChatFraming(with_template(once), answers_with_text=True)
+        ChatFraming(with_template(once))
     first = "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}{{ messages[0].content }}"
     with pytest.raises(ConfigError, match=r"cannot take the environment's answer as a user message .*: one turn"):
-        ChatFraming(with_template(first), answers_with_text=True)
+        ChatFraming(with_template(first))
 
 
 def test_prompts_that_the_template_rejects_and_tools_without_hints_are_refused():
@@ -241,7 +231,7 @@ def test_prompts_that_the_template_rejects_and_tools_without_hints_are_refused()
 
 
 def test_templates_without_any_token_of_their_own_are_continued_as_text():
-    frame = ChatFraming(with_template(TEMPLATE), answers_with_text=True)
+    frame = ChatFraming(with_template(TEMPLATE))
     assert frame.end is None
     assert frame.tokenizer.decode(frame.observation("hi", Turn([5], "", PLAIN))) == "\nuser: hi\nassistant:"
 

@@ -183,8 +183,9 @@ class ChatTemplate:
         # Where they part inside a tag, such as <think> and <tool_call>, the turn begins with the tag.
         start = len(prompt) if shared == prompt else max((m.end() for m in re.finditer(r"[\n>\]]", shared)), default=0)
         text = turn[start:]
-        end = max((text.rfind(name) for name in self._turn_ends), default=-1)
-        return text.rstrip() if end < 0 else text[:end]
+        while end := next((name for name in self._turn_ends if text.rstrip().endswith(name)), None):
+            text = text.rstrip().removesuffix(end)
+        return text
 
     @cached_property
     def _turn_ends(self) -> set[str]:

@@ -56,11 +56,18 @@ class Encoder:
         return [index for index in self._encode(marked, text) if index != mark]
 
     def continuation(self, text: str) -> list[int]:
-        """Token ids of a text that follows others: without the space that SentencePiece puts before a first word."""
-        for before in ("\n", ".", *self._special):
-            lead, both = self.ids(before), self.ids(before + text)
-            if both[: len(lead)] == lead:  # no token of both
-                return both[len(lead) :]
+        """Token ids of a text that follows others.
+
+        SentencePiece puts a space before the first word of a text. Where it does, the text is tokenized after another
+        one, so that the ids decode to the text alone.
+        """
+        lead, written = self.ids("."), text.replace(MARK, "")
+        before = self.tokenizer.decode(lead)
+        for start in ("", *self._special, "\n", "."):
+            begun, both = self.ids(start), self.ids(start + text)
+            ids = both[len(begun) :]
+            if both[: len(begun)] == begun and self.tokenizer.decode([*lead, *ids]) == before + written:
+                return ids
         return self.ids(text)
 
     def first(self, text: str) -> str | None:

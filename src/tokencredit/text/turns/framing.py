@@ -72,7 +72,6 @@ class ChatFraming:
         config: PromptsConfig | None = None,
         *,
         uses_tools: bool = False,
-        answers_with_text: bool = False,
         end_ids: Collection[int] = (),
     ):
         """Check the chat template.
@@ -80,8 +79,8 @@ class ChatFraming:
         Args:
             tokenizer: the policy's.
             config: `add_bos` and `chat_template_kwargs`.
-            uses_tools: the policy calls tools; their answers are messages with the role `tool`.
-            answers_with_text: the environment answers with texts, which become user messages.
+            uses_tools: the policy calls tools, whose answers are messages with the role `tool`; other answers are user
+                messages.
             end_ids: token ids that end a turn in sampling, beside the tokenizer's.
 
         Raises:
@@ -95,10 +94,8 @@ class ChatFraming:
         self._schemas: WeakKeyDictionary[Any, Schema] = WeakKeyDictionary()
         self.format: CallFormat | None = None
         """Format of the tool calls; None without tools."""
-        self.end: str | None = None
+        self.end = check_texts(self.template)
         """Name of the token that ends a turn; None if the template has none."""
-        if answers_with_text or not uses_tools:
-            self.end = check_texts(self.template)
         if uses_tools:
             self.end = check_tools(self.template)
             self.format = call_format(self.template)

@@ -77,7 +77,7 @@ def check_template(
     outcomes: list[Outcome] = []
     for kind, tools in (("user messages", False), ("tools", True)):
         try:
-            framing = ChatFraming(tokenizer, config, uses_tools=tools, answers_with_text=not tools, end_ids=end_ids)
+            framing = ChatFraming(tokenizer, config, uses_tools=tools, end_ids=end_ids)
         except ConfigError as error:
             refused.append(error)
             lines.append(f"{kind}: no: {error}")
