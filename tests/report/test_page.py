@@ -9,6 +9,8 @@ from helpers.episodes import episode, grid
 from helpers.files import data_of
 from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.trainer import PPOTrainer
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp\ud800 {{ 7 * 7 }} <!--"
 
@@ -250,3 +252,29 @@ def test_a_hostile_observation_is_text():
     assert "\\u202egnp.exe\\u2066\\x1b[31mred\\x1b[0m\\x07\\r\\x00\\ud800" in shown[1]["text"]
     assert shown[2] == {"role": "after the end", "text": "\\x1b]0;\\x07", "length": 5}
     page.encode("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_a_real_run_of_episodes_is_shown_as_it_was_credited(unit, tmp_path):
+    """With the run's own λ and before whitening, the credit under another estimator is the run's."""
+    args = PPOConfig.from_dict(
+        {
+            "model": {"name": "builtin:grid", "dtype": "float32"},
+            "env": {"factory": "builtin:grid", "turn_tokens": 8, "max_turns": 4},
+            "rollout": {"batch_size": 16, "max_new_tokens": 120},
+            "advantage": {"unit": unit, "gamma": 0.9},
+            "run": {"dir": str(tmp_path / "run"), "iterations": 2, "samples": 16, "trackers": [], "show_every": 0},
+        }
+    )
+    PPOTrainer(args=args).train()
+    run = read_run(tmp_path / "run")
+    data = data_of((tmp_path / "run" / "report.html").read_text())
+    place = data["alternatives"].index("gae, λ = 0.95")
+    assert len(data["credit"]) == len(run.samples) == 32
+    for shown, written in zip(data["credit"], run.samples, strict=True):
+        acted = [place for place, chosen in enumerate(written["mask"]) if chosen]
+        assert shown["tokens"] == [written["tokens"][i].replace("\n", "⏎\n") for i in acted]
+        assert shown["what_if"][place] == pytest.approx([written["advantages"][i] for i in acted], abs=2e-4)
+        assert sum(turn.get("reward") or 0.0 for turn in shown["turns"]) == shown["reward"]
+    assert "at most 4 turns" in (tmp_path / "run" / "policy" / "README.md").read_text()
