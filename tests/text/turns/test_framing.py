@@ -248,7 +248,7 @@ def test_templates_without_any_token_of_their_own_are_continued_as_text():
     assert frame.tokenizer.decode(frame.observation("hi", Turn([5], "", PLAIN))) == "\nuser: hi\nassistant:"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend"])
+@pytest.mark.parametrize("kind", ["bytes", "split", "metaspace", "prepend"])
 def test_plain_observations_continue_the_text(kind):
     frame = TextFraming(chat_tokenizer("Zephyr", kind))
     text, ids = frame.prompt("The rain", [])
