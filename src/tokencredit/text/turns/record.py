@@ -61,10 +61,11 @@ def episode_events(transcripts: Sequence[Transcript]) -> dict[str, str]:
                 lines.setdefault(f"env/{problem}", f"{EVENTS[problem]}: {about[:200]}")
         if transcript.unfit is not None:
             tokens, room = transcript.unfit
-            line = (
+            lines.setdefault(
+                "env/ending/length",
                 f"an observation has {tokens} tokens, and {room} were left of rollout.max_new_tokens, with one for the "
+                "next turn: its episode ended there",
             )
-            lines.setdefault("env/ending/length", f"{line}next turn: its episode ended there")
     return {metric: visible(f"{line} (the first case; {metric} counts all)") for metric, line in lines.items()}
 
 
