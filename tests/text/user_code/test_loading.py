@@ -55,7 +55,7 @@ def test_a_file_that_fails_is_run_again(tmp_path):
 def test_messages_name_the_kind(kind, file):
     for spec, problem in {
         "nowhere.py:f": rf"there is no {kind} file 'nowhere\.py' \(looked for /.*nowhere\.py\)",
-        "no_module.here:f": rf"the {kind} module 'no_module\.here' cannot be imported: Module.*, as in '{kind}s\.py:name'",
+        "no_module.here:f": rf"the {kind} module 'no_module\.here' cannot be imported: .*, as in '{kind}s\.py:name'",
         f"{file}:Ones": r"has no 'Ones'; did you mean 'One'\?",
         f"{file}:NONE": "has no 'NONE'",
     }.items():
