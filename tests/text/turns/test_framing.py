@@ -197,6 +197,18 @@ def with_template(template):
     return tokenizer
 
 
+def test_a_template_that_wants_an_answer_after_each_call_keeps_its_arguments_as_objects():
+    """It raises for a conversation that ends with the assistant's message, as some of Mistral's do."""
+    strict = (
+        "{% if messages[-1].role == 'assistant' and add_generation_prompt %}{{ raise_exception('last') }}{% endif %}"
+    )
+    frame = ChatFraming(with_template(strict + template_of("Qwen2.5")), uses_tools=True)
+    assert not frame.template.arguments_as_text
+    assert not frame.template.ids_of_nine
+    assert framing("DeepSeek-V3").template.arguments_as_text
+    assert framing("Mistral").template.ids_of_nine
+
+
 def test_other_refusals_name_the_cause():
     with pytest.raises(
         ConfigError, match="has no chat template, which conversations and tools need; set chat_template"
@@ -236,7 +248,7 @@ def test_templates_without_any_token_of_their_own_are_continued_as_text():
     assert frame.tokenizer.decode(frame.observation("hi", Turn([5], "", PLAIN))) == "\nuser: hi\nassistant:"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend"])
+@pytest.mark.parametrize("kind", ["bytes", "split", "metaspace", "prepend"])
 def test_plain_observations_continue_the_text(kind):
     frame = TextFraming(chat_tokenizer("Zephyr", kind))
     text, ids = frame.prompt("The rain", [])

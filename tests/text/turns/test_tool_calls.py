@@ -215,6 +215,16 @@ def test_ids_of_the_model_are_kept_if_the_template_takes_them():
     assert [made["id"] for made in turn.message["tool_calls"]] == ["aB3456789", "call00001"]
 
 
+def test_the_end_of_a_turn_is_no_part_of_its_message():
+    stranger = chat_tokenizer("Qwen2.5").convert_tokens_to_ids("<|endoftext|>")
+    framing = ChatFraming(chat_tokenizer("Qwen2.5"), uses_tools=True, end_ids=[stranger])
+    for end in ("<|im_end|>", "<|endoftext|>", ""):
+        turn = framing.parse(framing.tokenizer("Yes." + end).input_ids, [], TOOLS)
+        assert turn.message == {"role": "assistant", "content": "Yes."}
+    for end in ("<end_of_turn>", "<start_function_response>"):
+        assert parse("FunctionGemma", "Yes." + end).message["content"] == "Yes."
+
+
 def test_without_tools_a_call_is_text():
     framing = ChatFraming(chat_tokenizer("Qwen2.5"))
     text = HERMES % "{}"

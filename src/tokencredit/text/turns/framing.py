@@ -125,7 +125,8 @@ class ChatFraming:
         text = text_of(self.tokenizer, ids, prefix)
         if self.format is None:
             return Turn(ids, text, {"role": "assistant", "content": text})
-        kept = ids[:-1] if len(ids) and ids[-1] in self._closing() else ids
+        ends = {self.encoder.protected[name] for name in {*self.template.turn_ends, *([self.end] if self.end else [])}}
+        kept = ids[:-1] if len(ids) and ids[-1] in ends else ids
         spelt = str(self.tokenizer.decode(list(kept)))
         before = str(self.tokenizer.decode(list(prefix if self.format.reads_prompt else prefix[-MAX_TOKENS:])))
         if not self.format.reads_prompt:
@@ -171,12 +172,11 @@ class ChatFraming:
                 raise ConfigError(f"the tool {name} cannot be described to the model: {error}") from error
         return self._schemas[function]
 
-    def _closing(self, text: str = "", end: str | None = None) -> set[int]:
-        """Ids that end a turn: the template's, and any other end of sampling that the template knows."""
-        name = end or self.end
-        own = set() if name is None else {self.encoder.protected[name]}
+    def _closing(self, text: str, end: str) -> set[int]:
+        """Ids that close a turn: the end that the text begins with, and any other end of sampling in the template."""
+        own = {self.encoder.protected[end]}
         # Where the next speaker's header is itself the end of a turn, as in GLM, only the right one ends it.
-        if end and not self.encoder.first(text.lstrip()[len(end) :].lstrip()):
+        if not self.encoder.first(text.lstrip()[len(end) :].lstrip()):
             return own
         return own | {index for name, index in self.template.ends.items() if name in self.template.source}
 
