@@ -2,9 +2,9 @@
 
     python benchmarks/turns.py [--rounds 3]
 
-32 episodes of 8 turns of 64 tokens each, at the size `mini` of text_step.py: in each turn 48 tokens of the policy and 16
-of the environment. A single completion has the same 512 tokens, all of the policy. Each contestant is a process of one
-training iteration, warmed up by a short one; memory is the peak of the process above that after the warm-up.
+32 episodes of 8 turns of 64 tokens each, at the size `mini` of text_step.py: in each turn 48 tokens of the policy and
+16 of the environment. A single completion has the same 512 tokens, all of the policy. Each contestant is a process of
+one training iteration, warmed up by a short one; memory is the peak of the process above that after the warm-up.
 """
 
 import argparse
@@ -106,9 +106,7 @@ def main() -> None:
             f"| {kind} | {middle['tokens']:,.0f} | {middle['peak'] / 1e9:.2f} | {middle['seconds/rollout']:.1f} "
             f"| {middle['seconds/update']:.1f} |"
         )
-    ratio = statistics.median(
-        a["peak"] / b["peak"] for a, b in zip(results["turns"], results["single"], strict=True)
-    )
+    ratio = statistics.median(a["peak"] / b["peak"] for a, b in zip(results["turns"], results["single"], strict=True))
     print(f"\npeak memory of turns: {ratio:.2f} of that of single completions (wanted: at most 1.15)")
 
 

@@ -9,7 +9,7 @@ from tokencredit.text.turns.worlds.calculator import OPERATIONS, Calculator
 from tokencredit.text.turns.worlds.grid import DIRECTIONS, Grid
 
 Message = dict[str, object]
-CAREFUL = 0.6
+CAREFUL = 0.85
 """Share of the turns on the grid that avoid walls and holes; the others go anywhere."""
 ASTRAY = 0.02
 """Share of the turns on the grid that name no direction."""

@@ -21,6 +21,7 @@ from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUpdateConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
+from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
@@ -98,6 +99,14 @@ TEXTS = {
         "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, freeze="attention", epochs=1),
     },
     "a probe on the first layer": {"critic": CriticConfig(layers=1, detach=True, epochs=1)},
+    "episodes of several turns, credit by turn": {
+        "model": ModelConfig(name="builtin:grid", dtype="float32"),
+        "env": EnvironmentConfig(factory="builtin:grid", turn_tokens=4, max_turns=3),
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=120),
+        "advantage": AdvantageConfig(unit="turn"),
+        "critic": CriticConfig(epochs=1, buffer=2),
+        "eval": EvalConfig(every=2, samples=4, max_new_tokens=120),
+    },
     "muon, separate critic of histograms, buffer": {
         "critic": CriticConfig(kind="separate", epochs=1, loss="histogram", buffer=2),
         "optim": OptimConfig(name="muon"),

@@ -49,9 +49,12 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     "token_rewards": {"scores": ROWS[:, 0], "mask": MASK, "kl": ROWS, "eos": MASK[:, 0], "overlong": ROWS[:, 0]},
     "overlong_penalty": {"lengths": ROWS[0]},
     "reverse_scan": {"deltas": ROWS, "decays": ROWS},
+    "extents": ALONE,
+    "estimate_by_turn": {name: x for name, x in CREDIT.items() if name != "mask"},
 }
 """Tensor arguments of each public function."""
 OTHERS: dict[str, Any] = {
+    "turns": core.Turns.of(MASK, MASK),
     "gamma": 1.0,
     "lam": 0.95,
     "n": 2,
@@ -65,7 +68,7 @@ OTHERS: dict[str, Any] = {
     "missing_eos_penalty": 1.0,
     "entropy_coef": 0.1,
 }
-NAMES = {"estimate": "gae", "kl_estimate": "k1"}
+NAMES = {"estimate_by_turn": "gae", "estimate": "gae", "kl_estimate": "k1"}
 CHECKED = [(function, argument) for function, arguments in TENSORS.items() for argument in arguments]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_flags, require_tensors
+from tokencredit.core.checks import require_flags, require_rows, require_tensors
 
 Reduce = Callable[[Tensor], Tensor]
 """All-reduce: sums a tensor elementwise over processes and returns the sum on each of them."""
@@ -162,7 +162,10 @@ def _over_processes(a: Tensor, b: Tensor, reduce: Reduce | None) -> tuple[Tensor
 def extents(mask: Tensor) -> Tensor:
     """Number of columns of each row up to its last true one, `[batch]`; 0 for a row without one.
 
-    The tokens of a row that holds observations between the policy's tokens; `mask.sum(1)` counts the policy's alone.
+    These are all tokens of a row that holds observations between the policy's tokens; `mask.sum(1)` counts the
+    policy's alone.
     """
+    require_rows("mask", mask)
+    require_flags("mask", mask, mask.shape)
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return (mask * columns).amax(1) if mask.shape[1] else mask.sum(1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.advantages import EpisodeBounds, estimate
-from tokencredit.core.checks import require_flags, require_rows, require_shape
+from tokencredit.core.checks import require_flags, require_rows, require_shape, require_tensors
 from tokencredit.core.masked import at_least_float32
 
 
@@ -89,7 +89,8 @@ def estimate_by_turn(
         values: [batch, time], read at each turn's first token; None if the estimator needs no critic.
         turns: the turns.
         options: as in `estimate`; γ and λ apply per turn.
-        where: as in `estimate`; a flag anywhere in a turn is a flag of the turn, and `bootstrap` is read there.
+        where: as in `estimate`, but for `mask`, which is the turns' own. A flag anywhere in a turn is a flag of the
+            turn, and `bootstrap` is read there.
 
     Returns:
         Advantages and returns, [batch, time], the same for all tokens of a turn. A critic that learns one value per
@@ -98,6 +99,8 @@ def estimate_by_turn(
     Raises:
         ValueError: as `estimate`.
     """
+    require_tensors(rewards=rewards, values=values, **where)
+    require_rows("rewards", rewards)
     by_turn: EpisodeBounds = {"mask": turns.mask}
     for key in ("terminated", "truncated"):
         flags = where.get(key)

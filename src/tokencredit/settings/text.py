@@ -82,13 +82,14 @@ class PPOConfig:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
         self.env.check()
-        if self.env.given() and self.reward == [ClassifierTerm(classifier="builtin:reviews")]:
+        if self.several_turns() and self.reward == [ClassifierTerm(classifier="builtin:reviews")]:
             self.reward = []  # the default is for texts
         for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
             if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
                 raise ConfigError(f"{key}.text is empty; give at least one prompt, or leave it out")
         if not self.reward and not self.env.given():
-            raise ConfigError("reward is empty; give at least one term")
+            tools = ", and tools have no reward of their own" if self.tools else ""
+            raise ConfigError(f"reward is empty{tools}; give at least one term")
         for number, term in enumerate(self.reward):
             if type(term) not in KINDS.values():
                 kinds = ", ".join(kind.__name__ for kind in KINDS.values())

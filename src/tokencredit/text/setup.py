@@ -194,7 +194,7 @@ def load_terms(
     own = [] if environments is None else environments.terms()
     if reward_funcs is not None:
         terms = as_terms(reward_funcs, device)
-    elif own and args.reward == PPOConfig().reward:
+    elif environments is not None and args.reward == PPOConfig().reward:
         terms = []  # the default, which is for texts; the environment is from Python
     else:
         terms = _configured_terms(args, device)

@@ -45,7 +45,7 @@ class Workers:
         self._calls: deque[Call] = deque()
         self._changed = threading.Condition()
 
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
         """Call a function in a thread."""
         call = Call(partial(function, *args, **kwargs))
         with self._changed:
@@ -139,7 +139,7 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a coroutine function; the future is for `result`."""
         return asyncio.run_coroutine_threadsafe(_outcome(partial(function, *args, **kwargs)), self._running())
 
@@ -197,7 +197,7 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
 
 
 def begin(
-    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    workers: Workers, timeout: float | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
     """Call a function in a thread, or a coroutine function on the loop; the returned function waits for its result.
 
@@ -217,7 +217,7 @@ def begin(
 
 
 def call_within(
-    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    workers: Workers, timeout: float | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function or coroutine function and wait for its result.
 

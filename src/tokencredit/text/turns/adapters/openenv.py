@@ -46,8 +46,8 @@ class OpenEnv:
         self._observation = observation
         if self._action not in texts:
             raise ConfigError(
-                f"env.kwargs.action is {action!r}; it must name the field of the action that receives the policy's text: "
-                f"{', '.join(sorted(texts)) or 'this server has none'}"
+                f"env.kwargs.action is {action!r}; it must name the field of the action that receives the policy's "
+                f"text: {', '.join(sorted(texts)) or 'this server has none'}"
             )
         if observation is not None and observation not in observations["properties"]:
             fields = ", ".join(key for key in observations["properties"] if key not in OWN)

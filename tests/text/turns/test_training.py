@@ -1,0 +1,221 @@
+"""Runs of several turns: what a trainer makes of the episodes."""
+
+import json
+
+import pytest
+import torch
+
+from helpers.configs import quiet
+from helpers.files import read_events, read_metrics
+from tokencredit.errors import ConfigError
+from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
+from tokencredit.settings.data import FunctionTerm
+from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import (
+    AdvantageConfig,
+    AuditConfig,
+    EvalConfig,
+    KLConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
+from tokencredit.text.trainer import PPOTrainer
+
+
+def config(folder, iterations=1, **groups):
+    small = {
+        "model": ModelConfig(name="builtin:grid", dtype="float32"),
+        "env": EnvironmentConfig(factory="builtin:grid", turn_tokens=6, max_turns=4),
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=160),
+        "ppo": UpdateConfig(epochs=1, minibatches=2),
+        "run": quiet(folder, iterations, samples=3),
+    }
+    return PPOConfig(**small | groups)
+
+
+def from_python(folder, **groups):
+    return config(folder, env=EnvironmentConfig(turn_tokens=6, max_turns=4), **groups)
+
+
+class Dice:
+    """Pays a different reward at the end of each of three turns."""
+
+    def reset(self, row):
+        self.taken = 0
+        return "Reach the goal in 8 moves and avoid the holes.\n"
+
+    def step(self, completion):
+        self.taken += 1
+        return "\nMoved.\nMove:", float(10**self.taken), self.taken == 3
+
+
+def samples(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_rewards_fall_at_the_ends_of_their_turns(tmp_path):
+    PPOTrainer(args=from_python(tmp_path / "run", kl=KLConfig(coef=0)), environment_factory=Dice).train()
+    for sample in samples(tmp_path / "run"):
+        ends = [turn["end"] - 1 for turn in sample["turns"] if turn["role"] == "assistant"]
+        assert [(at, x) for at, x in enumerate(sample["rewards"]) if x] == list(zip(ends, (10, 100, 1000), strict=True))
+        assert sample["reward"] == 1110
+        assert sample["terms"] == {"Dice": 1110}
+        assert [turn["reward"] for turn in sample["turns"] if turn["role"] == "assistant"] == [10, 100, 1000]
+        for name in ("logprobs", "rewards", "advantages", "returns", "values", "mask", "tokens"):
+            assert len(sample[name]) == sample["turns"][-1]["end"], name
+        for name in ("logprobs", "rewards", "advantages", "returns", "values"):
+            assert not any(x for x, acted in zip(sample[name], sample["mask"], strict=True) if not acted), name
+
+
+def test_credit_by_turn_is_shared_by_the_tokens_of_a_turn(tmp_path):
+    """With γ = λ = 1 and an untrained critic of 0, the advantage of a turn is what was paid from it on."""
+    args = from_python(tmp_path / "run", kl=KLConfig(coef=0), advantage=AdvantageConfig(unit="turn", lam=1.0))
+    trainer = PPOTrainer(args=args, environment_factory=Dice)
+    batch, experience = trainer.credit.give(trainer.collect())
+    for row, episode in enumerate(batch.scored.episodes):
+        spans = [span for span in episode.spans if span.role == "assistant"]
+        for span, expected in zip(spans, (1110, 1100, 1000), strict=True):
+            assert batch.advantages[row, span.start : span.end].tolist() == [expected] * (span.end - span.start)
+        first = [span.start for span in spans]
+        assert experience.value_mask[row].nonzero().flatten().tolist() == first
+    trainer.update(1, batch, experience)
+
+
+def test_the_value_loss_counts_first_tokens_only(tmp_path):
+    settings = {"advantage": AdvantageConfig(unit="turn"), "critic": CriticConfig(clip=None)}
+    trainer = PPOTrainer(args=from_python(tmp_path / "run", **settings), environment_factory=Dice)
+    _, experience = trainer.credit.give(trainer.collect())
+    objective, first = trainer.learner.objective, experience.value_mask
+    counts = objective.count(experience.mask, first)
+    assert counts.tolist() == [experience.mask.sum(), first.sum()] == [experience.mask.sum(), 24]
+    values = torch.where(first, experience.returns, 1e6)
+    loss = MicroBatchLoss(objective, experience, counts.tolist())
+    assert loss.value_loss(CriticOutputs(values)) == 0, "values of other tokens do not count"
+    assert loss.value_loss(CriticOutputs(values.masked_fill(first, 0))) > 0
+
+
+@pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "uniform"])
+def test_estimators_without_a_critic_compare_whole_episodes(estimator, tmp_path):
+    args = config(
+        tmp_path / "run",
+        critic=CriticConfig(kind="none"),
+        advantage=AdvantageConfig(estimator=estimator, whiten="none"),
+        rollout=RolloutConfig(batch_size=16, per_prompt=1 if estimator == "uniform" else 8, max_new_tokens=160),
+        kl=KLConfig(coef=0),
+    )
+    trainer = PPOTrainer(args=args)
+    batch, experience = trainer.credit.give(trainer.collect())
+    scores = batch.scored.totals()
+    if estimator == "leave_one_out":
+        groups = scores.view(2, 8)
+        expected = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
+        for row in range(16):
+            mask = experience.mask[row]
+            torch.testing.assert_close(experience.advantages[row][mask], expected[row].expand(int(mask.sum())))
+    assert not experience.advantages[~experience.mask].any()
+    for group in range(0, 16, 8 if estimator != "uniform" else 1):
+        prompts = batch.scored.prompts.texts[group : group + (8 if estimator != "uniform" else 1)]
+        assert len(set(prompts)) == 1, "the episodes of a group begin alike"
+
+
+def test_reward_functions_get_environments_and_whole_texts(tmp_path):
+    seen = {}
+
+    def length(prompts, completions, environments, completion_ids, completion_mask, **columns):
+        seen.update(
+            columns, environments=environments, completions=completions, ids=completion_ids, mask=completion_mask
+        )
+        return [float(environment.taken) for environment in environments]
+
+    rows = [{"word": "a"}, {"word": "b"}]
+    trainer = PPOTrainer(
+        args=from_python(tmp_path / "run"), environment_factory=Dice, reward_funcs=length, train_dataset=rows
+    )
+    scored = trainer.collect()
+    assert scored.terms == {"Dice": [1110.0] * 8, "length": [3.0] * 8}
+    assert sorted(set(seen["word"])) == ["a", "b"]
+    assert all(text.count("Moved.") == 2 for text in seen["completions"])
+    for ids, mask, turns in zip(seen["ids"], seen["mask"], scored.episodes, strict=True):
+        assert len(ids) == len(mask)
+        assert sum(mask) == sum(len(turn.ids) for turn in turns.turns)
+
+
+def test_evaluations_play_other_episodes_than_training(tmp_path):
+    evaluated = EvalConfig(every=1, samples=8, max_new_tokens=160)
+    trainer = PPOTrainer(args=config(tmp_path / "run", eval=evaluated))
+    assert not set(trainer.prompts.batch(0, 50).seeds) & set(trainer.eval_prompts.batch(0, 50).seeds)
+    trainer.train()
+    (metrics,) = read_metrics(tmp_path / "run")
+    assert 1 <= metrics["eval/env/turns"] <= 4
+    assert metrics["env/turns"] > 1
+    endings = [metrics[f"env/ending/{name}"] for name in ("done", "answer", "max_turns", "length", "error")]
+    assert sum(endings) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"audit": AuditConfig(every=1)}, "audit.every is 1, which samples continuations of a text from its middle"),
+        (
+            {"rollout": RolloutConfig(batch_size=8, cache="static")},
+            "rollout.cache is static; episodes of several turns",
+        ),
+        ({"eval": EvalConfig(every=1)}, "eval.max_new_tokens is 24; with an environment it must be at least"),
+        (
+            {"advantage": AdvantageConfig(unit="turn"), "critic": CriticConfig(places=[0.5])},
+            "advantage.unit is turn, with one value per turn, and critic.places chooses tokens; leave one out",
+        ),
+    ],
+)
+def test_settings_that_episodes_do_not_have_are_refused(groups, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path / "run", **groups)
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(args=from_python(tmp_path / "run", **groups), environment_factory=Dice)
+
+
+def test_a_run_without_any_reward_is_refused(tmp_path):
+    class Silent:
+        def reset(self, **row):
+            return None
+
+        def look(self, word: str) -> str:
+            """Look a word up.
+
+            Args:
+                word: The word.
+            """
+            return word
+
+    with pytest.raises(ConfigError, match="there is no reward: the environment has none of its own"):
+        PPOTrainer(args=config(tmp_path / "run", env=EnvironmentConfig()), environment_factory=Silent)
+    with pytest.raises(ConfigError, match="reward is empty, and tools have no reward of their own; give at least one"):
+        PPOConfig.from_dict({"tools": ["file.py:search"]})
+
+
+def test_problems_of_episodes_are_events_once_each(tmp_path):
+    class Loud(Dice):
+        def step(self, completion):
+            if self.taken == 1:
+                raise ValueError("\x1b[31mno such field")
+            return super().step(completion)
+
+    class Long(Dice):
+        def step(self, completion):
+            return "Moved. " * 400, 0.0, False
+
+    args = from_python(tmp_path / "loud", iterations=2)
+    PPOTrainer(args=args, environment_factory=Loud).train()
+    (failed,) = [event for event in read_events(tmp_path / "loud") if "env/" in event]
+    assert failed.startswith("a call of an environment or tool failed: ")
+    assert "no such field" in failed
+    assert "\x1b" not in failed
+    assert failed.endswith("(the first case; env/failed counts all)")
+    args = from_python(tmp_path / "long", reward=[FunctionTerm(function="length")])
+    PPOTrainer(args=args, environment_factory=Long).train()
+    cut, unfit = [event for event in read_events(tmp_path / "long") if "env/" in event]
+    assert cut.startswith("an observation was cut to env.observation_tokens: Moved. Moved.")
+    assert unfit.startswith("an observation has ")
+    assert "were left of rollout.max_new_tokens, with one for the next turn: its episode ended there" in unfit
