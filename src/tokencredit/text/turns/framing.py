@@ -128,7 +128,7 @@ class ChatFraming:
         ends = {self.encoder.protected[name] for name in {*self.template.turn_ends, *([self.end] if self.end else [])}}
         kept = ids[:-1] if len(ids) and ids[-1] in ends else ids
         spelt = str(self.tokenizer.decode(list(kept)))
-        before = str(self.tokenizer.decode(list(prefix if self.format.reads_prompt else prefix[-MAX_TOKENS:])))
+        before = str(self.tokenizer.decode(list(prefix if self.format.reads_prompt else prefix[-4 * MAX_TOKENS :])))
         if not self.format.reads_prompt:
             before = THINK if before.rstrip().endswith(THINK) else ""
         message, malformed = parse_turn(
