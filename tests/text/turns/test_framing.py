@@ -259,6 +259,17 @@ def test_prompts_that_the_template_rejects_and_tools_without_hints_are_refused()
         framing("Gemma 2").observation([{"role": "assistant", "content": "x"}], Turn([], "", PLAIN))
 
 
+def test_a_template_of_one_call_per_turn_frames_the_answers_of_several():
+    single = (
+        "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endfor %}"
+    )
+    frame = ChatFraming(with_template(single + template_of("Qwen2.5")), uses_tools=True)
+    two = called(2)
+    text = frame.tokenizer.decode(frame.observation(answer("7", two), two))
+    assert text == framing("Qwen2.5").tokenizer.decode(framing("Qwen2.5").observation(answer("7", two), two))
+    assert text.count("<tool_response>") == 2
+
+
 def test_templates_without_any_token_of_their_own_are_continued_as_text():
     frame = ChatFraming(with_template(TEMPLATE))
     assert frame.end is None
