@@ -189,8 +189,8 @@ def chat_tokenizer(name, kind="bytes"):
     Args:
         name: the model's.
         kind: `bytes` as in GPT-2; `split` as in Qwen and Llama 3, with line breaks that end words; `metaspace` as in
-            Mistral, with a space before the first word of a text; `prepend` as in Llama 2, with a space before the first
-            word after each special token too.
+            Mistral, with a space before the first word of a text; `prepend` as in Llama 2, with a space before the
+            first word after each special token too.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast

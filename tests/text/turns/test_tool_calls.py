@@ -196,11 +196,13 @@ def test_a_call_in_thinking_is_no_call(text, prefix):
     assert "<tool_call>" in message["reasoning_content"]
 
 
-def test_thinking_that_the_prompt_begins_is_seen_in_its_tokens():
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5"])
+def test_thinking_that_the_prompt_begins_is_seen_in_its_tokens(name):
+    """One token in Qwen3, several in Qwen2.5."""
     prompt = "<|im_start|>assistant\n<think>\n"
-    turn = parse("Qwen3", f"a {HERMES % '{}'} b</think>\n{HERMES % '{}'}<|im_end|>", prefix=prompt)
+    turn = parse(name, f"a {HERMES % '{}'} b</think>\n{HERMES % '{}'}<|im_end|>", prefix=prompt)
     assert functions(turn.message) == [{"name": "look_up", "arguments": {}}]
-    assert parse("Qwen3", f"a {HERMES % '{}'}<|im_end|>", prefix=prompt).message.get("tool_calls") is None
+    assert parse(name, f"a {HERMES % '{}'}<|im_end|>", prefix=prompt).message.get("tool_calls") is None
 
 
 def test_types_come_from_the_schema_where_the_format_has_none():
