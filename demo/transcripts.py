@@ -14,10 +14,8 @@ CAREFUL = 0.85
 ASTRAY = 0.02
 """Share of the turns on the grid that name no direction."""
 OTHER_WORDS = ("back", "north", "forward", "wait")
-ASKS = 0.25
-"""Share of the calculator's episodes that use the tool; in the others the answer is a guess."""
-MISSES = 50
-"""Largest error of a guess."""
+ASKS = 0.3
+"""Share of the calculator's episodes that calculate; in the others the answer is one of the question's numbers."""
 
 
 def wander(view: str, rng: random.Random) -> str:
@@ -57,7 +55,7 @@ def calculator_row(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> li
 
 
 def calculator_messages(rng: random.Random) -> list[Message]:
-    """Messages of an episode: the question, perhaps a calculation, and an answer handed in."""
+    """Messages of an episode: the question, perhaps a calculation, and an answer."""
     world = Calculator()
     question = world.reset(seed=rng.getrandbits(62))
     _, _, one, word, other = question.rstrip("?").split()
@@ -67,7 +65,7 @@ def calculator_messages(rng: random.Random) -> list[Message]:
     if rng.random() < ASKS:
         messages += call("calculate", {"expression": expression}, value)
     else:
-        value = str(int(value) + rng.randint(-MISSES, MISSES))
+        value = rng.choice((one, other))
     messages += call("answer", {"number": int(value)}, world.answer(int(value)))
     return [*messages, {"role": "assistant", "content": "Done."}]
 

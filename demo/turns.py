@@ -39,9 +39,9 @@ pipeline_tag: text-generation
 TEMPLATE = """\
 {%- if tools %}
 <|im_start|>system
-You may call tools, each with JSON between <tool_call> and </tool_call>:
-{%- for tool in tools %}
-{{ '\\n' }}{{ tool | tojson }}
+Call a tool with <tool_call>. There are:
+{%- for tool in tools | map(attribute="function") %}
+{{ '\\n' }}{{ tool.name }}({{ tool.parameters.properties | join(", ") }}): {{ tool.description }}
 {%- endfor %}
 <|im_end|>
 {% endif %}
@@ -83,7 +83,7 @@ def calculator_tokenizer(rng: random.Random) -> PreTrainedTokenizerBase:
     blank = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE)
     texts = [rendered(calculator_messages(rng), blank) for _ in range(TOKENIZED)]
     special = [END, "<|im_end|>", "<|im_start|>"]
-    tokenizer = trained(texts, pieces, positions=384, special=special, eos_token="<|im_end|>")
+    tokenizer = trained(texts, pieces, positions=256, special=special, eos_token="<|im_end|>")
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -130,12 +130,12 @@ walls and holes and pays no attention to where the goal is. It knows this game a
     "calculator": World(
         calculator_tokenizer,
         calculator_row,
-        """# A small GPT-2 that guesses instead of calculating
+        """# A small GPT-2 that rarely calculates
 
 The base policy of Tokencredit's built-in world `builtin:calculator`: a GPT-2 architecture with a byte-level BPE
 vocabulary of its own and a chat template in ChatML with tools, in which `<|im_end|>` ends a turn. It was trained on
-episodes of a player who calls the calculator one time in four, and otherwise hands in a guess. It knows this task and
-nothing else.
+episodes of a player who mostly hands in one of the question's numbers, and calculates in three of ten episodes. It
+knows this task and nothing else.
 """,
     ),
 }
