@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-TEMPLATES = Path(__file__).parent.parent / "text/turns/templates"
+TEMPLATES = Path(__file__).parent.parent / "text/turns/chat/templates"
 
 LINES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Words that end with line breaks, and numbers of at most three digits."""

@@ -15,11 +15,11 @@ from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.engines.detokenizer import MAX_TOKENS, Detokenizer
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.rewards.texts import prefilled
-from tokencredit.text.turns.call_formats import THINK, CallFormat
-from tokencredit.text.turns.chat_template import PROBE, USER, ChatTemplate, Rejected
-from tokencredit.text.turns.encoding import Encoder
+from tokencredit.text.turns.chat.call_formats import THINK, CallFormat
+from tokencredit.text.turns.chat.chat_template import PROBE, USER, ChatTemplate, Rejected
+from tokencredit.text.turns.chat.encoding import Encoder
+from tokencredit.text.turns.chat.tool_calls import Schema, find_format, parse_turn
 from tokencredit.text.turns.episode import Message, Turn
-from tokencredit.text.turns.tool_calls import Schema, find_format, parse_turn
 
 Tool = Callable[..., Any]
 """A function or method with type hints and a docstring."""

@@ -8,9 +8,9 @@ import pytest
 
 from helpers.chat_templates import MODELS, chat_tokenizer
 from helpers.transcripts import TOOLS, look_up
-from tokencredit.text.turns.call_formats import FORMATS
-from tokencredit.text.turns.framing import ChatFraming
-from tokencredit.text.turns.tool_calls import DEEPEST, MOST, MOST_CALLS, find_format, parse_turn
+from tokencredit.text.turns.chat.call_formats import FORMATS
+from tokencredit.text.turns.chat.framing import ChatFraming
+from tokencredit.text.turns.chat.tool_calls import DEEPEST, MOST, MOST_CALLS, find_format, parse_turn
 
 FORMAT = {form.name: form for form in FORMATS}
 WITH_TOOLS = [name for name, model in MODELS.items() if model.tools]

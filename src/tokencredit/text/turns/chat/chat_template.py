@@ -12,9 +12,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.turns.encoding import Encoder
+from tokencredit.text.turns.chat.encoding import Encoder
+from tokencredit.text.turns.chat.tool_calls import Schema
 from tokencredit.text.turns.episode import Message
-from tokencredit.text.turns.tool_calls import Schema
 
 PROBE: Schema = {
     "type": "function",

@@ -10,8 +10,8 @@ from helpers.models import TEMPLATE
 from helpers.transcripts import TOOLS, calls_in, look_up, reference, replay, transcript
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.text.turns.chat.framing import ChatFraming, TextFraming
 from tokencredit.text.turns.episode import Turn
-from tokencredit.text.turns.framing import ChatFraming, TextFraming
 
 WITH_TOOLS = [name for name, model in MODELS.items() if model.tools]
 USER = [{"role": "user", "content": "hello"}]
