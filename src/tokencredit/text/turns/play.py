@@ -235,7 +235,9 @@ class Game:
         ready: dict[int, list[int]] = {}
         for row in rows:
             observation = self._reply(row, self.pending.pop(row).result())
-            if observation is not None:
+            if observation is None:
+                self.conversation.end(row)
+            else:
                 ready[row] = observation
         return ready
 
