@@ -121,7 +121,7 @@ class PPOTrainer:
             if environments is None:
                 self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             else:
-                self.prompts, self.eval_prompts = setup.prepare_tasks(args, environments, *datasets)
+                self.prompts, self.eval_prompts = setup.prepare_tasks(args, lm, environments, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             given |= {"tools": tools or None, "environment_factory": environment_factory}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})

@@ -192,3 +192,15 @@ def test_a_run_without_any_reward_is_refused(tmp_path):
         PPOTrainer(args=config(tmp_path / "run", env=EnvironmentConfig()), environment_factory=Silent)
     with pytest.raises(ConfigError, match="reward is empty, and tools have no reward of their own; give at least one"):
         PPOConfig.from_dict({"tools": ["file.py:search"]})
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"rollout": RolloutConfig(batch_size=8, max_new_tokens=256)}, "it is 256, and the model's context has 256"),
+        ({"eval": EvalConfig(every=1, max_new_tokens=300)}, "it is 300, and the model's context has 256"),
+    ],
+)
+def test_a_length_that_leaves_no_room_for_a_prompt_is_refused_before_the_run(groups, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(args=config(tmp_path / "run", **groups))
