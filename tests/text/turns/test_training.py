@@ -204,3 +204,13 @@ def test_a_run_without_any_reward_is_refused(tmp_path):
 def test_a_length_that_leaves_no_room_for_a_prompt_is_refused_before_the_run(groups, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         PPOTrainer(args=config(tmp_path / "run", **groups))
+
+
+@pytest.mark.slow
+def test_pretraining_by_turn_is_measured_where_the_critic_learns(tmp_path):
+    """Every episode has three turns, whose returns do not depend on their numbers of tokens."""
+    settings = {"advantage": AdvantageConfig(unit="turn"), "critic": CriticConfig(kind="separate", pretrain=1)}
+    PPOTrainer(args=from_python(tmp_path / "run", **settings), environment_factory=Dice).train()
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "pretrain.jsonl").read_text().splitlines()]
+    assert row["return_mean"] == pytest.approx((1110 + 1100 + 1000) / 3)
+    assert row["tokens"] > 24
