@@ -336,7 +336,8 @@ class PPOTrainer:
         write_final_report(self.record)
         can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
         audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
-        prompt = " --prompt TEXT" if "train_dataset" in self.origin["given"] else ""
+        lost = {"train_dataset", "environment_factory", "tools"} & set(self.origin["given"])
+        prompt = " --prompt TEXT" if lost else ""
         self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)
         if self.args.run.push_to_hub and self.processes.main:
             upload(self.record.folder.path / "policy", self.args.run.push_to_hub)

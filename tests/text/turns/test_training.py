@@ -1,6 +1,7 @@
 """Runs of several turns: what a trainer makes of the episodes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.options import EvaluateOptions
+from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
@@ -214,3 +217,23 @@ def test_pretraining_by_turn_is_measured_where_the_critic_learns(tmp_path):
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "pretrain.jsonl").read_text().splitlines()]
     assert row["return_mean"] == pytest.approx((1110 + 1100 + 1000) / 3)
     assert row["tokens"] > 24
+
+
+@pytest.mark.slow
+def test_evaluations_of_a_run_from_python_keep_its_limits(tmp_path, capsys):
+    folder = tmp_path / "run"
+    PPOTrainer(args=from_python(folder), environment_factory=Dice).train()
+    assert "generate" in (told := capsys.readouterr().out)
+    assert "--prompt TEXT" in told, "the folder has no environment to play in"
+    source, given = read_source(str(folder)), EnvironmentConfig(factory="builtin:grid", timeout=5.0)
+    config = EvaluateOptions(env=given).configure(source, ["environment_factory"])
+    assert config.env == EnvironmentConfig(factory="builtin:grid", turn_tokens=6, max_turns=4, timeout=5.0)
+
+
+def test_an_evaluation_keeps_what_it_does_not_replace():
+    own = EnvironmentConfig(factory="builtin:grid", max_turns=4)
+    source = read_source("builtin:grid")
+    source = replace(source, config=PPOConfig(env=own, tools=["a.py:f"]), scored=True)
+    assert EvaluateOptions(tools=["b.py:g"]).configure(source, []).env == own
+    other = EvaluateOptions(env=EnvironmentConfig(factory="builtin:calculator")).configure(source, [])
+    assert (other.env.factory, other.env.max_turns, other.tools) == ("builtin:calculator", 4, ["a.py:f"])
