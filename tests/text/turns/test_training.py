@@ -237,3 +237,32 @@ def test_an_evaluation_keeps_what_it_does_not_replace():
     assert EvaluateOptions(tools=["b.py:g"]).configure(source, []).env == own
     other = EvaluateOptions(env=EnvironmentConfig(factory="builtin:calculator")).configure(source, [])
     assert (other.env.factory, other.env.max_turns, other.tools) == ("builtin:calculator", 4, ["a.py:f"])
+
+
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_an_episode_without_turns_left_bootstraps_from_where_the_next_would_begin(unit, tmp_path):
+    class Endless:
+        def reset(self, row):
+            self.taken = row["seed"] % 3
+            return "Reach the goal in 8 moves and avoid the holes.\n"
+
+        def step(self, completion):
+            self.taken += 1
+            return "\nMoved." * (self.taken % 3 + 1) + "\nMove:", 1.0, False
+
+    def collected(turns):
+        args = config(
+            tmp_path / f"run{turns}",
+            env=EnvironmentConfig(turn_tokens=3, max_turns=turns),
+            rollout=RolloutConfig(batch_size=8, max_new_tokens=80),
+            advantage=AdvantageConfig(unit=unit, bootstrap=True),
+            critic=CriticConfig(init="orthogonal"),
+        )
+        return PPOTrainer(args=args, environment_factory=Endless).collect()
+
+    short, longer = collected(2), collected(3)
+    starts = [episode.spans[4].start for episode in longer.episodes]
+    assert len({len(episode.following) for episode in short.episodes}) > 1
+    expected = torch.stack([longer.rollout.values[row, start] for row, start in enumerate(starts)])
+    assert expected.abs().min() > 0
+    torch.testing.assert_close(short.bootstrap, expected, atol=1e-5, rtol=1e-4)

@@ -45,6 +45,8 @@ class Transcript:
     spans: list[Span] = field(default_factory=list)
     """All tokens after the prompt, in order."""
     ending: Ending | None = None
+    following: list[int] = field(default_factory=list)
+    """Tokens of the observation after the last turn, if the turns ran out and another would have fit."""
 
     def completion(self, prompt: Prompt, text: str) -> str | list[Message]:
         """The episode after its prompt, as reward functions receive it: the text, or all messages in order."""
@@ -247,11 +249,12 @@ class Game:
             # A text that was cut before its end is no answer.
             transcript.ending = "length" if reply.ending == "answer" and cut else reply.ending
             return None
-        if len(transcript.turns) == config.max_turns:
-            transcript.ending = "max_turns"
-            return None
         ids = self.framing.observation(reply.observation, transcript.turns[-1])
-        if len(ids) >= left:
+        fits = len(ids) < left
+        if len(transcript.turns) == config.max_turns:
+            transcript.ending, transcript.following = "max_turns", ids if fits else []
+            return None
+        if not fits:
             transcript.ending = "length"
             return None
         return ids
