@@ -2,13 +2,14 @@
 
 import random
 import re
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.text.turns.worlds.calculator import Calculator
 from tokencredit.text.turns.worlds.grid import DIRECTIONS, Grid
 
-Message = dict[str, object]
+Message = dict[str, Any]
 CAREFUL = 0.85
 """Share of the turns on the grid that avoid walls and holes; the others go anywhere."""
 ASTRAY = 0.02

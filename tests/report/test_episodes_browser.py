@@ -133,6 +133,13 @@ def test_a_long_observation_is_folded(page):
     assert whole.text.endswith("… and 1,000 more characters")
 
 
+def test_a_long_prompt_is_folded_behind_its_end(page):
+    browser = page(grid(prompt="system: You have tools.\n" * 50 + "user: Where is the goal?\nassistant:"))
+    (fold,) = all_of(browser, "#pane0 details")
+    assert "user: Where is the goal?⏎\nassistant:" in fold.text
+    assert fold.text.count("You have tools") == 2
+
+
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_hostile_episode_does_nothing_and_fits(browser, page, width, scheme):

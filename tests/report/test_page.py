@@ -230,8 +230,10 @@ def test_the_head_names_the_environment():
     page = render(made([grid()], env={"factory": "builtin:grid", "gymnasium": None}, reward=[], tools=["f.py:look"]))
     assert "<dt>in the environment</dt><dd>builtin:grid with tools f.py:look</dd>" in page
     assert "on the reward" not in page
-    metrics = [{"iteration": 1, "reward": 1.0, "env/turns": 2.0}]
-    assert "<dd>from Python</dd>" in render(made([grid()], metrics, env={"factory": None}))
+    metrics = [{"iteration": 1, "reward": 1.0, "reward/World": 1.0, "env/turns": 2.0}]
+    page = render(made([grid()], metrics, env={"factory": None}))  # the configuration's reward is the default, not used
+    assert "<dd>from Python</dd>" in page
+    assert "<dt>on the reward</dt><dd>World</dd>" in page
     assert "in the environment" not in render(made([sample()], env={"factory": None}))
 
 

@@ -155,7 +155,7 @@ def environment_of(run: Run) -> str:
 
 def terms(run: Run) -> list[str]:
     """Names of the reward terms, or of their models and functions; a classifier's with its label."""
-    if "reward_funcs" in (read_python(run.path) or ()):
+    if run.episodic or "reward_funcs" in (read_python(run.path) or ()):  # the configuration may lack some
         names = dict.fromkeys(name for row in run.metrics for name in row)
         return [name.removeprefix("reward/") for name in names if name.startswith("reward/")]
     kinds = ("name", "function", "classifier", "reward_model")

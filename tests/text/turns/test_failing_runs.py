@@ -1,13 +1,15 @@
-"""Runs go on, whatever environments do: the policy of the built-in grid, in a grid that fails."""
+"""Runs go on, whatever environments and tools do: the policies of the built-in worlds, in worlds that fail."""
 
 import json
 import sys
 import threading
+from functools import wraps
 
 import pytest
 
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.turns.worlds import calculator as worlds
 
 pytestmark = pytest.mark.slow
 OVER = threading.Event()
@@ -61,6 +63,25 @@ class Grid:
         return f"\n{observation}\nMove:" if isinstance(observation, str) else observation, 1.0, False
 
 
+class Calculator(worlds.Calculator):
+    """The tools that the calculator's policy knows, out of order."""
+
+    def reset(self, seed, **row):
+        self.kind = KINDS[seed % len(KINDS)]
+        return super().reset(seed, **row)
+
+    @wraps(worlds.Calculator.calculate)
+    def calculate(self, expression):
+        return misbehave(self.kind)
+
+    @wraps(worlds.Calculator.answer)
+    async def answer(self, number):
+        return misbehave(self.kind) if self.kind != "hang" else self.kind
+
+    async def get_reward(self):
+        return float(len(self.kind))
+
+
 def train(folder, factory, **settings):
     config = PPOConfig.from_dict({**SETTINGS, "run.dir": str(folder), **settings})
     PPOTrainer(args=config, environment_factory=factory).train()
@@ -81,3 +102,13 @@ def test_environments_that_fail_end_their_episodes(tmp_path):
     failed = [sample["after"] for sample in samples if sample["ending"] == "error"]
     assert any(text.startswith("error: step raised V") for text in failed)
     assert all(text.startswith("error: step ") for text in failed)
+
+
+def test_tools_that_fail_are_observations(tmp_path):
+    metrics, samples, problems = train(
+        tmp_path / "run", Calculator, **{"model.name": "builtin:calculator", "rollout.max_new_tokens": 200}
+    )
+    assert len(metrics) == 2
+    assert all(line["steps"] > 0 and line["env/calls"] > 0 for line in metrics)
+    assert {sample["ending"] for sample in samples} <= {"answer", "max_turns", "length"}
+    assert problems >= {"failed", "timeout", "cut"}

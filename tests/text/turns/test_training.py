@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from helpers.configs import quiet
-from helpers.files import read_metrics
+from helpers.files import read_events, read_metrics
 from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
+from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -192,3 +193,29 @@ def test_a_run_without_any_reward_is_refused(tmp_path):
         PPOTrainer(args=config(tmp_path / "run", env=EnvironmentConfig()), environment_factory=Silent)
     with pytest.raises(ConfigError, match="reward is empty, and tools have no reward of their own; give at least one"):
         PPOConfig.from_dict({"tools": ["file.py:search"]})
+
+
+def test_problems_of_episodes_are_events_once_each(tmp_path):
+    class Loud(Dice):
+        def step(self, completion):
+            if self.taken == 1:
+                raise ValueError("\x1b[31mno such field")
+            return super().step(completion)
+
+    class Long(Dice):
+        def step(self, completion):
+            return "Moved. " * 400, 0.0, False
+
+    args = from_python(tmp_path / "loud", iterations=2)
+    PPOTrainer(args=args, environment_factory=Loud).train()
+    (failed,) = [event for event in read_events(tmp_path / "loud") if "env/" in event]
+    assert failed.startswith("a call of an environment or tool failed: ")
+    assert "no such field" in failed
+    assert "\x1b" not in failed
+    assert failed.endswith("(the first case; env/failed counts all)")
+    args = from_python(tmp_path / "long", reward=[FunctionTerm(function="length")])
+    PPOTrainer(args=args, environment_factory=Long).train()
+    cut, unfit = [event for event in read_events(tmp_path / "long") if "env/" in event]
+    assert cut.startswith("an observation was cut to env.observation_tokens: Moved. Moved.")
+    assert unfit.startswith("an observation has ")
+    assert "were left of rollout.max_new_tokens, with one for the next turn: its episode ended there" in unfit
