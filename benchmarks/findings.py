@@ -339,6 +339,36 @@ def draw_planted(study: Study) -> None:
     plt.close(picture)
 
 
+def at_equal_tokens(study: Study) -> Study:
+    """The study with every run cut to the iterations within the fewest sampled tokens of any run."""
+    runs = [run for runs in study.values() for run in runs.values()]
+    fewest = min(sum(run["tokens"]) for run in runs)
+
+    def cut(run: Run) -> Run:
+        kept = int((np.cumsum(run["tokens"]) <= fewest).sum())
+        return {name: values[:kept] for name, values in run.items()}
+
+    return {variant: {seed: cut(run) for seed, run in runs.items()} for variant, runs in study.items()}
+
+
+def draw_turns(study: Study) -> None:
+    """Solved share over sampled tokens: a panel per variant, a line per run, and the mean of token-gae behind them."""
+    picture, axes = plt.subplots(1, len(study), figsize=(2.6 * len(study), 2.6), sharex=True, sharey=True)
+    base = study["token-gae"]
+    for axis, (variant, runs) in zip(axes, study.items(), strict=True):
+        tokens = mean_curve(base, "tokens").cumsum() / 1000
+        axis.plot(tokens, smooth(list(mean_curve(base, "reward"))), color="#999999", linewidth=2.5)
+        for run in runs.values():
+            axis.plot(np.cumsum(run["tokens"]) / 1000, smooth(run["reward"]), color="#0072B2", linewidth=0.9)
+        axis.set_title(variant, fontsize=8)
+        axis.tick_params(labelsize=7)
+    picture.suptitle("share of solved episodes, mean of five iterations (grey: mean of token-gae)", fontsize=9)
+    picture.supxlabel("sampled tokens, thousands", fontsize=8)
+    picture.tight_layout()
+    picture.savefig(FIGURES / "findings-turns.png", dpi=110)
+    plt.close(picture)
+
+
 Studies = Mapping[str, Study]
 
 
@@ -398,6 +428,13 @@ def tables(found: Studies) -> dict[str, str]:
     } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
     compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
+    solved = {
+        "solved, mean of all iterations": (whole, "reward"),
+        "solved at the end": (end, "reward"),
+        "iterations to 0.9 solved": (reached, "0.9"),
+        "turns per episode at the end": (end, "env/turns"),
+        "entropy at the end, nats per token": (end, "entropy"),
+    }
     return {
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
         "course": table({**compared, **found["beside-trl"]}, course, base="default"),
@@ -448,6 +485,7 @@ def tables(found: Studies) -> dict[str, str]:
             },
             pairs=[("large", "tiny")],
         ),
+        "turns": table(at_equal_tokens(found["turns"]), solved, base="token-gae"),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
         "planted-squared": length_table(found["planted-credit"], first, "shown_squared"),
         "planted-reward": length_table(found["planted-credit"], whole, "reward"),
@@ -482,6 +520,7 @@ def main() -> int:
     draw(found["pendulum"], "train/average_return", "lambda", None, "return of InvertedPendulum-v5")
     draw(found["scaling"], "reward", "scaling", None, "reward of each size")
     draw_planted(found["planted-credit"])
+    draw_turns(found["turns"])
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), tables(found)), encoding="utf-8")
     return 0
 

@@ -47,10 +47,11 @@ STUDIES = {
     "scaling": "scaling/sweep.yaml",
     "planted-credit": "planted-credit/sweep.yaml",
     "planted-kinds": "planted-credit/kinds.yaml",
+    "turns": "turns/sweep.yaml",
 }
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
-KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return")
+KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return", "tokens", "env/turns")
 WORDS = 4
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.text.turns.worlds.calculator import OPERATIONS, Calculator
+from tokencredit.text.turns.worlds.calculator import Calculator
 from tokencredit.text.turns.worlds.grid import DIRECTIONS, Grid
 
 Message = dict[str, Any]
@@ -59,8 +59,8 @@ def calculator_messages(rng: random.Random) -> list[Message]:
     """Messages of an episode: the question, perhaps a calculation, and an answer."""
     world = Calculator()
     question = world.reset(seed=rng.getrandbits(62))
-    _, _, one, word, other = question.rstrip("?").split()
-    expression = f"{one} {OPERATIONS[word]} {other}"
+    _, _, one, _, other = question.rstrip("?").split()
+    expression = f"{one} + {other}"
     messages: list[Message] = [{"role": "user", "content": question}]
     value = world.calculate(expression)
     if rng.random() < ASKS:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
 LONGEST = 100
 """Longest expression, in characters; it bounds the size of numbers and the depth of brackets."""
 Number = int | float
@@ -22,7 +21,7 @@ BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 
 class Calculator:
-    """A question such as "What is 37 times 58?", a calculator, and a tool that hands in the answer.
+    """A question such as "What is 37 plus 58?", a calculator, and a tool that hands in the answer.
 
     Its form is that of TRL's `environment_factory`. The reward is 1 if the number that was handed in last is right.
     """
@@ -30,11 +29,10 @@ class Calculator:
     def reset(self, seed: int, **row: Any) -> str:  # noqa: ARG002  # TRL passes all columns
         """Draw the question of a seed; returns it."""
         rng = random.Random(seed)
-        word, sign = rng.choice(list(OPERATIONS.items()))
         one, other = rng.randint(10, 99), rng.randint(10, 99)
-        self._right = evaluate(f"{one} {sign} {other}")
+        self._right = one + other
         self._answer: int | None = None
-        return f"What is {one} {word} {other}?"
+        return f"What is {one} plus {other}?"
 
     def answer(self, number: int) -> str:
         """Hand in the answer to the question.
