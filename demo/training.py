@@ -93,6 +93,7 @@ def gpt2(tokenizer: PreTrainedTokenizerBase, size: Size, positions: int, seed: i
 def fit_language_model(model: GPT2LMHeadModel, rows: Sequence[list[int]], size: Size, rng: random.Random) -> None:
     """Train a language model on rows of token ids for one epoch."""
     end = model.config.eos_token_id
+    assert isinstance(end, int)
 
     def loss(batch: list[list[int]]) -> torch.Tensor:
         return token_losses(model, *padded(batch, end)).mean()

@@ -2,22 +2,21 @@
 
 import random
 import re
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.text.turns.worlds.calculator import OPERATIONS, Calculator
 from tokencredit.text.turns.worlds.grid import DIRECTIONS, Grid
 
-Message = dict[str, object]
-CAREFUL = 0.6
+Message = dict[str, Any]
+CAREFUL = 0.85
 """Share of the turns on the grid that avoid walls and holes; the others go anywhere."""
 ASTRAY = 0.02
 """Share of the turns on the grid that name no direction."""
 OTHER_WORDS = ("back", "north", "forward", "wait")
-ASKS = 0.25
-"""Share of the calculator's episodes that use the tool; in the others the answer is a guess."""
-MISSES = 50
-"""Largest error of a guess."""
+ASKS = 0.3
+"""Share of the calculator's episodes that calculate; in the others the answer is one of the question's numbers."""
 
 
 def wander(view: str, rng: random.Random) -> str:
@@ -57,7 +56,7 @@ def calculator_row(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> li
 
 
 def calculator_messages(rng: random.Random) -> list[Message]:
-    """Messages of an episode: the question, perhaps a calculation, and an answer handed in."""
+    """Messages of an episode: the question, perhaps a calculation, and an answer."""
     world = Calculator()
     question = world.reset(seed=rng.getrandbits(62))
     _, _, one, word, other = question.rstrip("?").split()
@@ -67,7 +66,7 @@ def calculator_messages(rng: random.Random) -> list[Message]:
     if rng.random() < ASKS:
         messages += call("calculate", {"expression": expression}, value)
     else:
-        value = str(int(value) + rng.randint(-MISSES, MISSES))
+        value = rng.choice((one, other))
     messages += call("answer", {"number": int(value)}, world.answer(int(value)))
     return [*messages, {"role": "assistant", "content": "Done."}]
 

@@ -1,6 +1,7 @@
 """Takes the pictures of docs/report.md with Debian's chromium and chromium-driver: `python docs/screenshots.py RUN`.
 
-Of a run with an inspect.json, it takes those of docs/inspect.md too.
+Of a run with an inspect.json, it takes those of docs/inspect.md too; of a run with episodes of several turns, that of
+episodes alone.
 """
 
 import argparse
@@ -31,6 +32,13 @@ def main() -> None:
     browser = webdriver.Chrome(options, webdriver.ChromeService(which("chromedriver")))
     FIGURES.mkdir(exist_ok=True)
     try:
+        show(browser, page, 1200, "light")
+        if browser.find_elements(By.CSS_SELECTOR, ".episode"):
+            iteration = Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select"))
+            iteration.select_by_index(len(iteration.options) // 4)
+            Select(browser.find_element(By.ID, "order")).select_by_value("worst")
+            shoot(browser, FIGURES / "report-episodes.png", "#pane0", height=1000)
+            return
         for name, width, scheme in (("report", 1200, "light"), ("report-narrow-dark", 400, "dark")):
             show(browser, page, width, scheme)
             shoot(browser, FIGURES / f"{name}.png", "body", height=1400)

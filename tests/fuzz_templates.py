@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers.chat_templates import COMBINED, MODELS, chat_tokenizer
 from helpers.transcripts import calls_in, reference, replay, transcript
-from tokencredit.text.turns.framing import ChatFraming
+from tokencredit.text.turns.chat.framing import ChatFraming
 
 
 def main():

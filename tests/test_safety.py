@@ -73,6 +73,7 @@ def test_a_configuration_makes_no_objects(text, marker, tmp_path, capsys):
 
 def test_environments_keyword_arguments_make_no_objects(marker, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("env: {kwargs: {a: {class_path: foreign_module.Foreign}}}")
+    refused(capsys, "train", "--config", str(tmp_path / "config.yaml"), "--run.dir", str(tmp_path))
     refused(capsys, "control", "--config", str(tmp_path / "config.yaml"), "--run.dir", str(tmp_path))
     assert not marker.exists()
 
@@ -134,6 +135,10 @@ REWARD = "reward: [{function: 'foreign_module:Foreign'}]\n"
         ("train", REWARD, "reward[0].function runs foreign_module:Foreign"),
         ("train", "no_code: false\n" + REWARD, "reward[0].function runs foreign_module:Foreign"),
         ("train", "model: {trust_remote_code: true}\n", "model.trust_remote_code"),
+        ("train", "env: {factory: 'foreign_module:Foreign'}\n", "env.factory runs foreign_module:Foreign"),
+        ("train", "env: {gymnasium: 'foreign_module:Taxi-v4'}\n", "env.gymnasium imports the module foreign_module"),
+        ("train", "tools: ['foreign_module:Foreign']\n" + REWARD, "tools[0] runs foreign_module:Foreign"),
+        ("generate", "env: {factory: 'foreign_module:Foreign'}\n", "env.factory runs foreign_module:Foreign"),
         ("control", "env: {id: 'foreign_module:Maze-v0'}\n", "env.id imports the module foreign_module"),
         ("generate", "model: {trust_remote_code: true}\n", "model.trust_remote_code"),
         ("evaluate", REWARD, "reward[0].function runs foreign_module:Foreign"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tokencredit.settings.data import PromptsConfig as PromptsConfig
     from tokencredit.settings.data import RewardModelTerm as RewardModelTerm
     from tokencredit.settings.data import ScoreConfig as ScoreConfig
+    from tokencredit.settings.environment import EnvironmentConfig as EnvironmentConfig
     from tokencredit.settings.model import CriticConfig as CriticConfig
     from tokencredit.settings.model import LoraConfig as LoraConfig
     from tokencredit.settings.model import ModelConfig as ModelConfig
@@ -74,6 +75,7 @@ _NAMES = {
     "settings.control": "AgentAdvantageConfig AgentAuditConfig AgentConfig AgentCriticConfig AgentRunConfig "
     "AgentStopConfig AgentUpdateConfig ControlConfig EnvConfig EpisodesConfig",
     "settings.data": "ClassifierTerm FunctionTerm PromptsConfig RewardModelTerm ScoreConfig",
+    "settings.environment": "EnvironmentConfig",
     "settings.model": "CriticConfig LoraConfig ModelConfig TunedModelConfig",
     "settings.offline": "CompletionsConfig DPOConfig DPOLossConfig DPOOptimConfig DPOPairsConfig HeldOutConfig "
     "OfflineOptimConfig OfflineRunConfig PairsConfig RewardModelConfig RewardModelLossConfig RewardModelStartConfig "

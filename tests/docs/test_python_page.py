@@ -33,8 +33,8 @@ def first(tmp_path_factory):
     return folder
 
 
-def test_there_are_ten():
-    assert PAGE.count("```python") == len(SNIPPETS) == 10
+def test_there_are_eleven():
+    assert PAGE.count("```python") == len(SNIPPETS) == 11
     assert all(len(found[1].strip().splitlines()) <= 15 for found in SNIPPETS.values())
 
 

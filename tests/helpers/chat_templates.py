@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-TEMPLATES = Path(__file__).parent.parent / "text/turns/templates"
+TEMPLATES = Path(__file__).parent.parent / "text/turns/chat/templates"
 
+LINES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Words that end with line breaks, and numbers of at most three digits."""
 SENTENCES = [
     "The user asks a tool, and the assistant answers: system, tool_call, tool_response, function, name, arguments.",
     "I was singing in the rain, and it was good!\n\nYes. 3 + 4 = 7, 한국어, a café and 😀.",
@@ -169,8 +171,8 @@ BYTES = ("DeepSeek-V3", "FunctionGemma", "GLM-4.5", "Vicuna")
 COMBINED = [
     (name, kind)
     for name in MODELS
-    for kind in ("bytes", "metaspace", "prepend")
-    if kind == "bytes" or name not in BYTES
+    for kind in ("bytes", "split", "metaspace", "prepend")
+    if kind in ("bytes", "split") or name not in BYTES
 ]
 """Templates with kinds of tokenizers."""
 
@@ -186,16 +188,21 @@ def chat_tokenizer(name, kind="bytes"):
 
     Args:
         name: the model's.
-        kind: `bytes` as in GPT-2; `metaspace` as in Mistral, with a space before the first word of a text; `prepend` as
-            in Llama 2, with a space before the first word after each special token too.
+        kind: `bytes` as in GPT-2; `split` as in Qwen and Llama 3, with line breaks that end words; `metaspace` as in
+            Mistral, with a space before the first word of a text; `prepend` as in Llama 2, with a space before the
+            first word after each special token too.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
     model = MODELS[name]
-    tokenizer = {"bytes": byte_level, "metaspace": sentence_pieces, "prepend": partial(sentence_pieces, prepend=True)}[
-        kind
-    ]()
+    kinds = {
+        "bytes": byte_level,
+        "split": partial(byte_level, LINES),
+        "metaspace": sentence_pieces,
+        "prepend": partial(sentence_pieces, prepend=True),
+    }
+    tokenizer = kinds[kind]()
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False, rstrip=model.swallows) for token in model.special]
     )
@@ -205,16 +212,18 @@ def chat_tokenizer(name, kind="bytes"):
     return made
 
 
-def byte_level():
-    """A byte-level BPE."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def byte_level(pattern=None):
+    """A byte-level BPE; its words are GPT-2's, or those of another pattern."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if pattern:
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        SENTENCES, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
     return tokenizer
 
 

@@ -129,7 +129,15 @@ def test_a_long_observation_is_folded(page):
     whole = fold.find_element(By.CLASS_NAME, "whole")
     assert whole.is_displayed()
     assert whole.size["height"] <= 320
-    assert whole.text.count("line") == 600
+    assert whole.text.count("line") == 400
+    assert whole.text.endswith("… and 1,000 more characters")
+
+
+def test_a_long_prompt_is_folded_behind_its_end(page):
+    browser = page(grid(prompt="system: You have tools.\n" * 50 + "user: Where is the goal?\nassistant:"))
+    (fold,) = all_of(browser, "#pane0 details")
+    assert "user: Where is the goal?⏎\nassistant:" in fold.text
+    assert fold.text.count("You have tools") == 2
 
 
 @pytest.mark.parametrize("width", [400, 1600])

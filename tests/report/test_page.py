@@ -7,8 +7,10 @@ import pytest
 from helpers.episodes import HOSTILE as HOSTILE_OBSERVATION
 from helpers.episodes import episode, grid
 from helpers.files import data_of
-from tokencredit.report.page import OBSERVATION, TOKENS, render, write_report
+from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.trainer import PPOTrainer
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp\ud800 {{ 7 * 7 }} <!--"
 
@@ -195,16 +197,24 @@ def test_an_episode_has_numbers_of_acted_tokens_only():
     assert shown["ending"] == "the environment ended the episode"
 
 
-def test_observations_hardly_count_in_what_varies_and_in_the_limit():
-    """100 characters of an observation count as a token, and 4,000 are shown."""
-    long = [episode(("assistant", ["a"]), ("tool", ["word "] * 2_000), iteration=i) for i in range(1, 1001)]
+@pytest.mark.slow
+def test_observations_hardly_count_in_the_limit():
+    """25 characters of an observation count as a token, and 2,000 are shown."""
+    long = [
+        episode(("assistant", ["a"]), ("tool", ["好 "] * 5_000), iteration=i, after="b" * 9_000) for i in range(1, 1001)
+    ]
     metrics = [{"iteration": i, "reward": 1.0} for i in range(1, 1001)]
-    data = data_of(render(made(long, metrics)))
-    assert len(data["credit"]) == TOKENS // (1 + OBSERVATION // 100)
+    page = render(made(long, metrics))
+    assert len(page.encode()) < LARGEST
+    data = data_of(page)
+    assert len(data["credit"]) == TOKENS // (1 + 2 * OBSERVATION // CHARACTERS)
     observed = data["credit"][0]["turns"][1]
-    assert observed == {"role": "tool", "text": "word " * 800 + "… and 6,000 more characters", "length": 10_000}
+    assert observed == {"role": "tool", "text": "好 " * 1_000 + "… and 8,000 more characters", "length": 10_000}
+
+
+def test_zeros_at_observations_are_no_variance():
     zeros = [grid(1, advantages=[0.5, 0.5, 0, 0, 0, 0, 0, 0.5, 0.5]), grid(2)]
-    assert data_of(render(made(zeros)))["opened"] == [2], "zeros at observations are no variance"
+    assert data_of(render(made(zeros)))["opened"] == [2]
 
 
 def test_with_turns_as_steps_the_critic_has_a_value_per_turn():
@@ -220,8 +230,10 @@ def test_the_head_names_the_environment():
     page = render(made([grid()], env={"factory": "builtin:grid", "gymnasium": None}, reward=[], tools=["f.py:look"]))
     assert "<dt>in the environment</dt><dd>builtin:grid with tools f.py:look</dd>" in page
     assert "on the reward" not in page
-    metrics = [{"iteration": 1, "reward": 1.0, "env/turns": 2.0}]
-    assert "<dd>from Python</dd>" in render(made([grid()], metrics, env={"factory": None}))
+    metrics = [{"iteration": 1, "reward": 1.0, "reward/World": 1.0, "env/turns": 2.0}]
+    page = render(made([grid()], metrics, env={"factory": None}))  # the configuration's reward is the default, not used
+    assert "<dd>from Python</dd>" in page
+    assert "<dt>on the reward</dt><dd>World</dd>" in page
     assert "in the environment" not in render(made([sample()], env={"factory": None}))
 
 
@@ -242,3 +254,29 @@ def test_a_hostile_observation_is_text():
     assert "\\u202egnp.exe\\u2066\\x1b[31mred\\x1b[0m\\x07\\r\\x00\\ud800" in shown[1]["text"]
     assert shown[2] == {"role": "after the end", "text": "\\x1b]0;\\x07", "length": 5}
     page.encode("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_a_real_run_of_episodes_is_shown_as_it_was_credited(unit, tmp_path):
+    """With the run's own λ and before whitening, the credit under another estimator is the run's."""
+    args = PPOConfig.from_dict(
+        {
+            "model": {"name": "builtin:grid", "dtype": "float32"},
+            "env": {"factory": "builtin:grid", "turn_tokens": 8, "max_turns": 4},
+            "rollout": {"batch_size": 16, "max_new_tokens": 120},
+            "advantage": {"unit": unit, "gamma": 0.9},
+            "run": {"dir": str(tmp_path / "run"), "iterations": 2, "samples": 16, "trackers": [], "show_every": 0},
+        }
+    )
+    PPOTrainer(args=args).train()
+    run = read_run(tmp_path / "run")
+    data = data_of((tmp_path / "run" / "report.html").read_text())
+    place = data["alternatives"].index("gae, λ = 0.95")
+    assert len(data["credit"]) == len(run.samples) == 32
+    for shown, written in zip(data["credit"], run.samples, strict=True):
+        acted = [place for place, chosen in enumerate(written["mask"]) if chosen]
+        assert shown["tokens"] == [written["tokens"][i].replace("\n", "⏎\n") for i in acted]
+        assert shown["what_if"][place] == pytest.approx([written["advantages"][i] for i in acted], abs=2e-4)
+        assert sum(turn.get("reward") or 0.0 for turn in shown["turns"]) == shown["reward"]
+    assert "at most 4 turns" in (tmp_path / "run" / "policy" / "README.md").read_text()

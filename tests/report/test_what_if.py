@@ -1,8 +1,11 @@
+import random
+
 import pytest
 import torch
 
-from helpers.episodes import grid
+from helpers.episodes import episode, grid
 from tokencredit.core import advantages
+from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 
 SAMPLE = {"rewards": [0.0, 0.0, 1.0], "values": [0.5, 0.25, 0.5]}
@@ -60,3 +63,24 @@ def test_turns_as_steps_by_hand():
     cut = what_if(sample | {"bootstrap": 2.0}, gamma=0.5, by_turn=True)
     assert cut["td (gae, λ = 0)"][2:] == pytest.approx([second + 0.5 * 2.0] * 2)
     assert what_if(SAMPLE, gamma=0.5, by_turn=True) == what_if(SAMPLE, gamma=0.5), "a completion is one turn of tokens"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_episodes_are_credited_as_by_core_with_a_mask(seed):
+    """By token and by turn, with numbers at observations that must have no effect."""
+    chance = random.Random(seed)
+    lengths = [chance.randint(1, 6) for _ in range(chance.randint(1, 5))]
+    speeches = [("assistant", ["a"] * length, None) for length in lengths]
+    for place in range(len(speeches) - 1, 0, -1):
+        speeches.insert(place, (chance.choice(["tool", "user"]), ["b"] * chance.randint(0, 3)))
+    sample = episode(*speeches)
+    count = len(sample["tokens"])
+    sample |= {name: [chance.gauss(0, 1) for _ in range(count)] for name in ("rewards", "values")}
+    mask, ends = torch.tensor([sample["mask"]], dtype=torch.bool), torch.zeros(1, count, dtype=torch.bool)
+    ends[0, [turn["end"] - 1 for turn in sample["turns"] if turn["role"] == "assistant"]] = True
+    rewards, values = (torch.tensor([sample[name]], dtype=torch.float64) for name in ("rewards", "values"))
+    options = {"gamma": 0.9, "lam": 0.5}
+    by_token, _ = advantages.estimate("gae", rewards, values, options=options, mask=mask)
+    by_turn, _ = estimate_by_turn("gae", rewards, values, turns=Turns.of(mask, ends), options=options)
+    assert what_if(sample, gamma=0.9)["gae, λ = 0.5"] == pytest.approx(by_token[mask].tolist())
+    assert what_if(sample, gamma=0.9, by_turn=True)["gae, λ = 0.5"] == pytest.approx(by_turn[mask].tolist())

@@ -201,6 +201,7 @@ def test_an_episode_has_a_line_per_speaker(terminal):
     assert not [line for line in lines if "I won" in line and line.startswith("assistant")]
     ended = shown(lambda screen: screen.finish(SUMMARY, rows * 4, rows * 4), terminal)
     assert ended.count("assistant › down.") == 4, "two episodes before, two after"
+    assert "assistant ›" not in ended.replace("assistant › down.", "").replace("assistant › go right", "")
 
 
 def test_a_long_observation_is_cut():

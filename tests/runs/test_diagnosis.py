@@ -127,7 +127,7 @@ DISEASES = {
     "flat_reward": {"reward": lambda i: 0.5},
     "environment_fails": of_episodes(**{"ending/error": 0.9}),
     "calls_malformed": of_episodes(malformed=0.8, calls=0.01),
-    "tools_fail": of_episodes(failed=0.48),
+    "tools_fail": of_episodes(failed=0.8),
     "never_ended": of_episodes(**{"ending/max_turns": 0.97}),
     "no_room": of_episodes(**{"ending/length": 0.8}),
     "observations_cut": of_episodes(cut=0.7),
@@ -358,13 +358,12 @@ def episodes(**changes):
         ({"malformed": 0.5, "calls": 0.16, "failed": 0.0}, ["calls_malformed"]),  # 1.5 of 1.66 per episode
         ({"malformed": 0.5, "calls": 0.17, "failed": 0.0}, []),
         ({"malformed": 0.05, "calls": 0.0}, []),
-        ({"malformed": 0.06, "calls": 0.0}, ["calls_malformed"]),
-        ({"failed": 0.46}, ["tools_fail"]),  # half of the turns have calls
-        ({"failed": 0.44}, []),
-        ({"failed": 0.2, "timeout": 0.26}, ["tools_fail"]),
-        ({"failed": 0.91, "calls": 9.0}, ["tools_fail"]),  # several per turn
-        ({"failed": 0.1, "calls": 0.1}, []),
-        ({"failed": 0.3, "calls": 0.0}, []),  # step of the plain protocol
+        ({"malformed": 0.06, "calls": 0.0, "failed": 0.0}, ["calls_malformed"]),
+        ({"failed": 0.74}, ["tools_fail"]),  # 1 − 0.4 / 3 − 0.05 = 0.82 of the turns have calls
+        ({"failed": 0.73}, []),
+        ({"failed": 0.4, "timeout": 0.34}, ["tools_fail"]),
+        ({"failed": 0.04, "turns": 1.1, "ending/answer": 1.0}, []),  # 0.04 of the turns
+        ({"failed": 0.9, "calls": 0.0}, []),  # step of the plain protocol
         ({"ending/error": 0.51}, ["environment_fails"]),
         ({"ending/error": 0.5}, []),
         ({"ending/max_turns": 0.6, "ending/length": 0.36}, ["never_ended"]),
@@ -384,7 +383,7 @@ def test_limits_of_the_checks_of_episodes(changes, found):
 
 
 def test_tools_that_time_out_need_another_advice():
-    failing, late = diagnose(episodes(failed=0.5), CONFIG), diagnose(episodes(failed=0.1, timeout=0.5), CONFIG)
+    failing, late = diagnose(episodes(failed=0.8), CONFIG), diagnose(episodes(failed=0.1, timeout=0.7), CONFIG)
     assert [finding.title for finding in (*failing, *late)] == ["tools fail", "tools time out"]
     assert "env.timeout" in late[0].advice
 

@@ -68,6 +68,7 @@ def test_no_text_passes_for_a_speaker_or_moves_the_cursor(most):
     sample = episode(*speeches, prompt=HOSTILE, after=HOSTILE)
     lines = list(transcript(sample, most))
     assert all(line.text.isprintable() for line in lines)
+    assert all(line.text.count("›") == (not line.text.startswith(" ")) for line in lines)
     assert [line.text for line in lines if line.text.startswith("assistant ›")][1:] == ["assistant › x"]
     assert [line.text.partition(" › ")[0] for line in lines if not line.text.startswith(" ")] == [
         "prompt",

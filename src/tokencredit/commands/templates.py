@@ -34,7 +34,7 @@ def check_template(options: Namespace) -> None:
     prompts = config.prompts
     if options.chat_template_kwargs is not None:
         prompts = replace(prompts, chat_template_kwargs=as_object(options.chat_template_kwargs))
-    from tokencredit.text.turns.template_check import check_model
+    from tokencredit.text.turns.chat.template_check import check_model
 
     lines, wrong = check_model(config.model.name, prompts)
     for line in lines:

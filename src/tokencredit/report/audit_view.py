@@ -34,7 +34,7 @@ def trust(run: Run) -> str | None:
     if run.audit is None:
         if world_of(run.config) is CONTROL:
             return None
-        if "env/turns" in run.metrics[-1]:
+        if run.episodic:
             return (
                 "The credit on this page has not been measured against true values: an audit cannot continue an "
                 "environment from the middle of an episode"

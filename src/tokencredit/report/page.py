@@ -37,8 +37,10 @@ AUDITED = 4_000
 """Maximum tokens of audited completions, in addition."""
 VARIES = 0.1
 """Share of the largest standard deviation of advantages from which an iteration's advantages vary."""
-OBSERVATION = 4_000
+OBSERVATION = 2_000
 """Maximum characters shown of an observation."""
+CHARACTERS = 25
+"""Characters of observations that take as much of the page as a token with its numbers."""
 DECIMALS = 4
 PHRASE = 3
 """Words per phrase, for counting repetitions."""
@@ -148,12 +150,12 @@ def environment_of(run: Run) -> str:
     names = [str(group[key]) for key in SOURCES if group.get(key)]
     if tools := run.config.get("tools"):
         names.append(f"tools {', '.join(map(str, tools))}")
-    return " with ".join(names) or ("from Python" if "env/turns" in run.metrics[-1] else "")
+    return " with ".join(names) or ("from Python" if run.episodic else "")
 
 
 def terms(run: Run) -> list[str]:
     """Names of the reward terms, or of their models and functions; a classifier's with its label."""
-    if "reward_funcs" in (read_python(run.path) or ()):
+    if run.episodic or "reward_funcs" in (read_python(run.path) or ()):  # the configuration may lack some
         names = dict.fromkeys(name for row in run.metrics for name in row)
         return [name.removeprefix("reward/") for name in names if name.startswith("reward/")]
     kinds = ("name", "function", "classifier", "reward_model")
@@ -228,11 +230,11 @@ def learned_values(sample: Mapping[str, Any]) -> list[float | None]:
 
 
 def size(sample: Mapping[str, Any]) -> int:
-    """Size of a sample on the page, in tokens; 100 shown characters of observations, without numbers, count as one."""
+    """Size of a sample on the page, in tokens with numbers."""
     if "turns" not in sample:
         return len(sample["tokens"])
-    observed = sum(min(len(speech.text), OBSERVATION) for speech in speeches(sample) if speech.role != ASSISTANT)
-    return len(acted(sample)["tokens"]) + observed // 100
+    observed = [speech.text for speech in speeches(sample) if speech.role != ASSISTANT] + [sample.get("after", "")]
+    return len(acted(sample)["tokens"]) + sum(min(len(text), OBSERVATION) for text in observed) // CHARACTERS
 
 
 def shown(

@@ -59,6 +59,11 @@ class Run:
     audit: dict[str, Any] | None = None
     """The newest audit, as `report.audit_file` describes it; None if there is none."""
 
+    @property
+    def episodic(self) -> bool:
+        """True if completions are episodes of several turns."""
+        return any("env/turns" in row for row in self.metrics)
+
 
 def read_run(path: str | Path, *, samples: bool = True) -> Run:
     """Read a run's folder; completions, by far the largest part, are optional.

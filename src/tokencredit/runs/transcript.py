@@ -10,6 +10,9 @@ from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PER_TOKEN, PROBLEMS
 from tokencredit.runs.summary import shortened
 from tokencredit.runs.untrusted import visible_lines
 
+SIGN = "›"
+"""Stands between a speaker's name and the text."""
+
 
 class Speech(NamedTuple):
     """What one speaker said at once."""
@@ -59,7 +62,8 @@ def written(sample: Mapping[str, Any]) -> list[str]:
 def transcript(sample: Mapping[str, Any], most: int | None = None) -> Iterator[Line]:
     """Lines of an episode: `prompt › …`, `assistant › …`, `environment › …`, problems, and how it ended.
 
-    The first line of a speech has the speaker's name; all others are indented, so that no text can pass for a speaker.
+    The first line of a speech has the speaker's name, and all others are indented. The sign after the name is escaped
+    in texts, so that none can pass for a speaker, wherever a terminal wraps it.
 
     Args:
         sample: a record with `tokens`, `mask` and `turns`; `prompt`, `after` and `ending` are shown if they are there.
@@ -83,7 +87,7 @@ def transcript(sample: Mapping[str, Any], most: int | None = None) -> Iterator[L
 
 
 def _spoken(role: str, text: str, *, acted: bool) -> Iterator[Line]:
-    first, *others = visible_lines(text.strip()).split("\n")
-    yield Line(f"{role} › {first}", acted)
+    first, *others = visible_lines(text.strip()).replace(SIGN, "\\u203a").split("\n")
+    yield Line(f"{role} {SIGN} {first}", acted)
     for line in others:
-        yield Line(" " * len(f"{role} › ") + line, acted)
+        yield Line(" " * len(f"{role} {SIGN} ") + line, acted)

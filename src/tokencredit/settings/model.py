@@ -36,7 +36,8 @@ class TunedModelConfig:
     """Settings of a trained language model."""
 
     name: str = "builtin:reviews"
-    """Model to train: a Hugging Face hub id, a folder, or `builtin:reviews`. It may be a PEFT adapter."""
+    """Model to train: a Hugging Face hub id, a folder, `builtin:reviews`, or `builtin:grid` or `builtin:calculator`
+    with the environment of that name. It may be a PEFT adapter."""
     adapter: Literal["continue", "merge"] = "continue"
     """Use of an adapter given in `model.name`. `continue` trains it further; its initial state is the reference.
     `merge` merges it into the weights, then trains a new adapter (`lora.rank`) or the whole model."""

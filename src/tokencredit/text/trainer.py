@@ -50,6 +50,7 @@ from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
 from tokencredit.text.startup_summary import overview
 from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.record import episode_events
 from tokencredit.text.turns.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class PPOTrainer:
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
+        self.told: set[str] = set()
+        """Metrics of problems with episodes that an event has told of."""
         self.before: State | None = None
         """Resumable state other than weights when the iteration began; None once it changes weights."""
 
@@ -227,7 +230,7 @@ class PPOTrainer:
         """
         settings = self.args.rollout
         prompts, uniforms = self.stream.next_batch()
-        return self.pipeline.collect(
+        scored = self.pipeline.collect(
             prompts,
             settings,
             uniforms,
@@ -236,6 +239,11 @@ class PPOTrainer:
             bootstrap=self.args.advantage.bootstrap,
             stage=self.stages,
         )
+        for metric, line in episode_events(scored.episodes or ()).items():
+            if metric not in self.told:
+                self.told.add(metric)
+                self.record.event(line)
+        return scored
 
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
         """Train policy and critic on a batch, only the critic during its warm-up; returns the update's metrics."""

@@ -59,3 +59,17 @@ def test_turns_equal_a_full_pass_over_the_whole_text(model, tokenizer):
     torch.testing.assert_close(rollout.logprobs[mask], now.logprobs[mask], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(rollout.values[mask], now.values[mask], atol=1e-4, rtol=1e-4)
     assert (rollout.logprobs[~mask] == 0).all()
+
+
+def test_a_row_that_has_ended_keeps_no_cache(model, tokenizer):
+    conversation = begin(model, tokenizer)
+    play(conversation, [0, 1, 2, 3, 4], turns=2)
+    kept = set(conversation._kept)
+    conversation.end(1)
+    conversation.end(3)
+    assert set(conversation._kept) == kept - {1, 3}
+    conversation.sample([0, 2, 4], [[5], [6], [7]], [3] * 3, lambda _: None)
+    rollout = conversation.rollout()
+    with torch.no_grad():
+        now = model(rollout.inputs(), temperature=0.8)
+    torch.testing.assert_close(rollout.logprobs[rollout.mask], now.logprobs[rollout.mask], atol=1e-4, rtol=1e-4)

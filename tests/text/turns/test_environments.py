@@ -128,6 +128,8 @@ def test_functions_alone(file):
     runs = load([f"{file}:search"])
     assert (runs.name, names(runs.tools), runs.pays, runs.terms()) == ("search", ["search"], False, [])
     runs.check_columns(["prompt", "anything"])
+    with pytest.raises(ConfigError, match="the tools search are given without prompts and without an environment"):
+        runs.check_columns(["anything"])
 
 
 def test_a_dict_of_factories_is_selected_by_the_column(file):
@@ -268,6 +270,7 @@ def echo(word: str) -> str:
         (Steps(), None, r"environment_factory is <.*; it must be a class"),
         ({}, None, "environment_factory is an empty dict"),
         ({3: Steps}, None, "environment_factory has the name 3; names of environments must be texts"),
+        ({"a": Steps, None: Tools}, None, "environment_factory has the name None"),
         ({"a": 3}, None, r"environment_factory\['a'\] is 3; it must be a class"),
         (Argument, None, "environment_factory needs level"),
         (

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from helpers.configs import quiet
-from helpers.files import read_metrics
+from helpers.files import read_events, read_metrics
 from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
+from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.options import EvaluateOptions
@@ -266,3 +267,29 @@ def test_an_episode_without_turns_left_bootstraps_from_where_the_next_would_begi
     expected = torch.stack([longer.rollout.values[row, start] for row, start in enumerate(starts)])
     assert expected.abs().min() > 0
     torch.testing.assert_close(short.bootstrap, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_problems_of_episodes_are_events_once_each(tmp_path):
+    class Loud(Dice):
+        def step(self, completion):
+            if self.taken == 1:
+                raise ValueError("\x1b[31mno such field")
+            return super().step(completion)
+
+    class Long(Dice):
+        def step(self, completion):
+            return "Moved. " * 400, 0.0, False
+
+    args = from_python(tmp_path / "loud", iterations=2)
+    PPOTrainer(args=args, environment_factory=Loud).train()
+    (failed,) = [event for event in read_events(tmp_path / "loud") if "env/" in event]
+    assert failed.startswith("a call of an environment or tool failed: ")
+    assert "no such field" in failed
+    assert "\x1b" not in failed
+    assert failed.endswith("(the first case; env/failed counts all)")
+    args = from_python(tmp_path / "long", reward=[FunctionTerm(function="length")])
+    PPOTrainer(args=args, environment_factory=Long).train()
+    cut, unfit = [event for event in read_events(tmp_path / "long") if "env/" in event]
+    assert cut.startswith("an observation was cut to env.observation_tokens: Moved. Moved.")
+    assert unfit.startswith("an observation has ")
+    assert "were left of rollout.max_new_tokens, with one for the next turn: its episode ended there" in unfit

@@ -155,6 +155,18 @@ def test_a_late_coroutine_is_cancelled():
     assert cancelled.wait(60)
 
 
+def test_the_timeout_of_a_coroutine_begins_with_it():
+    async def sleeps():
+        await asyncio.sleep(3600)
+
+    loop = EventLoop()
+    started = loop.submit(sleeps)
+    long_ago = started._replace(begun=started.begun - 1800)
+    with pytest.raises(TimedOut, match="exceeded the timeout of 1800 s"):
+        loop.result(long_ago, 1800)
+    assert started.future.cancelled()
+
+
 def test_a_coroutine_that_blocks_its_loop_is_left_behind(over, monkeypatch):
     monkeypatch.setattr(workers_module, "RESPONSE", 0.05)
     loop = EventLoop()

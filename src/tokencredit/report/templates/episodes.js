@@ -3,11 +3,13 @@ const known = (x) => x !== null && x !== undefined;
 const acted = ({ turns }) => turns.filter(({ text }) => text === undefined);
 const SHORT = 300, SHORTEST = 80, LINES = 8;
 
-function folded(text, length = text.length) { // a long text, behind its first characters
+const begin = (text) => `${text.slice(0, SHORT / 2).split("\n").slice(0, 3).join("\n")} … `;
+const ending = (text) => `… ${text.slice(-SHORT / 2).split("\n").slice(-4).join("\n")}`;
+
+function folded(text, length, part = begin(text)) { // a long text, behind a part of it
   if (text.length <= SHORT && text.split("\n").length <= LINES) return make("div", { className: "tokens prompt", textContent: text });
-  const start = make("span", { className: "start", textContent: `${text.slice(0, SHORT / 2).split("\n").slice(0, 3).join("\n")} … ` });
   return make("details", { className: "tokens prompt" },
-    make("summary", {}, start, make("span", { className: "note", textContent: `${length.toLocaleString("en")} characters` })),
+    make("summary", {}, make("span", { className: "part", textContent: part }), make("span", { className: "note", textContent: `${length.toLocaleString("en")} characters` })),
     make("div", { className: "whole", tabIndex: 0, role: "region", ariaLabel: "whole text", textContent: text }));
 }
 
@@ -28,7 +30,7 @@ function episode(sample, spans, line, credit) {
   });
   const paid = sample.turns.some(({ reward }) => known(reward)) ? [] : [note("paid", `reward ${format(sample.reward)}`)];
   rows.push(row("ending", "end", note("note", sample.ending || "unknown"), ...paid));
-  return make("div", { className: "episode" }, row("observation start", "prompt", folded(sample.prompt)), ...rows);
+  return make("div", { className: "episode" }, row("observation start", "prompt", folded(sample.prompt, sample.prompt.length, ending(sample.prompt))), ...rows);
 }
 
 function placeOf(sample, i) { // the turn of a token in an episode

@@ -278,18 +278,19 @@ def constant_term(run: Evidence) -> Finding | None:
     flat = [name for name in names if len(run) >= REPEATED and run.last(name) < 1e-8]
     if not flat:
         return None
-    # An environment's own term comes before those of the configuration.
-    own = run.episodic() and flat[0] == names[0] and len(names) > len(run.setting("reward") or [])
+    # An environment's own term comes before the others, of which the configuration may have some.
+    played = run.episodic() and flat[0] == names[0]
+    own = played and len(names) > len(run.setting("reward") or [])
     name = flat[0].removeprefix("reward_std/")
     return Finding(
         "constant_term",
         80,
         f"the environment {name} always pays the same" if own else f"the reward's term {name} does not vary",
         run.where(flat[0]),
-        f"It gives every {'episode' if own else 'completion'} the same score, so nothing can be learned from it.",
+        f"It gives every {'episode' if played else 'completion'} the same score, so nothing can be learned from it.",
         "play an episode by hand, and check that step or get_reward pays for something that the policy can reach "
         "within env.max_turns; if high rewards are only rare, raise rollout.batch_size, or pay for steps to the goal"
-        if own
+        if played
         else "check its inputs and outputs by hand on a few texts; if high scores are only rare, raise "
         "rollout.batch_size",
     )

@@ -39,7 +39,7 @@ def calls_malformed(run: Evidence) -> Finding | None:
         "calls_malformed",
         78,
         "tool calls cannot be parsed",
-        f"{run.where('env/malformed')} of all turns; {run.where('env/calls')} per episode",
+        f"{run.where('env/malformed')}, of all turns; {run.where('env/calls')}, per episode",
         "The policy writes calls in another form than its chat template's, so no tool is called.",
         "look at the calls in samples.jsonl, and at the form that tokencredit check-template shows; put an example "
         "into the prompt, train on examples first (tokencredit sft), and raise env.turn_tokens if calls are cut off",
@@ -47,16 +47,19 @@ def calls_malformed(run: Evidence) -> Finding | None:
 
 
 def tools_fail(run: Evidence) -> Finding | None:
-    """Nearly all turns with tool calls have one that fails or times out."""
+    """Nearly all turns with parsed tool calls have one that fails or times out."""
     failed, late = run.last("env/failed"), run.last("env/timeout")
-    calling = min(run.last("env/calls") / run.last("env/turns"), 1.0) if run.episodic() else 0.0
-    if len(run) < SETTLED or not calling > RARE or not failed + late > ALWAYS * calling:
+    if len(run) < SETTLED or not run.last("env/calls") > 0:
+        return None
+    # An answer is a turn without a call, and the last of its episode.
+    calling = 1 - run.last("env/ending/answer") / run.last("env/turns") - run.last("env/malformed")
+    if not calling > RARE or not failed + late > ALWAYS * calling:
         return None
     return Finding(
         "tools_fail",
         76,
         "tools time out" if late > failed else "tools fail",
-        f"{run.where('env/failed')} and {run.where('env/timeout')} of all turns; {run.where('env/calls')} per episode",
+        f"{run.where('env/failed')}; {run.where('env/timeout')}; {run.where('env/turns')}",
         "Nearly all turns with tool calls have one that failed, so the policy learns nothing from the results.",
         "raise env.timeout, and call the tools by hand"
         if late > failed
@@ -105,7 +108,7 @@ def observations_cut(run: Evidence) -> Finding | None:
         "observations_cut",
         33,
         "most observations are cut",
-        f"{run.where('env/cut')} of all turns",
+        f"{run.where('env/cut')}, of all turns",
         "They are longer than env.observation_tokens, and the policy reads their beginning alone.",
         "raise env.observation_tokens (and rollout.max_new_tokens), or let tools and environment answer in fewer words",
     )

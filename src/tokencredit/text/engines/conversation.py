@@ -122,6 +122,10 @@ class LocalConversation:
             states = self._resume(rows, texts, before, max(limits))
             decode(self.model, self.state, states, states.hidden, states.inputs, max(limits), finished=finished)
 
+    def end(self, row: int) -> None:
+        """Free the keys and values of a row."""
+        self._kept.pop(row, None)
+
     def rollout(self) -> Rollout:
         """The rollout of all rows."""
         rollout = self.state.rollout(self.prompts)

@@ -117,6 +117,9 @@ class Conversation(Protocol):
     def tokens(self, row: int) -> list[int]:
         """All token ids of a row so far: prompt, turns and observations."""
 
+    def end(self, row: int) -> None:
+        """Free what a row keeps for further turns: its episode has ended."""
+
     def rollout(self) -> Rollout:
         """The rollout of all rows, with `turn_ends`; `truncated` is that of each row's last turn."""
 

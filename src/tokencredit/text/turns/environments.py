@@ -88,8 +88,13 @@ class Environments:
             environments: values of the column `environment`, if several factories have names.
 
         Raises:
-            ConfigError: `reset` does not take a column, or the column `environment` is missing or has an unknown name.
+            ConfigError: `reset` does not take a column, the column `environment` is missing or has an unknown name, or
+                there are neither prompts nor environments.
         """
+        if not self.factories and "prompt" not in columns:
+            raise ConfigError(
+                f"the tools {self.name} are given without prompts and without an environment; give prompts"
+            )
         if None not in self.factories and self.factories:
             if COLUMN not in columns:
                 raise ConfigError(
@@ -187,7 +192,7 @@ def load_environments(
     if factory == {}:
         raise ConfigError(f"{label} is an empty dict; give at least one environment")
     factories = factory if isinstance(factory, dict) else {} if factory is None else {None: factory}
-    if wrong := [name for name in factories if not isinstance(name, str | None)]:
+    if wrong := [name for name in factories if isinstance(factory, dict) and not isinstance(name, str)]:
         raise ConfigError(f"{label} has the name {wrong[0]!r}; names of environments must be texts")
     return Environments(config, factories, loaded, label)
 

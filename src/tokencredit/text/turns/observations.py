@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.data.prompts import Prompt, is_conversation
 from tokencredit.text.rewards.texts import content
 from tokencredit.text.turns.episode import Message, Reply
 
@@ -31,11 +31,22 @@ def shorten(text: str, tokens: int) -> tuple[str, bool]:
     return _encodable(text if len(text) <= most else text[:most] + CUT), len(text) > most
 
 
-def encodable(prompt: Prompt) -> Prompt:
-    """A prompt without lone surrogates in its texts."""
-    if isinstance(prompt, str):
-        return _encodable(prompt)
-    return [{key: _encodable(value) if isinstance(value, str) else value for key, value in m.items()} for m in prompt]
+def readable(prompt: Any) -> bool:
+    """True for a text, and for messages each of which has a role and a text, or tool calls."""
+    if not isinstance(prompt, list):
+        return isinstance(prompt, str)
+    return is_conversation(prompt) and all(_has_text(message) or message.get("tool_calls") for message in prompt)
+
+
+def clean(prompt: Prompt) -> Prompt:
+    """A prompt without lone surrogates, and without keys that are None, which Arrow tables fill in."""
+    return _encodable(prompt) if isinstance(prompt, str) else clean_messages(prompt)
+
+
+def clean_messages(messages: Sequence[Message]) -> list[Message]:
+    """Messages without lone surrogates, and without keys that are None."""
+    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [{key: _encodable(value) if isinstance(value, str) else value for key, value in m.items()} for m in kept]
 
 
 def _encodable(text: str) -> str:
@@ -109,7 +120,8 @@ def messages_of(observation: Any) -> list[Message] | None:
 
 
 def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or message.get("role") not in ("user", "tool"):
-        return False
-    parts = message.get("content")
-    return isinstance(parts, str) or is_text_blocks(parts)
+    return isinstance(message, dict) and message.get("role") in ("user", "tool") and _has_text(message)
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), str) or is_text_blocks(message.get("content"))

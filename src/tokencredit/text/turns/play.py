@@ -18,9 +18,10 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Conversation, Engine, Rollout
+from tokencredit.text.rewards.texts import content
+from tokencredit.text.turns.chat.framing import ChatFraming, Framing, TextFraming
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode import TERMINATED, Ending, Episode, Message, Reply, Turn
-from tokencredit.text.turns.framing import ChatFraming, Framing, TextFraming
 from tokencredit.text.turns.observations import fit
 from tokencredit.text.turns.tasks import TaskBatch
 from tokencredit.text.user_code.workers import Workers
@@ -47,6 +48,8 @@ class Transcript:
     ending: Ending | None = None
     following: list[int] = field(default_factory=list)
     """Tokens of the observation after the last turn, if the turns ran out and another would have fit."""
+    unfit: tuple[int, int] | None = None
+    """Tokens of an observation that did not fit, and of the room for it."""
 
     def completion(self, prompt: Prompt, text: str) -> str | list[Message]:
         """The episode after its prompt, as reward functions receive it: the text, or all messages in order."""
@@ -64,8 +67,7 @@ class Transcript:
 
     def after(self) -> str:
         """The text of the observation after the last turn, which is not among the tokens."""
-        observation = self.replies[-1].observation
-        return observation if isinstance(observation, str) else "\n".join(str(m.get("content")) for m in observation)
+        return text_of(self.replies[-1])
 
 
 class Played(NamedTuple):
@@ -235,7 +237,9 @@ class Game:
         ready: dict[int, list[int]] = {}
         for row in rows:
             observation = self._reply(row, self.pending.pop(row).result())
-            if observation is not None:
+            if observation is None:
+                self.conversation.end(row)
+            else:
                 ready[row] = observation
         return ready
 
@@ -255,9 +259,15 @@ class Game:
             transcript.ending, transcript.following = "max_turns", ids if fits else []
             return None
         if not fits:
-            transcript.ending = "length"
+            transcript.ending, transcript.unfit = "length", (len(ids), left)
             return None
         return ids
+
+
+def text_of(reply: Reply) -> str:
+    """The text of a reply's observation."""
+    observation = reply.observation
+    return observation if isinstance(observation, str) else "\n".join(content(message) for message in observation)
 
 
 def _messages(reply: Reply) -> list[Message]:

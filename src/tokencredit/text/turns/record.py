@@ -9,8 +9,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.processes import Processes
+from tokencredit.runs.untrusted import visible
 from tokencredit.text.turns.episode import Ending, Problem
-from tokencredit.text.turns.play import Played, Transcript
+from tokencredit.text.turns.play import Played, Transcript, text_of
+
+EVENTS: dict[Problem, str] = {
+    "malformed": "a tool call could not be parsed",
+    "failed": "a call of an environment or tool failed",
+    "timeout": "a call of an environment or tool exceeded env.timeout",
+    "cut": "an observation was cut to env.observation_tokens",
+}
+"""Problems with a turn, in words."""
 
 
 def episode_metrics(
@@ -40,6 +49,24 @@ def episode_metrics(
         **{f"env/ending/{name}": count / rows for name, count in zip(endings, rest, strict=False)},
         **{f"env/{name}": count / turn_count for name, count in zip(problems, rest[len(endings) :], strict=True)},
     }
+
+
+def episode_events(transcripts: Sequence[Transcript]) -> dict[str, str]:
+    """A line on the first case of each kind of problem in a batch of episodes, by the metric that counts them all."""
+    lines: dict[str, str] = {}
+    for transcript in transcripts:
+        for turn, reply in zip(transcript.turns, transcript.replies, strict=True):
+            for problem in reply.problems:
+                about = turn.malformed or text_of(reply)
+                lines.setdefault(f"env/{problem}", f"{EVENTS[problem]}: {about[:200]}")
+        if transcript.unfit is not None:
+            tokens, room = transcript.unfit
+            lines.setdefault(
+                "env/ending/length",
+                f"an observation has {tokens} tokens, and {room} were left of rollout.max_new_tokens, with one for the "
+                "next turn: its episode ended there",
+            )
+    return {metric: visible(f"{line} (the first case; {metric} counts all)") for metric, line in lines.items()}
 
 
 def played_record(played: Played, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

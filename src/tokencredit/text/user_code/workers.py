@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 THREADS = 64
 """Most threads of a pool; they mostly wait, for tools and services."""
@@ -45,7 +45,7 @@ class Workers:
         self._calls: deque[Call] = deque()
         self._changed = threading.Condition()
 
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
         """Call a function in a thread."""
         call = Call(partial(function, *args, **kwargs))
         with self._changed:
@@ -129,6 +129,14 @@ class Workers:
             return True
 
 
+class Started(NamedTuple):
+    """A coroutine on the event loop."""
+
+    future: Future[Any]
+    """Its outcome, for `EventLoop.result`."""
+    begun: float
+
+
 class EventLoop:
     """An event loop in a daemon thread; the caller, such as a notebook, may already run one of its own.
 
@@ -139,22 +147,24 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a coroutine function; the future is for `result`."""
-        return asyncio.run_coroutine_threadsafe(_outcome(partial(function, *args, **kwargs)), self._running())
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Started:
+        """Call a coroutine function."""
+        outcome = _outcome(partial(function, *args, **kwargs))
+        return Started(asyncio.run_coroutine_threadsafe(outcome, self._running()), time.monotonic())
 
-    def result(self, future: Future[Any], timeout: float | None) -> Any:
+    def result(self, started: Started, timeout: float | None) -> Any:
         """Wait for a coroutine's result; on a timeout it is cancelled, and a loop that it blocks is replaced.
 
         Raises:
-            TimedOut: the timeout, counted from now, was exceeded.
+            TimedOut: the timeout, counted from its start, was exceeded.
             BaseException: the coroutine raised it.
         """
-        if not wait([future], timeout).done:
-            future.cancel()
+        rest = None if timeout is None else max(started.begun + timeout - time.monotonic(), 0)
+        if not wait([started.future], rest).done:
+            started.future.cancel()
             self._replace_if_blocked()
             raise TimedOut(f"exceeded the timeout of {timeout:g} s")
-        result, error = future.result()
+        result, error = started.future.result()
         if error is not None:
             raise error
         return result
@@ -197,15 +207,15 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
 
 
 def begin(
-    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    workers: Workers, timeout: float | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
     """Call a function in a thread, or a coroutine function on the loop; the returned function waits for its result.
 
     It raises `TimedOut` if the call took longer than `timeout` seconds, or what the call raised.
     """
     if is_coroutine_function(function):
-        future = LOOP.submit(function, *args, **kwargs)
-        return lambda: LOOP.result(future, timeout)
+        started = LOOP.submit(function, *args, **kwargs)
+        return lambda: LOOP.result(started, timeout)
     call = workers.submit(function, *args, **kwargs)
 
     def result() -> Any:
@@ -217,7 +227,7 @@ def begin(
 
 
 def call_within(
-    workers: Workers, timeout: float | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    workers: Workers, timeout: float | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function or coroutine function and wait for its result.
 

@@ -161,6 +161,12 @@ def test_an_observation_of_10_mb_is_cut():
     assert reply == Reply([{"role": "user", "content": "x" * 64 + " [cut]"}], 0.0, None, ("cut",))
 
 
+def test_an_observation_of_many_messages_is_cut():
+    message = {"role": "user", "content": "x"}
+    reply = episode(chat(([message] * 10**5, 0, False)), observation_tokens=4)[0].reply(said(""))
+    assert reply == Reply([message] * 4, 0.0, None, ("cut",))
+
+
 def test_an_environment_that_hangs_ends_its_episode_and_is_replaced():
     over = threading.Event()
 
@@ -189,7 +195,7 @@ def test_prompts_may_be_messages():
         assert episode(returning(None, prompt))[1] == [{"role": "user", "content": "G\ufffdo"}]
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], 3, ["Go"], [{"content": "Go"}], ("Go.", {})])
+@pytest.mark.parametrize("prompt", [None, "", [], 3, ["Go"], [{"content": "Go"}], [{"role": "user", "content": 3}], ()])
 def test_a_reset_that_returns_no_prompt_is_a_mistake(prompt):
     with pytest.raises(
         ConfigError, match=r"environment_factory: reset returned .*; it must return a text, or messages"

@@ -157,6 +157,64 @@ def test_a_text_of_reset_beside_text_blocks():
     assert prompt[0]["content"] == [*blocks, {"type": "text", "text": " Now."}]
 
 
+def test_keys_that_are_none_are_left_out_of_a_prompt():
+    """Arrow tables fill them in, and chat templates take them as set."""
+    call = {"function": {"name": "pi", "arguments": {}}}
+    prompt = [
+        {"role": "user", "content": "pi?", "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
+    ]
+    assert episode(Calculator, row={"prompt": prompt})[1] == [
+        {"role": "user", "content": "pi?"},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+
+
+@pytest.mark.parametrize(
+    "prompt", [3, ["a"], [{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "a"}], b"a"]
+)
+def test_a_row_without_a_readable_prompt(prompt):
+    with pytest.raises(ConfigError, match=r"the prompt of a row is .*; it must be a text, or messages with a text"):
+        episode(Calculator, row={"prompt": prompt})
+
+
+def test_arguments_and_columns_may_have_any_name():
+    class Named(Calculator):
+        def reset(self, function, timeout, workers, args, kwargs, name, value, prompt):
+            return f"{function}{timeout}{workers}{args}{kwargs}{name}{value}"
+
+        def search(self, function: int, timeout: int, workers: int, args: int, kwargs: int) -> str:
+            """
+            Search.
+
+            Args:
+                function: one
+                timeout: two
+                workers: three
+                args: four
+                kwargs: five
+            """
+            return f"{function}{timeout}{workers}{args}{kwargs}"
+
+        async def search_later(self, function: int, timeout: int) -> str:
+            """
+            Search.
+
+            Args:
+                function: one
+                timeout: two
+            """
+            return f"{function}{timeout}"
+
+    names = ("function", "timeout", "workers", "args", "kwargs", "name", "value")
+    row = {name: number for number, name in enumerate(names, 1)}
+    begun, prompt = episode(Named, row={"prompt": ASKED, **row})
+    assert prompt[-1]["content"] == "2 + 3?1234567"
+    given = {name: row[name] for name in names[:5]}
+    later = {name: row[name] for name in names[:2]}
+    assert texts(begun.reply(called(("search", given), ("search_later", later)))) == ["12345", "12"]
+
+
 def test_the_environment_may_own_the_data():
     class Own(Calculator):
         def reset(self, seed, **row):
@@ -256,6 +314,10 @@ def trouble(over):
         """Exit."""
         sys.exit(3)
 
+    def escapes() -> str:
+        """Raise something that is no Exception."""
+        raise type("Escaping", (BaseException,), {})("out")
+
     async def leaves_later() -> str:
         """Exit."""
         sys.exit(3)
@@ -315,6 +377,7 @@ def trouble(over):
         ("raises", r"error: raises raised ValueError: out of\norder", ("failed",)),
         ("raises_later", r"error: raises_later raised ValueError: out of\norder", ("failed",)),
         ("leaves", "error: leaves raised SystemExit: 3", ("failed",)),
+        ("escapes", "error: escapes raised Escaping: out", ("failed",)),
         ("leaves_later", "error: leaves_later raised SystemExit: 3", ("failed",)),
         ("interrupts", "error: interrupts raised KeyboardInterrupt: ", ("failed",)),
         ("hangs", "error: hangs exceeded its timeout of 0.1 s", ("timeout",)),

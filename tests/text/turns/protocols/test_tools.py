@@ -92,6 +92,19 @@ def test_missing_and_unknown_arguments():
     assert tool.mistake(None).startswith("the arguments must be a JSON object")
 
 
+def test_an_argument_whose_default_is_none_may_be_none():
+    def search(limit: int = None) -> str:  # noqa: RUF013  # as generated tools have it
+        """
+        Search.
+
+        Args:
+            limit: most results
+        """
+
+    tool = describe(search, "search")
+    assert [tool.mistake({"limit": value}) is None for value in (None, 3, "3")] == [True, True, False]
+
+
 def no_docstring(x: int) -> str: ...
 
 

@@ -43,7 +43,7 @@ class Gymnasium:
             settings: its keyword arguments, such as `is_slippery`.
 
         Raises:
-            ConfigError: not one of the toy environments, a setting that it lacks, or Gymnasium is not installed.
+            ConfigError: not a toy environment, a setting that it does not have, or Gymnasium is not installed.
         """
         try:
             import gymnasium

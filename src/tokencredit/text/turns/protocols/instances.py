@@ -31,7 +31,7 @@ class Instance:
         self.hung = False
         """True if a call timed out. It may still go on and change the environment, so the next episode gets another."""
 
-    def reset(self, *args: Any, **kwargs: Any) -> Any:
+    def reset(self, /, *args: Any, **kwargs: Any) -> Any:
         """Create the environment if necessary, reset it, and return what `reset` returned.
 
         A failed try is repeated with a new environment; each has its own copy of the arguments.
@@ -49,7 +49,7 @@ class Instance:
                 return call_within(self.workers, self.timeout, self.value.reset, *copied[0], **copied[1])
             except ConfigError:
                 raise
-            except (Exception, SystemExit) as error:
+            except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
                 late = isinstance(error, TimedOut)
                 problem = f"{error}; raise env.timeout if it is only slow" if late else described(error)
                 self.value = None

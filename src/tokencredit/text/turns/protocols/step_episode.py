@@ -8,9 +8,9 @@ from numbers import Real
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.data.prompts import Prompt, is_conversation
+from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
-from tokencredit.text.turns.observations import encodable, messages_of, shorten
+from tokencredit.text.turns.observations import clean, clean_messages, messages_of, readable, shorten
 from tokencredit.text.turns.protocols.instances import Instance
 from tokencredit.text.user_code.failures import described
 from tokencredit.text.user_code.workers import TimedOut, call_within
@@ -37,17 +37,17 @@ class StepEpisode:
             EnvironmentFailed: it could not be reset.
             ConfigError: it returned neither a text nor messages.
         """
-        prompt = self._instance.reset(dict(self._row))
+        prompt: Any = self._instance.reset(dict(self._row))
         self.environment = self._instance.value
         if isinstance(prompt, dict):
             prompt = [prompt]
         self._conversational = not isinstance(prompt, str)
-        if not prompt or not (isinstance(prompt, str) or is_conversation(prompt)):
+        if not prompt or not readable(prompt):
             raise ConfigError(
                 f"{self._instance.factory.label}: reset returned {prompt!r:.200}; it must return a text, or messages "
-                "with a role and a content"
+                "with a role and a text"
             )
-        return encodable(prompt)
+        return clean(prompt)
 
     def reply(self, turn: Turn) -> Reply:
         """The observation, reward and end that `step` returns; if it fails, the episode ends with an error."""
@@ -60,7 +60,7 @@ class StepEpisode:
             instance.hung = True
         except Malformed as error:
             message = str(error)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
             message = f"step {described(error)}"
         text, _ = shorten(f"error: {message}", self._tokens)
         return Reply(self._framed(text), 0.0, "error", (problem,))
@@ -93,9 +93,10 @@ class StepEpisode:
             )
         if not self._conversational:
             raise Malformed("step returned messages, and reset a text; both must be texts, or both messages")
-        shortened = [shorten(message["content"], self._tokens) for message in messages]
-        framed = [{**message, "content": text} for message, (text, _) in zip(messages, shortened, strict=True)]
-        return framed, any(cut for _, cut in shortened)
+        kept = messages[: self._tokens]  # each has a token at least
+        shortened = [shorten(message["content"], self._tokens) for message in kept]
+        framed = [{**message, "content": text} for message, (text, _) in zip(kept, shortened, strict=True)]
+        return clean_messages(framed), len(kept) < len(messages) or any(cut for _, cut in shortened)
 
     def _framed(self, text: str) -> str | list[Message]:
         """A text in the format of the prompt."""

@@ -9,7 +9,15 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
-from tokencredit.text.turns.observations import appended, as_text, encodable, is_text_blocks, shorten
+from tokencredit.text.turns.observations import (
+    appended,
+    as_text,
+    clean,
+    clean_messages,
+    is_text_blocks,
+    readable,
+    shorten,
+)
 from tokencredit.text.turns.protocols.instances import Instance
 from tokencredit.text.turns.protocols.tools import Tool
 from tokencredit.text.user_code.failures import summarized
@@ -59,6 +67,8 @@ class ToolEpisode:
             ConfigError: it returned something other than a text or None, or there is no prompt.
         """
         prompt, added = copy.deepcopy(self._row.get("prompt")) or "", None
+        if not readable(prompt):
+            raise ConfigError(f"the prompt of a row is {prompt!r:.200}; it must be a text, or messages with a text")
         if self._instance is not None:
             added = self._instance.reset(**self._row)
             self.environment = self._instance.value
@@ -70,7 +80,7 @@ class ToolEpisode:
             raise ConfigError("an episode has no prompt: neither the data set nor reset gives one")
         if self._described and not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
-        return encodable(prompt if added is None else appended(prompt, as_text(added)))
+        return clean(prompt if added is None else appended(prompt, as_text(added)))
 
     def reply(self, turn: Turn) -> Reply:
         """The tools' answers to a turn's calls, in order; without a call the episode ends."""
@@ -80,14 +90,14 @@ class ToolEpisode:
         messages: list[Message] = []
         problems: list[Problem] = []
         for (name, _, identity), (text, found) in zip(calls, self._answers(calls), strict=True):
-            messages.append({"role": "tool", "name": shorten(name, self._tokens)[0], **identity, "content": text})
+            messages.append({"role": "tool", "name": name, **identity, "content": text})
             problems += found
         if turn.malformed is not None:
             # By the user: a message of a tool belongs to a call with a name, and there is none.
             text, found = self._error(f"{turn.malformed}; {self._usage()}", "malformed")
             messages.append({"role": "user", "content": text})
             problems += found
-        return Reply(messages, problems=tuple(problems))
+        return Reply(clean_messages(messages), problems=tuple(problems))
 
     def _answers(self, calls: Sequence[Call]) -> list[Answer]:
         """Answers to calls: functions are called one after the other, then coroutine functions all at once."""
@@ -128,7 +138,7 @@ class ToolEpisode:
             if self._instance is not None:
                 self._instance.hung = True
             return self._error(f"{name} exceeded its timeout of {self._timeout:g} s", "timeout")
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
             # Without the place, which depends on the machine.
             return self._error(f"{name} {summarized(error)}", "failed")
 

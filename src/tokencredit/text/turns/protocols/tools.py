@@ -74,8 +74,11 @@ def describe(function: Callable[..., Any], label: str) -> Tool:
             f"{label} cannot be a tool: {error}; a tool needs a type hint of each argument and a docstring with a "
             "description of each under Args:" + _advice(label)
         ) from error
-    parameters = schema["parameters"]
-    return Tool(schema["name"], parameters["properties"], tuple(parameters.get("required", ())))
+    parameters, arguments = schema["parameters"], dict(schema["parameters"]["properties"])
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in arguments and parameter.default is None:  # as in limit: int = None
+            arguments[name] = {**arguments[name], "nullable": True}
+    return Tool(schema["name"], arguments, tuple(parameters.get("required", ())))
 
 
 def _advice(label: str) -> str:

@@ -32,7 +32,8 @@ class Calculator:
         rng = random.Random(seed)
         word, sign = rng.choice(list(OPERATIONS.items()))
         one, other = rng.randint(10, 99), rng.randint(10, 99)
-        self._right, self._answer = evaluate(f"{one} {sign} {other}"), None
+        self._right = evaluate(f"{one} {sign} {other}")
+        self._answer: int | None = None
         return f"What is {one} {word} {other}?"
 
     def answer(self, number: int) -> str:

@@ -15,11 +15,11 @@ from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.engines.detokenizer import MAX_TOKENS, Detokenizer
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.rewards.texts import prefilled
-from tokencredit.text.turns.call_formats import THINK, CallFormat
-from tokencredit.text.turns.chat_template import PROBE, USER, ChatTemplate, Rejected
-from tokencredit.text.turns.encoding import Encoder
+from tokencredit.text.turns.chat.call_formats import THINK, CallFormat
+from tokencredit.text.turns.chat.chat_template import PROBE, USER, ChatTemplate, Rejected
+from tokencredit.text.turns.chat.encoding import Encoder
+from tokencredit.text.turns.chat.tool_calls import Schema, find_format, parse_turn
 from tokencredit.text.turns.episode import Message, Turn
-from tokencredit.text.turns.tool_calls import Schema, find_format, parse_turn
 
 Tool = Callable[..., Any]
 """A function or method with type hints and a docstring."""
@@ -125,9 +125,10 @@ class ChatFraming:
         text = text_of(self.tokenizer, ids, prefix)
         if self.format is None:
             return Turn(ids, text, {"role": "assistant", "content": text})
-        kept = ids[:-1] if len(ids) and ids[-1] in self._closing() else ids
+        ends = {self.encoder.protected[name] for name in {*self.template.turn_ends, *([self.end] if self.end else [])}}
+        kept = ids[:-1] if len(ids) and ids[-1] in ends else ids
         spelt = str(self.tokenizer.decode(list(kept)))
-        before = str(self.tokenizer.decode(list(prefix if self.format.reads_prompt else prefix[-MAX_TOKENS:])))
+        before = str(self.tokenizer.decode(list(prefix if self.format.reads_prompt else prefix[-4 * MAX_TOKENS :])))
         if not self.format.reads_prompt:
             before = THINK if before.rstrip().endswith(THINK) else ""
         message, malformed = parse_turn(
@@ -147,10 +148,7 @@ class ChatFraming:
         messages = as_messages(observation, "user")
         guarded = [{**self.encoder.guarded(message), "role": message["role"]} for message in messages]
         calls = self.encoder.guarded(calls_of(turn, messages))
-        try:
-            text, end = self.template.after_turn(guarded, calls)
-        except Rejected as error:
-            raise ConfigError(f"the tokenizer's chat template rejects an observation: {error}") from error
+        text, end = self._after_turn(guarded, calls)
         last = turn.ids[-1] if len(turn.ids) else None
         if end is None or last not in self._closing(text, end):
             return self.encoder.continuation(text)
@@ -171,12 +169,20 @@ class ChatFraming:
                 raise ConfigError(f"the tool {name} cannot be described to the model: {error}") from error
         return self._schemas[function]
 
-    def _closing(self, text: str = "", end: str | None = None) -> set[int]:
-        """Ids that end a turn: the template's, and any other end of sampling that the template knows."""
-        name = end or self.end
-        own = set() if name is None else {self.encoder.protected[name]}
+    def _after_turn(self, messages: list[Message], calls: list[tuple[str, str]]) -> tuple[str, str | None]:
+        """What follows a turn; a template that renders one call per turn sees the first of several."""
+        try:
+            return self.template.after_turn(messages, calls)
+        except Rejected as error:
+            if len(calls) > 1:
+                return self._after_turn(messages, calls[:1])
+            raise ConfigError(f"the tokenizer's chat template rejects an observation: {error}") from error
+
+    def _closing(self, text: str, end: str) -> set[int]:
+        """Ids that close a turn: the end that the text begins with, and any other end of sampling in the template."""
+        own = {self.encoder.protected[end]}
         # Where the next speaker's header is itself the end of a turn, as in GLM, only the right one ends it.
-        if end and not self.encoder.first(text.lstrip()[len(end) :].lstrip()):
+        if not self.encoder.first(text.lstrip()[len(end) :].lstrip()):
             return own
         return own | {index for name, index in self.template.ends.items() if name in self.template.source}
 
@@ -184,13 +190,13 @@ class ChatFraming:
 def check_texts(template: ChatTemplate) -> str | None:
     """Check that a template takes an observation as a user message; returns the token that ends a turn."""
     try:
-        text, end = template.after_turn([{"role": "user", "content": "observation"}], [])
+        text, end = template.after_turn([{"role": "user", "content": "zqanswer"}], [])
     except Rejected as error:
         raise ConfigError(
             "the tokenizer's chat template cannot take the environment's answer as a user message after the "
             f"assistant's: {error}"
         ) from error
-    if "observation" not in text:
+    if "zqanswer" not in text:
         raise ConfigError("the tokenizer's chat template drops user messages after the assistant's")
     return end
 
@@ -198,24 +204,25 @@ def check_texts(template: ChatTemplate) -> str | None:
 def check_tools(template: ChatTemplate) -> str | None:
     """Check that a template renders calls of tools and their answers; returns the token that ends a turn with calls."""
     parts = {
-        "look_up": "the names of called tools",
-        "word": "the names of arguments",
-        "argument": "the arguments",
-        "observation": "the messages of tools",
+        "zqname": "the names of called tools",
+        "zqkey": "the names of arguments",
+        "zqvalue": "the arguments",
+        "zqanswer": "the messages of tools",
     }
-    call = ("look_up", {"word": "argument"}, "call00000")
-    answer = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "observation"}
+    call = template.assistant([("zqname", {"zqkey": "zqvalue"}, "call00000")])
+    answer = {"role": "tool", "name": "zqname", "tool_call_id": "call00000", "content": "zqanswer"}
     try:
-        text = template.render([USER, template.assistant([call]), answer], generate=True)
+        text = template.render([USER, call, answer], generate=True)
+        dropped = [part for word, part in parts.items() if word not in text]
+        end = None if dropped else template.after_turn([answer], [("zqname", "call00000")])[1]
     except Rejected as error:
         raise ConfigError(f"the tokenizer's chat template rejects tool calls or their answers: {error}") from error
-    dropped = [part for word, part in parts.items() if word not in text]
     if dropped:
         raise ConfigError(
             f"the tokenizer's chat template drops {', '.join(dropped)}; take a model whose template supports tools, or "
             "set chat_template in its tokenizer_config.json"
         )
-    return template.after_turn([answer], [("look_up", "call00000")])[1]
+    return end
 
 
 def call_format(template: ChatTemplate) -> CallFormat:

@@ -8,9 +8,9 @@ import pytest
 
 from helpers.chat_templates import MODELS, chat_tokenizer
 from helpers.transcripts import TOOLS, look_up
-from tokencredit.text.turns.call_formats import FORMATS
-from tokencredit.text.turns.framing import ChatFraming
-from tokencredit.text.turns.tool_calls import DEEPEST, MOST, MOST_CALLS, find_format, parse_turn
+from tokencredit.text.turns.chat.call_formats import FORMATS
+from tokencredit.text.turns.chat.framing import ChatFraming
+from tokencredit.text.turns.chat.tool_calls import DEEPEST, MOST, MOST_CALLS, find_format, parse_turn
 
 FORMAT = {form.name: form for form in FORMATS}
 WITH_TOOLS = [name for name, model in MODELS.items() if model.tools]
@@ -196,11 +196,13 @@ def test_a_call_in_thinking_is_no_call(text, prefix):
     assert "<tool_call>" in message["reasoning_content"]
 
 
-def test_thinking_that_the_prompt_begins_is_seen_in_its_tokens():
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5"])
+def test_thinking_that_the_prompt_begins_is_seen_in_its_tokens(name):
+    """One token in Qwen3, several in Qwen2.5."""
     prompt = "<|im_start|>assistant\n<think>\n"
-    turn = parse("Qwen3", f"a {HERMES % '{}'} b</think>\n{HERMES % '{}'}<|im_end|>", prefix=prompt)
+    turn = parse(name, f"a {HERMES % '{}'} b</think>\n{HERMES % '{}'}<|im_end|>", prefix=prompt)
     assert functions(turn.message) == [{"name": "look_up", "arguments": {}}]
-    assert parse("Qwen3", f"a {HERMES % '{}'}<|im_end|>", prefix=prompt).message.get("tool_calls") is None
+    assert parse(name, f"a {HERMES % '{}'}<|im_end|>", prefix=prompt).message.get("tool_calls") is None
 
 
 def test_types_come_from_the_schema_where_the_format_has_none():
@@ -213,6 +215,16 @@ def test_ids_of_the_model_are_kept_if_the_template_takes_them():
     call = {"name": "look_up", "arguments": {}, "id": "aB3456789"}
     turn = parse("Mistral", f"[TOOL_CALLS] {json.dumps([call, {**call, 'id': 'short'}])}</s>", [look_up])
     assert [made["id"] for made in turn.message["tool_calls"]] == ["aB3456789", "call00001"]
+
+
+def test_the_end_of_a_turn_is_no_part_of_its_message():
+    stranger = chat_tokenizer("Qwen2.5").convert_tokens_to_ids("<|endoftext|>")
+    framing = ChatFraming(chat_tokenizer("Qwen2.5"), uses_tools=True, end_ids=[stranger])
+    for end in ("<|im_end|>", "<|endoftext|>", ""):
+        turn = framing.parse(framing.tokenizer("Yes." + end).input_ids, [], TOOLS)
+        assert turn.message == {"role": "assistant", "content": "Yes."}
+    for end in ("<end_of_turn>", "<start_function_response>"):
+        assert parse("FunctionGemma", "Yes." + end).message["content"] == "Yes."
 
 
 def test_without_tools_a_call_is_text():

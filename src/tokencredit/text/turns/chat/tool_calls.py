@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from tokencredit.text.turns.call_formats import FORMATS, THINK, CallFormat
+from tokencredit.text.turns.chat.call_formats import FORMATS, THINK, CallFormat
 from tokencredit.text.turns.episode import Message
 
 Schema = dict[str, Any]

@@ -12,9 +12,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.turns.encoding import Encoder
+from tokencredit.text.turns.chat.encoding import Encoder
+from tokencredit.text.turns.chat.tool_calls import Schema
 from tokencredit.text.turns.episode import Message
-from tokencredit.text.turns.tool_calls import Schema
 
 PROBE: Schema = {
     "type": "function",
@@ -72,10 +72,15 @@ class ChatTemplate:
         ends = {*end_ids, tokenizer.eos_token_id}
         self.ends = {name: index for name, index in self.encoder.protected.items() if index in ends}
         """Names and ids of the tokens that end a turn in sampling."""
-        self.arguments_as_text, self.ids_of_nine = False, False
-        if uses_tools:
-            self.arguments_as_text = not self.accepts(self.conversation([("look_up", "call00000")], "x"))
-            self.ids_of_nine = not self.accepts(self.conversation([("look_up", "call_1")], "x"))
+        self.arguments_as_text = False
+        """True if the template takes the arguments of a call as JSON text, and not as an object."""
+        self.ids_of_nine = False
+        """True if the template takes ids of calls with nine characters, and not others."""
+        if uses_tools and not self._takes_calls("call00000"):
+            self.arguments_as_text = True
+            self.arguments_as_text = self._takes_calls("call00000")
+        if uses_tools and not self._takes_calls("call_1"):
+            self.ids_of_nine = self._takes_calls("call00000")
 
     def render(
         self,
@@ -110,10 +115,11 @@ class ChatTemplate:
             raise Rejected(str(error)) from error
         return str(rendered)
 
-    def accepts(self, messages: Sequence[Message]) -> bool:
-        """True if the template renders the conversation."""
+    def _takes_calls(self, key: str) -> bool:
+        """True if the template renders a call with this id, and its answer."""
+        answer = {"role": "tool", "name": "look_up", "tool_call_id": key, "content": "x"}
         try:
-            self.render(messages, generate=True)
+            self.render([*self.conversation([("look_up", key)], "x"), answer], generate=True)
         except Rejected:
             return False
         return True
@@ -167,7 +173,7 @@ class ChatTemplate:
             # The call goes on after its last argument, up to the end that it has without an observation too.
             alone = self.render(before).partition(anchor)[2]
             most = len(shared_start(rest, alone))
-            end = self.encoder.find(rest, self._turn_ends, most)
+            end = self.encoder.find(rest, self.turn_ends, most)
             rest = rest[min(most, len(alone.rstrip())) if end is None else end :]
         return rest, self.encoder.first(rest.lstrip())
 
@@ -183,12 +189,12 @@ class ChatTemplate:
         # Where they part inside a tag, such as <think> and <tool_call>, the turn begins with the tag.
         start = len(prompt) if shared == prompt else max((m.end() for m in re.finditer(r"[\n>\]]", shared)), default=0)
         text = turn[start:]
-        while end := next((name for name in self._turn_ends if text.rstrip().endswith(name)), None):
+        while end := next((name for name in self.turn_ends if text.rstrip().endswith(name)), None):
             text = text.rstrip().removesuffix(end)
         return text
 
     @cached_property
-    def _turn_ends(self) -> set[str]:
+    def turn_ends(self) -> set[str]:
         """Names of the tokens that may end a turn: those of sampling, and the end of a turn of text."""
         try:
             end = self.after_turn([USER], [])[1]

@@ -14,10 +14,10 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.text.models.loading import load_tokenizer, resolve
-from tokencredit.text.turns.call_formats import THINK
-from tokencredit.text.turns.chat_template import USER, ChatTemplate, Rejected
+from tokencredit.text.turns.chat.call_formats import THINK
+from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected
+from tokencredit.text.turns.chat.framing import ChatFraming
 from tokencredit.text.turns.episode import Message, Turn
-from tokencredit.text.turns.framing import ChatFraming
 
 CALL = ("look_up", {"word": "rain", "limit": 3}, "call00000")
 """Name, arguments and id of a call."""

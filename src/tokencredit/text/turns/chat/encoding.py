@@ -62,7 +62,7 @@ class Encoder:
         one, so that the ids decode to the text alone.
         """
         lead, written = self.ids("."), text.replace(MARK, "")
-        before = self.tokenizer.decode(lead)
+        before = str(self.tokenizer.decode(lead))
         for start in ("", *self._special, "\n", "."):
             begun, both = self.ids(start), self.ids(start + text)
             ids = both[len(begun) :]

@@ -9,7 +9,7 @@ from helpers.commands import HEAVY, imported, refused
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.text.turns.template_check import check_template
+from tokencredit.text.turns.chat.template_check import check_template
 
 ANEW = {
     "Qwen3": "<think>",
