@@ -142,6 +142,13 @@ class ClassifierTerm(ModelTerm):
 
 
 @dataclass(kw_only=True)
+class DefaultTerm(ClassifierTerm):
+    """The reward of a configuration that names none; an equal term that is named is a `ClassifierTerm`."""
+
+    classifier: str = "builtin:reviews"
+
+
+@dataclass(kw_only=True)
 class RewardModelTerm(ModelTerm):
     """A reward term from a reward model with one output, as TRL's RewardTrainer saves it."""
 
