@@ -32,7 +32,8 @@ from tokencredit.settings.training import (
 def test_the_defaults_are_valid():
     config = PPOConfig()
     assert config.prompts.texts() == ["This movie was really"]
-    assert config.reward == [ClassifierTerm(classifier="builtin:reviews", label="NEGATIVE")]
+    (term,) = config.reward
+    assert asdict(term) == asdict(ClassifierTerm(classifier="builtin:reviews", label="NEGATIVE"))
 
 
 @pytest.mark.parametrize(

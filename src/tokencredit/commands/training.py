@@ -11,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 
 from tokencredit.commands.options import refuse_empty, require_gymnasium
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.folder import RunFolder, read_python
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_idle
 from tokencredit.settings.offline import OfflineSettings
@@ -35,6 +35,11 @@ def train(options: Namespace) -> None:
     from tokencredit.text.trainer import PPOTrainer
 
     disable_progress_bar()  # the screen has its own progress bar
+    if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume)) or []):
+        raise ConfigError(
+            f"{options.resume!r} was begun in Python with {', '.join(given)}, which its folder does not hold; pass the "
+            "same from Python, and call train(resume_from_checkpoint=True)"
+        )
     processes = Processes()
     try:
         trainer = PPOTrainer(args=config)

@@ -23,7 +23,7 @@ ENDINGS = {
     "done": "the environment ended the episode",
     "answer": "the policy answered without a tool call",
     "max_turns": "truncated: the last turn that env.max_turns allows",
-    "length": "truncated: no tokens were left (rollout.max_new_tokens)",
+    "length": "truncated: the tokens of the episode (rollout.max_new_tokens) or its answer (env.turn_tokens) are spent",
     "error": "truncated: the environment failed",
 }
 """Endings of an episode, in words."""

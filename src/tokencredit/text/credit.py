@@ -63,11 +63,13 @@ class Credit:
         still count in groups, running means and `score.normalize`, as in TRL's GRPOTrainer.
 
         Raises:
-            RunStopped: `advantage.bootstrap` is set, and a term scores whole completions.
+            RunStopped: `advantage.bootstrap` is set, and a term scores whole completions; or `score.normalize` or
+            `score.clip` is, and none does.
         """
         args, rollout = self.args, scored.rollout
         if args.advantage.bootstrap:
             self._require_dense(scored)
+        self._require_scores(scored)
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
         rewards = score_rewards + kl_rewards
         if args.advantage.lam_follows:
@@ -216,6 +218,18 @@ class Credit:
             "advantage.bootstrap is True, and the reward scores whole completions; a truncated completion's score "
             "would count twice, as reward and in the critic's value. Let every term of the reward return a list of "
             "numbers, one per token, or set advantage.bootstrap: false"
+        )
+
+    def _require_scores(self, scored: Scored) -> None:
+        """Raise `RunStopped`, in every process, if settings of scores have none to act on."""
+        args = self.args.score
+        given = {"score.normalize": args.normalize != "none", "score.clip": args.clip is not None}
+        keys = [key for key, is_given in given.items() if is_given]
+        if not keys or self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) > 0:
+            return
+        raise RunStopped(
+            f"{' and '.join(keys)} act on scores of whole completions, and the reward gives one number per token or "
+            "turn; leave them out, or scale the reward itself"
         )
 
     def _experience(self, scored: Scored, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:

@@ -8,9 +8,10 @@ import torch
 
 from helpers.configs import quiet
 from helpers.files import read_events, read_metrics
-from tokencredit.errors import ConfigError
+from tokencredit.cli import main
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
-from tokencredit.settings.data import FunctionTerm
+from tokencredit.settings.data import FunctionTerm, ScoreConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.options import EvaluateOptions
@@ -293,3 +294,27 @@ def test_an_episode_without_turns_left_bootstraps_from_where_the_next_would_begi
     expected = torch.stack([longer.rollout.values[row, start] for row, start in enumerate(starts)])
     assert expected.abs().min() > 0
     torch.testing.assert_close(short.bootstrap, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("score", [{"normalize": "running"}, {"normalize": "batch", "clip": 2.0}])
+def test_settings_of_scores_are_refused_where_every_reward_is_paid_by_turn(score, tmp_path):
+    trainer = PPOTrainer(args=from_python(tmp_path / "run", score=ScoreConfig(**score)), environment_factory=Dice)
+    keys = " and ".join(f"score.{key}" for key in score)
+    with pytest.raises(RunStopped, match=f"^{keys} act on scores of whole completions, and the reward gives one"):
+        trainer.credit.give(trainer.collect())
+    both = from_python(tmp_path / "both", score=ScoreConfig(**score), reward=[FunctionTerm(function="length")])
+    PPOTrainer(args=both, environment_factory=Dice).train()
+
+
+def test_a_reward_that_is_named_counts_even_if_it_equals_the_default():
+    named = {"env.factory": "builtin:grid", "reward": [{"classifier": "builtin:reviews"}]}
+    (term,) = PPOConfig.from_dict(named).reward
+    assert term.classifier == "builtin:reviews"
+    assert PPOConfig.from_dict({"env.factory": "builtin:grid"}).reward == []
+
+
+def test_a_run_from_python_is_resumed_from_python(tmp_path, capsys):
+    PPOTrainer(args=from_python(tmp_path / "run"), environment_factory=Dice).train()
+    assert main(["train", "--resume", str(tmp_path / "run"), "--run.iterations", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "was begun in Python with environment_factory, which its folder does not hold; pass the same from" in error

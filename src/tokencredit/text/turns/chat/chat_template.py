@@ -64,7 +64,7 @@ class ChatTemplate:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 "the tokenizer has no chat template, which conversations and tools need; set chat_template in its "
-                "tokenizer_config.json, or give the prompts as plain texts"
+                "tokenizer_config.json" + ("" if uses_tools else ", or give the prompts as plain texts")
             )
         self.tokenizer, self.kwargs = tokenizer, kwargs
         self.source = str(tokenizer.get_chat_template(None, [PROBE] if uses_tools else None))
