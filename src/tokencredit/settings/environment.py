@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokencredit.errors import ConfigError
@@ -51,6 +51,12 @@ class EnvironmentConfig:
         if self.kwargs and not given:
             names = ", ".join(f"env.{name}" for name in SOURCES)
             raise ConfigError(f"env.kwargs is given without an environment; give one of {names}, or leave it out")
+
+    def with_limits_of(self, run: EnvironmentConfig) -> EnvironmentConfig:
+        """This environment with the limits of a run in place of those that are defaults."""
+        default = EnvironmentConfig()
+        limits = {name: x for name, x in vars(run).items() if name not in (*SOURCES, "kwargs")}
+        return replace(self, **{name: x for name, x in limits.items() if getattr(self, name) == getattr(default, name)})
 
     def given(self) -> bool:
         """True if an environment is named."""

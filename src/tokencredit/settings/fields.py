@@ -301,18 +301,21 @@ def idle(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) 
     return reasons
 
 
-def without_idle(kind: type, settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
+def without_idle(
+    kind: type, settings: Mapping[str, Any], begun: Mapping[str, Any], rows: Collection[str] = ()
+) -> dict[str, Any]:
     """A run's settings, with defaults for those without an effect unless they differ from `begun`.
 
     Args:
         kind: class of the whole configuration.
         settings: values of its fields, for a command, which has no rows.
         begun: settings that the run began with, as `flat` gives them.
+        rows: the arguments of `ROWS` that the run may have begun with, and whose settings a command reads.
     """
     draft: Any = object.__new__(kind)  # not checked yet
     vars(draft).update(settings)
     now = flat(asdict(draft))
-    for key, (_, rule) in idle(kind, now, rows=()).items():
+    for key, (_, rule) in idle(kind, now, rows).items():
         if now[key] == begun.get(key):
             *groups, name = key.split(".")
             setattr(reduce(getattr, groups, draft), name, rule.default)

@@ -136,7 +136,8 @@ class EvaluateOptions(ScoringOptions):
     best_of: int | None = setting(None, at_least=1)
     """Completions per prompt; null for the run's, or 1."""
     env: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Environment, with the keys of `tokencredit train`; the run's without one."""
+    """Environment, with the keys of `tokencredit train`; the run's without one. Limits, such as env.max_turns, are the
+    run's unless they differ from their defaults."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call; empty for the run's."""
 
@@ -153,8 +154,9 @@ class EvaluateOptions(ScoringOptions):
     def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`, with the settings of the evaluation."""
         if self.given("env"):
-            config = replace(source.config, env=self.env, tools=self.tools)
-            source = replace(source, config=config)
+            run = source.config
+            env = self.env.with_limits_of(run.env) if self.env.given() else run.env
+            source = replace(source, config=replace(run, env=env, tools=self.tools or run.tools))
         config = super().configure(source, python, no_code)
         own = self.sampling(config.eval)
         if config.several_turns() and self.max_new_tokens is None:

@@ -54,7 +54,7 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
         if old := renamed(keys):
             raise ConfigError(old)
         fields = vars(default) | values(default, settings, flat(asdict(default)))
-        config = kind(**without_idle(kind, fields, keys))
+        config = kind(**without_idle(kind, fields, keys, rows=("environment_factory",)))
         if no_code:
             refuse_foreign_code(config)
         return config

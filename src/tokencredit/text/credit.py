@@ -75,7 +75,7 @@ class Credit:
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
-        valued = self._valued(rollout)
+        valued = self.valued(rollout)
         batch = Batch(scored, rewards, advantages, returns, in_loss, valued, masks=args.ppo.mask_truncated)
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
@@ -120,7 +120,7 @@ class Credit:
         _, returns = self._estimate(
             scored, score_rewards, kl_rewards, replace(self.args.advantage, estimator="monte_carlo")
         )
-        explained = explained_variance(values, returns, self._valued(scored.rollout), self.reduce)
+        explained = explained_variance(values, returns, self.valued(scored.rollout), self.reduce)
         if explained.isfinite():  # undefined for constant returns
             self.explained.update(explained.clamp(min=0))
 
@@ -134,7 +134,7 @@ class Credit:
             return None
         return Turns.of(rollout.mask, rollout.turn_ends)
 
-    def _valued(self, rollout: Rollout) -> Tensor:
+    def valued(self, rollout: Rollout) -> Tensor:
         """True at tokens whose value the critic learns."""
         turns = self._turns(rollout)
         return rollout.mask if turns is None else turns.first

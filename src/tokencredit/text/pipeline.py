@@ -186,7 +186,8 @@ class Pipeline:
         after = None
         with stage("reference") as results, self.precision.no_grad():
             if bootstrap:
-                after = values_after(self.policy, rollout, self.budget)
+                following = None if episodes is None else [episode.following for episode in episodes]
+                after = values_after(self.policy, rollout, self.budget, following)
             reference = results["reference"] = reference_outputs(
                 self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget
             )

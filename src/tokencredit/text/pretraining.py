@@ -106,10 +106,12 @@ class Pretraining:
         else:
             rollout, experience = scored.rollout, self.credit.monte_carlo(scored)
             assert rollout.values is not None
-            row |= critic_metrics(rollout.values, experience.returns, rollout.mask, processes.sum)
-            sums = torch.stack([rollout.mask.sum().float(), experience.returns.sum(), scored.totals().sum()])
-            tokens, returns, reward = processes.sum(sums).tolist()
-            row |= {"return_mean": returns / tokens, "reward": reward / settings.batch_size, "tokens": tokens}
+            valued = self.credit.valued(rollout)
+            row |= critic_metrics(rollout.values, experience.returns, valued, processes.sum)
+            learned = experience.returns.masked_fill(~valued, 0.0)
+            sums = [x.sum().float() for x in (rollout.mask, valued, learned, scored.totals())]
+            tokens, values, returns, reward = processes.sum(torch.stack(sums)).tolist()
+            row |= {"return_mean": returns / values, "reward": reward / settings.batch_size, "tokens": tokens}
             with self.stages("update"), self.pipeline.precision.updates():
                 row |= self.learner.pretrain_critic(
                     experience,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -85,16 +86,27 @@ def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) ->
     return read_by_length(rollout, budget, read)["values"]
 
 
-def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
+def values_after(
+    policy: ActorCritic, rollout: Rollout, budget: int | None, following: Sequence[Sequence[int]] | None = None
+) -> Tensor:
     """Values `[batch]` of the states after truncated completions; 0 for the others.
 
     Computed as the value before an extra token of any id, since the last token is never an input.
+
+    Args:
+        policy: the policy and its critic.
+        rollout: the completions.
+        budget: tokens per micro-batch, padding included; None for no limit.
+        following: of each row, the tokens of an observation after it, which belong to the state; None for none.
     """
     after = torch.zeros(len(rollout.mask), device=rollout.mask.device)
     cut = rollout.truncated
     if not cut.any():
         return after
     lengths = extents(rollout.mask[cut]).unsqueeze(1)
+    if following is not None:
+        rollout = followed(rollout, following)
+        lengths += torch.tensor([len(ids) for ids in following], device=cut.device)[cut].unsqueeze(1)
     longer = Rollout(
         prompt_ids=rollout.prompt_ids[cut],
         prompt_mask=rollout.prompt_mask[cut],
@@ -108,6 +120,16 @@ def values_after(policy: ActorCritic, rollout: Rollout, budget: int | None) -> T
     values = rollout_values(policy, longer, None if budget is None else budget + 1)
     after[cut] = values.gather(1, lengths).squeeze(1)
     return after
+
+
+def followed(rollout: Rollout, following: Sequence[Sequence[int]]) -> Rollout:
+    """The rollout with tokens written after each row's last one; its mask is false there."""
+    longest = max(map(len, following))
+    response_ids = pad(rollout.response_ids, (0, longest))
+    for row, (ids, length) in enumerate(zip(following, rollout.response_lengths().tolist(), strict=True)):
+        response_ids[row, length : length + len(ids)] = torch.tensor(ids, dtype=torch.long, device=response_ids.device)
+    mask, logprobs = (pad(x, (0, longest)) for x in (rollout.mask, rollout.logprobs))
+    return replace(rollout, response_ids=response_ids, mask=mask, logprobs=logprobs)
 
 
 def reference_outputs(

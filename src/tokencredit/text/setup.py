@@ -145,13 +145,19 @@ def evaluation_prompts(
 
 
 def prepare_tasks(
-    args: PPOConfig, environments: Environments, train_dataset: Rows | None = None, eval_dataset: Rows | None = None
+    args: PPOConfig,
+    lm: PreTrainedModel,
+    environments: Environments,
+    train_dataset: Rows | None = None,
+    eval_dataset: Rows | None = None,
 ) -> tuple[Tasks, Tasks]:
     """The rows of episodes for training and for evaluation, whose episodes differ from those of training.
 
     Raises:
-        ConfigError: the environments do not take the rows; and as `load_tasks`.
+        ConfigError: the environments do not take the rows; no prompt fits beside an episode; and as `load_tasks`.
     """
+    for sampling in (args.rollout, args.eval) if args.eval.every else (args.rollout,):
+        max_prompt_length(lm, sampling.max_new_tokens, args.ppo.micro_batch_tokens)
     train = load_tasks(
         args.prompts, seed=args.seed, stream=0, dataset=train_dataset, group="prompts", dataset_name="train_dataset"
     )

@@ -122,7 +122,7 @@ class PPOTrainer:
             if environments is None:
                 self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
             else:
-                self.prompts, self.eval_prompts = setup.prepare_tasks(args, environments, *datasets)
+                self.prompts, self.eval_prompts = setup.prepare_tasks(args, lm, environments, *datasets)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             given |= {"tools": tools or None, "environment_factory": environment_factory}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
@@ -344,7 +344,8 @@ class PPOTrainer:
         write_final_report(self.record)
         can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
         audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
-        prompt = " --prompt TEXT" if "train_dataset" in self.origin["given"] else ""
+        lost = {"train_dataset", "environment_factory", "tools"} & set(self.origin["given"])
+        prompt = " --prompt TEXT" if lost else ""
         self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)
         if self.args.run.push_to_hub and self.processes.main:
             upload(self.record.folder.path / "policy", self.args.run.push_to_hub)

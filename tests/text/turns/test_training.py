@@ -1,6 +1,7 @@
 """Runs of several turns: what a trainer makes of the episodes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
 from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.options import EvaluateOptions
+from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
@@ -219,3 +222,74 @@ def test_problems_of_episodes_are_events_once_each(tmp_path):
     assert cut.startswith("an observation was cut to env.observation_tokens: Moved. Moved.")
     assert unfit.startswith("an observation has ")
     assert "were left of rollout.max_new_tokens, with one for the next turn: its episode ended there" in unfit
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"rollout": RolloutConfig(batch_size=8, max_new_tokens=256)}, "it is 256, and the model's context has 256"),
+        ({"eval": EvalConfig(every=1, max_new_tokens=300)}, "it is 300, and the model's context has 256"),
+    ],
+)
+def test_a_length_that_leaves_no_room_for_a_prompt_is_refused_before_the_run(groups, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(args=config(tmp_path / "run", **groups))
+
+
+@pytest.mark.slow
+def test_pretraining_by_turn_is_measured_where_the_critic_learns(tmp_path):
+    """Every episode has three turns, whose returns do not depend on their numbers of tokens."""
+    settings = {"advantage": AdvantageConfig(unit="turn"), "critic": CriticConfig(kind="separate", pretrain=1)}
+    PPOTrainer(args=from_python(tmp_path / "run", **settings), environment_factory=Dice).train()
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "pretrain.jsonl").read_text().splitlines()]
+    assert row["return_mean"] == pytest.approx((1110 + 1100 + 1000) / 3)
+    assert row["tokens"] > 24
+
+
+@pytest.mark.slow
+def test_evaluations_of_a_run_from_python_keep_its_limits(tmp_path, capsys):
+    folder = tmp_path / "run"
+    PPOTrainer(args=from_python(folder), environment_factory=Dice).train()
+    assert "generate" in (told := capsys.readouterr().out)
+    assert "--prompt TEXT" in told, "the folder has no environment to play in"
+    source, given = read_source(str(folder)), EnvironmentConfig(factory="builtin:grid", timeout=5.0)
+    config = EvaluateOptions(env=given).configure(source, ["environment_factory"])
+    assert config.env == EnvironmentConfig(factory="builtin:grid", turn_tokens=6, max_turns=4, timeout=5.0)
+
+
+def test_an_evaluation_keeps_what_it_does_not_replace():
+    own = EnvironmentConfig(factory="builtin:grid", max_turns=4)
+    source = read_source("builtin:grid")
+    source = replace(source, config=PPOConfig(env=own, tools=["a.py:f"]), scored=True)
+    assert EvaluateOptions(tools=["b.py:g"]).configure(source, []).env == own
+    other = EvaluateOptions(env=EnvironmentConfig(factory="builtin:calculator")).configure(source, [])
+    assert (other.env.factory, other.env.max_turns, other.tools) == ("builtin:calculator", 4, ["a.py:f"])
+
+
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_an_episode_without_turns_left_bootstraps_from_where_the_next_would_begin(unit, tmp_path):
+    class Endless:
+        def reset(self, row):
+            self.taken = row["seed"] % 3
+            return "Reach the goal in 8 moves and avoid the holes.\n"
+
+        def step(self, completion):
+            self.taken += 1
+            return "\nMoved." * (self.taken % 3 + 1) + "\nMove:", 1.0, False
+
+    def collected(turns):
+        args = config(
+            tmp_path / f"run{turns}",
+            env=EnvironmentConfig(turn_tokens=3, max_turns=turns),
+            rollout=RolloutConfig(batch_size=8, max_new_tokens=80),
+            advantage=AdvantageConfig(unit=unit, bootstrap=True),
+            critic=CriticConfig(init="orthogonal"),
+        )
+        return PPOTrainer(args=args, environment_factory=Endless).collect()
+
+    short, longer = collected(2), collected(3)
+    starts = [episode.spans[4].start for episode in longer.episodes]
+    assert len({len(episode.following) for episode in short.episodes}) > 1
+    expected = torch.stack([longer.rollout.values[row, start] for row, start in enumerate(starts)])
+    assert expected.abs().min() > 0
+    torch.testing.assert_close(short.bootstrap, expected, atol=1e-5, rtol=1e-4)

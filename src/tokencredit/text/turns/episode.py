@@ -11,8 +11,9 @@ from tokencredit.text.data.prompts import Prompt
 Message = dict[str, Any]
 """A message of a conversation: a role and a content, and for an assistant's calls `tool_calls`."""
 Ending = Literal["done", "answer", "max_turns", "length", "error"]
-"""The end of an episode: the environment was done; a turn had no tool call; `env.max_turns` or the tokens were spent;
-the environment failed. The first two terminate an episode, the others truncate it."""
+"""The end of an episode: the environment was done; a turn had no tool call; `env.max_turns` or the tokens were spent,
+also those of a turn without a call (`env.turn_tokens`); the environment failed. The first two terminate an episode, the
+others truncate it."""
 TERMINATED: tuple[Ending, ...] = ("done", "answer")
 Problem = Literal["malformed", "failed", "timeout", "cut"]
 """Problem with a turn: a tool call that could not be parsed, a call that raised, one that exceeded its timeout, an

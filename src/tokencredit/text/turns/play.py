@@ -48,6 +48,8 @@ class Transcript:
     ending: Ending | None = None
     unfit: tuple[int, int] | None = None
     """Tokens of an observation that did not fit, and of the room for it."""
+    following: list[int] = field(default_factory=list)
+    """Tokens of the observation after the last turn, if the turns ran out and another would have fit."""
 
     def completion(self, prompt: Prompt, text: str) -> str | list[Message]:
         """The episode after its prompt, as reward functions receive it: the text, or all messages in order."""
@@ -251,11 +253,12 @@ class Game:
             # A text that was cut before its end is no answer.
             transcript.ending = "length" if reply.ending == "answer" and cut else reply.ending
             return None
-        if len(transcript.turns) == config.max_turns:
-            transcript.ending = "max_turns"
-            return None
         ids = self.framing.observation(reply.observation, transcript.turns[-1])
-        if len(ids) >= left:
+        fits = len(ids) < left
+        if len(transcript.turns) == config.max_turns:
+            transcript.ending, transcript.following = "max_turns", ids if fits else []
+            return None
+        if not fits:
             transcript.ending, transcript.unfit = "length", (len(ids), left)
             return None
         return ids
