@@ -49,7 +49,7 @@ def test_the_committed_tokenizers_are_those_of_the_builder(tmp_path):
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_policies_are_bad_at_their_worlds_and_not_hopeless(world):
     solved, texts = play(world, FOLDER / world, seed=5, episodes=200)
-    assert 0.15 <= solved <= 0.35
+    assert 0.08 <= solved <= 0.35
     assert len(set(texts)) > 190
 
 
