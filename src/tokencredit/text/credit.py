@@ -91,6 +91,7 @@ class Credit:
         """
         if self.args.advantage.bootstrap:
             self._require_dense(scored)
+        self._require_scores(scored)
         estimator = replace(self.args.advantage, estimator="monte_carlo")
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, estimator)
