@@ -24,8 +24,7 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.rewards.terms import term_metrics
-from tokencredit.text.setup import build_pipeline, evaluation_prompts, evaluation_tasks, load_terms
-from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.setup import build_pipeline, environments_of, evaluation_prompts, evaluation_tasks, load_terms
 from tokencredit.text.turns.record import episode_metrics
 from tokencredit.text.turns.tasks import Tasks
 
@@ -125,7 +124,7 @@ def load_pipeline(
     if reference is not None:
         models, kl = with_reference(models, reference, processes), KLConfig()
     config = source.config
-    environments = load_environments(config.env, config.tools) if config.several_turns() else None
+    environments = environments_of(config)
     terms = load_terms(config, None, processes.device, environments)
     return models, replace(build_pipeline(config, models, terms, processes, environments), kl=kl)
 

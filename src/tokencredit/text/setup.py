@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
-from tokencredit.text.turns.environments import COLUMN, Environments
+from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import Framings, Player
 from tokencredit.text.turns.tasks import Tasks, load_tasks
 
@@ -109,6 +110,33 @@ def check_batch_size(args: PPOConfig, processes: int) -> None:
             f"ppo.minibatches is {args.ppo.minibatches}; it must be at most {rows}, the completions of each of the "
             f"{processes} processes (rollout.batch_size is {args.rollout.batch_size})"
         )
+
+
+def environments_of(
+    args: PPOConfig, factory: Any = None, functions: Sequence[Callable[..., Any]] | None = None
+) -> Environments | None:
+    """The environments and tools of a run, from its settings or from Python; None if a completion is one turn.
+
+    Raises:
+        ConfigError: as `load_environments`.
+    """
+    if not args.several_turns() and factory is None and not functions:
+        return None
+    return load_environments(args.env, args.tools, factory=factory, functions=functions)
+
+
+def prepare_rows(
+    args: PPOConfig,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    environments: Environments | None,
+    train_dataset: Rows | None,
+    eval_dataset: Rows | None,
+) -> tuple[Prompts | Tasks, Prompts | Tasks]:
+    """Load the prompts, or with environments the rows of episodes, for training and for evaluation."""
+    if environments is None:
+        return prepare_prompts(args, lm, tokenizer, train_dataset, eval_dataset)
+    return prepare_tasks(args, lm, environments, train_dataset, eval_dataset)
 
 
 def prepare_prompts(

@@ -49,9 +49,7 @@ from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
 from tokencredit.text.startup_summary import overview
-from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.record import episode_events
-from tokencredit.text.turns.tasks import Tasks
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -109,20 +107,13 @@ class PPOTrainer:
         setup.check_batch_size(args, self.processes.count)
         with rng.preserved():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
-            environments = None
-            if args.several_turns() or played:
-                environments = load_environments(args.env, args.tools, factory=environment_factory, functions=tools)
+            environments = setup.environments_of(args, environment_factory, tools)
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
-            datasets = train_dataset, eval_dataset
-            self.prompts: Prompts | Tasks
-            self.eval_prompts: Prompts | Tasks
-            if environments is None:
-                self.prompts, self.eval_prompts = setup.prepare_prompts(args, lm, self.tokenizer, *datasets)
-            else:
-                self.prompts, self.eval_prompts = setup.prepare_tasks(args, lm, environments, *datasets)
+            rows = train_dataset, eval_dataset
+            self.prompts, self.eval_prompts = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows)
             given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
             given |= {"tools": tools or None, "environment_factory": environment_factory}
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
