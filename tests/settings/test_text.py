@@ -32,8 +32,8 @@ from tokencredit.settings.training import (
 def test_the_defaults_are_valid():
     config = PPOConfig()
     assert config.prompts.texts() == ["This movie was really"]
-    (term,) = config.reward
-    assert asdict(term) == asdict(ClassifierTerm(classifier="builtin:reviews", label="NEGATIVE"))
+    assert config.reward == [ClassifierTerm(classifier="builtin:reviews", label="NEGATIVE")]
+    assert config.reward != [ClassifierTerm(classifier="builtin:reviews", label="POSITIVE")]
 
 
 @pytest.mark.parametrize(

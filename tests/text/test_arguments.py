@@ -90,7 +90,7 @@ def config(settings=None):
         (
             {"zzz": 1, "beta": 0.1},
             r"^beta is TRL's name for kl\.coef \(docs/from-trl\.md\); PPOTrainer takes no argument zzz; it takes "
-            r"model, reward_funcs, .*, callbacks; settings go into args$",
+            r"model, reward_funcs, .*, environment_factory; settings go into args$",
         ),
         ({"reward_funcs": []}, r"^reward_funcs is empty; give at least one reward$"),
     ],

@@ -141,11 +141,17 @@ class ClassifierTerm(ModelTerm):
             self.label = "NEGATIVE"
 
 
-@dataclass(kw_only=True)
-class DefaultTerm(ClassifierTerm):
-    """The reward of a configuration that names none; an equal term that is named is a `ClassifierTerm`."""
+@dataclass(kw_only=True, eq=False)
+class DefaultReward(ClassifierTerm):
+    """The reward of a configuration that names none. It equals the same term by name, and differs in its type."""
 
     classifier: str = "builtin:reviews"
+
+    def __eq__(self, other: object) -> bool:
+        """True for a classifier's term with the same settings."""
+        return isinstance(other, ClassifierTerm) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, as the other terms
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import KINDS, DefaultTerm, PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import KINDS, DefaultReward, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
@@ -51,7 +51,7 @@ class PPOConfig:
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, with type hints and docstrings: `pkg.module:name` or `path/file.py:name`.
     Their results are appended to the conversation, and the policy goes on until a turn has no call."""
-    reward: list[RewardTerm] = field(default_factory=lambda: [DefaultTerm()])
+    reward: list[RewardTerm] = field(default_factory=lambda: [DefaultReward()])
     """Reward terms; their weighted sum is the score of a completion. Without this key an environment's own reward is
     the only one; with it, both count. A term is a `function`, called with `kwargs`, a `classifier`, whose `output` for
     the class `label` is the reward, or a `reward_model`. The models also have `text` (their input: both, or the
@@ -82,8 +82,8 @@ class PPOConfig:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
         self.env.check()
-        if self.several_turns() and self.reward == [DefaultTerm()]:
-            self.reward = []  # the default is for texts
+        if self.several_turns():
+            self.reward = [term for term in self.reward if not isinstance(term, DefaultReward)]  # which is for texts
         for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
             if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
                 raise ConfigError(f"{key}.text is empty; give at least one prompt, or leave it out")

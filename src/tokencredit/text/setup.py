@@ -17,6 +17,7 @@ from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices
 from tokencredit.learn.state import trainable
 from tokencredit.learn.update import UpdateSettings
 from tokencredit.processes import Processes
+from tokencredit.settings.data import DefaultReward
 from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import from_python
@@ -228,7 +229,7 @@ def load_terms(
     own = [] if environments is None else environments.terms()
     if reward_funcs is not None:
         terms = as_terms(reward_funcs, device)
-    elif environments is not None and args.reward == PPOConfig().reward:
+    elif environments is not None and any(isinstance(term, DefaultReward) for term in args.reward):
         terms = []  # the default, which is for texts; the environment is from Python
     else:
         terms = _configured_terms(args, device)
