@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokencredit.core.logprobs import *
     from tokencredit.core.losses import *
     from tokencredit.core.masked import *
+    from tokencredit.core.off_policy import *
     from tokencredit.core.recurrence import *
     from tokencredit.core.rewards import *
     from tokencredit.core.turns import *
@@ -37,6 +38,8 @@ _NAMES = {
     "reduction_count smoothed_histogram sparse_mask token_weights total_loss value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation masked_mean "
     "masked_sum moments moments_and_centred zero_outside",
+    "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "
+    "sequence_surrogate weighted_policy_gradient",
     "recurrence": "reverse_scan",
     "rewards": "overlong_penalty token_rewards",
     "turns": "Turns estimate_by_turn",
