@@ -14,25 +14,16 @@ from costs import (
     MEASURED,
     QWEN3_06B,
     SHAPES,
-    Batch,
-    Setup,
-    Shape,
-    cache_bytes,
     decode_weight_bytes,
-    head_parameters,
     iteration_flops,
-    lora_parameters,
-    memory,
     optimizer_bytes,
-    parameters,
-    peak,
-    projection,
     rollout_seconds,
     step_seconds,
-    trained_parameters,
-    trunk_matrices,
     update_rate,
 )
+
+from tokencredit.plan.memory import Batch, Setup, cache_bytes, memory, peak, trained_parameters
+from tokencredit.plan.shape import Shape, head_parameters, lora_parameters, parameters, projection, trunk_matrices
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "RESULTS.md", HERE.parent / "docs" / "gpu.md"
@@ -112,7 +103,7 @@ def memory_rows() -> Iterator[list[str]]:
     for shape in MEASURED:
         for name, setup in VARIANTS.items():
             parts = memory(shape, BATCH, setup)
-            sums = [sum(parts[stage].values()) for stage in ("sampling", "scoring")]
+            sums = [sum(parts[stage].values()) for stage in ("rollout", "scoring")]
             sizes = [*parts["kept"].values(), *parts["update"].values(), *sums, peak(parts)]
             yield [shape.name, name, *(f"{size / 1e9:.1f}" for size in sizes)]
 
@@ -129,7 +120,7 @@ def results_tables() -> dict[str, str]:
         "decoding": markdown(["model", "weights, GB", "cache, GB", *steps], decoding_rows()),
         "update": markdown(["model", "variant", *rates], update_rows()),
         "memory": markdown(
-            ["model", "variant", *parts["kept"], *parts["update"], "sampling", "scoring", "peak"], memory_rows()
+            ["model", "variant", *parts["kept"], *parts["update"], "rollout", "scoring", "peak"], memory_rows()
         ),
     }
 

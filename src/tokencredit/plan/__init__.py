@@ -1,0 +1,1 @@
+"""Memory, time and tokens of a run, computed before anything is loaded."""
