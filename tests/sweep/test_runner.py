@@ -13,8 +13,8 @@ from helpers.commands import command, processes_in, start_command, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.settings.parsing import configure
+from tokencredit.sweep.launch import share, start
 from tokencredit.sweep.plan import read_sweep
-from tokencredit.sweep.runner import share, start
 from tokencredit.sweep.status import trouble
 
 TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "trackers": []}}

@@ -51,6 +51,16 @@ class Run:
         """File of its processes' output."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
+    @property
+    def settings(self) -> Path:
+        """File of its whole configuration, from which it begins."""
+        return self.folder.with_name(f"{self.folder.name}.yaml")
+
+    @property
+    def job(self) -> Path:
+        """Folder of its job on a cluster."""
+        return self.folder.with_name(f"{self.folder.name}.job")
+
     def summary(self) -> dict[str, Any]:
         """The contents of summary.json; empty before it has ended."""
         file = self.folder / "summary.json"

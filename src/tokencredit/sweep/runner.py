@@ -1,47 +1,38 @@
-"""Run a sweep: its runs as processes, some in parallel, then their comparison."""
+"""Run a sweep: its runs, some in parallel, then their comparison."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.runs.folder import RunFolder, recover
-from tokencredit.runs.untrusted import visible
+from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.resuming import saved
 from tokencredit.settings.yaml import dump_yaml
 from tokencredit.signals import Signals
-from tokencredit.sweep.plan import COMPARISON, Run, refuse_changed
-from tokencredit.sweep.status import estimate, outcome, table, trouble
+from tokencredit.sweep.launch import Job, Launcher, cannot_start
+from tokencredit.sweep.plan import COMPARISON, Run
+from tokencredit.sweep.status import estimate, outcome, say, table
 
-PAUSE = 0.1
-"""Polling interval of the processes, in seconds."""
-Process = subprocess.Popen[bytes]
+LOSSES = 3
+"""Jobs in a row that a cluster may take from a run before it has written another checkpoint."""
 
 
-def show(runs: Sequence[Run], jobs: int) -> None:
-    """Print the runs and their states, and an estimate of the time left.
-
-    Raises:
-        ConfigError: a run was begun with other settings.
-    """
-    refuse_changed(runs)
+def show(runs: Sequence[Run], jobs: int | None, place: str | None = None) -> None:
+    """Print the runs and their states, an estimate of the time left, and the place of runs that are not here."""
     states = [run.state() for run in runs]
     for run, state in zip(runs, states, strict=True):
         say(f"{state:9}  {run.name}")
     left = len(runs) - states.count("finished")
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("finished", "to resume", "to begin"))
     say(f"{len(runs)} runs: {counts}; {estimate(runs, left, jobs)}")
+    if place:
+        say(f"on {place}")
 
 
 def export(runs: Sequence[Run], folder: Path, file: str) -> None:
@@ -60,27 +51,24 @@ def export(runs: Sequence[Run], folder: Path, file: str) -> None:
     say(f"afterwards `tokencredit sweep {file}` runs what is missing, and compares")
 
 
-def sweep(runs: Sequence[Run], jobs: int, file: str) -> None:
+def sweep(runs: Sequence[Run], launcher: Launcher, jobs: int | None, again: str) -> None:
     """Train all runs that are not finished, then compare all that are, and print the outcomes.
 
     Args:
         runs: runs of one sweep.
-        jobs: number of runs in parallel.
-        file: the sweep's file, for messages.
+        launcher: starts their jobs.
+        jobs: number of runs in parallel; None for as many as a cluster has room for.
+        again: the command that continues the sweep, for messages.
 
     Raises:
-        ConfigError: a run was begun with other settings, or its folder cannot be made.
+        ConfigError: a run's folder cannot be made.
         RunStopped: at least one run failed; the others are finished.
         KeyboardInterrupt: after Ctrl-C, once the runs have written their checkpoints.
     """
-    refuse_changed(runs)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if jobs > cores:
-        say(f"--jobs {jobs} exceeds this machine's {cores} CPU cores; runs will slow each other down")
-    work = Work(runs, jobs, share(cores, jobs))
+    work = Work(runs, launcher, jobs)
     received = work.do()
     if received:
-        say(f"resume with: tokencredit sweep {file}")
+        say(f"resume with: {again}")
         if received == signal.SIGINT:
             raise KeyboardInterrupt
         return
@@ -90,12 +78,7 @@ def sweep(runs: Sequence[Run], jobs: int, file: str) -> None:
     for run, failure in work.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
     if work.failures:
-        raise RunStopped(f"{len(work.failures)} of {len(runs)} runs failed; retry them with: tokencredit sweep {file}")
-
-
-def say(text: str) -> None:
-    """Print a line and flush it."""
-    print(visible(text), flush=True)
+        raise RunStopped(f"{len(work.failures)} of {len(runs)} runs failed; retry them with: {again}")
 
 
 def home(runs: Sequence[Run]) -> Path:
@@ -103,22 +86,17 @@ def home(runs: Sequence[Run]) -> Path:
     return runs[0].folder.parents[1]
 
 
-def share(cores: int, jobs: int) -> dict[str, str]:
-    """The environment of one of several parallel processes, with its share of the threads unless that is set."""
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // jobs))} if jobs > 1 else {}
-    return threads | os.environ | {"PYTHONUNBUFFERED": "1"}  # so that the log ends with the last line printed
-
-
 class Work:
     """The runs of a sweep: waiting, running and failed."""
 
-    def __init__(self, runs: Sequence[Run], jobs: int, environment: Mapping[str, str]):
+    def __init__(self, runs: Sequence[Run], launcher: Launcher, jobs: int | None):
         """Queue the runs that are not finished, to run `jobs` in parallel."""
-        self.runs, self.jobs, self.environment = runs, jobs, environment
+        self.runs, self.launcher, self.jobs = runs, launcher, jobs
         self.waiting = [run for run in runs if run.state() != "finished"]
-        self.going: dict[Run, Process | None] = {}
-        """None for a run that has a process of an earlier sweep, which was killed and has left it behind."""
+        self.going: dict[Run, Job] = {}
         self.failures: dict[Run, str] = {}
+        self.losses: dict[Run, tuple[int, int]] = {}
+        """Jobs lost since a run's newest checkpoint, and that checkpoint's iteration."""
 
     def do(self) -> int | None:
         """Train until nothing is left; returns the signal that stopped it, if any."""
@@ -129,39 +107,48 @@ class Work:
                     if signals.received and not received:
                         received = signals.received
                         self.waiting = []
-                        self.going = {run: process for run, process in self.going.items() if process}
                         self.forward(received)
-                    while self.waiting and len(self.going) < self.jobs:
-                        run = self.waiting.pop(0)
-                        self.begin(run)
-                        if run in self.going and self.going[run] is None:
-                            say(f"{run.name}: a process of an earlier sweep is still running it; waiting for that")
-                    for run, process in list(self.going.items()):
-                        self.look(run, process, stopping=received is not None)
-                    time.sleep(PAUSE)
+                    while self.waiting and len(self.going) < (self.jobs or len(self.runs)):
+                        self.begin(self.waiting.pop(0))
+                    for run, job in list(self.going.items()):
+                        self.look(run, job, stopping=received is not None)
+                    time.sleep(self.launcher.pause)
         except KeyboardInterrupt:  # the second signal: at once
             self.forward(signal.SIGINT)
-            for process in filter(None, self.going.values()):
-                process.wait()
+            for job in self.going.values():
+                while job.poll() is None:
+                    time.sleep(self.launcher.pause)
             return signal.SIGINT
         return received
 
     def begin(self, run: Run) -> None:
-        """Start a run's process, unless one left behind by an earlier sweep is still running."""
+        """Start a run's job, unless one left behind by an earlier sweep is still running."""
         try:
-            self.going[run] = start(run, self.environment)
+            job = self.going[run] = self.launcher.start(run)
         except OSError as error:
-            self.end(run, f"cannot start: {error.strerror} ({error.filename})")
+            self.end(run, cannot_start(error))
+            return
+        if job.inherited:
+            say(f"{run.name}: {job.inherited}; waiting for that")
 
-    def look(self, run: Run, process: Process | None, stopping: bool) -> None:
-        """Check whether a run has ended."""
-        if process is None and run.state() != "finished":
+    def look(self, run: Run, job: Job, stopping: bool) -> None:
+        """Check whether a run's job has ended."""
+        ended = job.poll()
+        if ended is None:
+            return
+        if ended.lost and not stopping and self.may_continue(run):
+            say(f"{run.name}: {ended.failure}; continuing it in another job")
             self.begin(run)
-        elif process is None or process.poll() is not None:
-            failure = None
-            if process is not None and process.returncode and not stopping:
-                failure = trouble(run, process.returncode)
-            self.end(run, failure)
+        else:
+            self.end(run, None if stopping else ended.failure)
+
+    def may_continue(self, run: Run) -> bool:
+        """Count a lost job; False once too many were lost in a row without a new checkpoint between them."""
+        newest = max(saved(run.folder / "checkpoints"), default=0)
+        count, before = self.losses.get(run, (0, newest))
+        count = count + 1 if newest == before else 1
+        self.losses[run] = count, newest
+        return count < LOSSES
 
     def end(self, run: Run, failure: str | None) -> None:
         """Record and print a run's outcome."""
@@ -176,43 +163,9 @@ class Work:
         say(f"  {done} of {len(self.runs)} finished; {estimate(self.runs, left, self.jobs)}")
 
     def forward(self, number: int) -> None:
-        """Forward a signal: the processes have their own sessions, so a terminal's Ctrl-C does not reach them."""
-        for process in filter(None, self.going.values()):
-            process.send_signal(number)
-
-
-def start(run: Run, environment: Mapping[str, str]) -> Process | None:
-    """Start a run's process; None if another one is running, or has just finished the run.
-
-    The process that writes the log holds a lock on it. The lock belongs to the open file, which the child inherits and
-    this process closes, so it lasts exactly as long as the child.
-    """
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
-    with run.log.open("ab") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        state = run.state()
-        if state == "finished":
-            return None
-        flags = ["--resume", str(run.folder)]
-        if state == "to begin":
-            clear(run)
-            settings = run.folder.with_name(f"{run.folder.name}.yaml")
-            RunFolder(str(settings.parent)).write(settings.name, dump_yaml(run.config))
-            flags = ["--config", str(settings), "--run.dir", str(run.folder)]
-        command = [sys.executable, "-m", "tokencredit.cli", run.world.command, *flags]
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, **options, env=environment, start_new_session=True)
-
-
-def clear(run: Run) -> None:
-    """Remove the files of a process that was killed before its run could be resumed."""
-    if (run.folder / "config.yaml").is_file():
-        shutil.rmtree(run.folder)
-    elif run.folder.is_dir():
-        recover(run.folder)
+        """Forward a signal to all jobs."""
+        for job in self.going.values():
+            job.send(number)
 
 
 def compare(done: Sequence[Run], out: Path) -> None:

@@ -9,16 +9,24 @@ from rich.table import Table
 
 from tokencredit.runs.history import mean
 from tokencredit.runs.summary import duration, figure
+from tokencredit.runs.untrusted import visible
 from tokencredit.sweep.plan import Run
 
 
-def estimate(runs: Sequence[Run], left: int, jobs: int) -> str:
-    """Time left, estimated from the finished runs."""
+def say(text: str) -> None:
+    """Print a line and flush it."""
+    print(visible(text), flush=True)
+
+
+def estimate(runs: Sequence[Run], left: int, jobs: int | None) -> str:
+    """Time left, estimated from the finished runs; the time per run alone if a cluster decides how many run at once."""
     each = mean(run.summary()["seconds"] for run in runs if run.state() == "finished")
     if not left:
         return "nothing is left to run"
     if each is None:
         return "no time estimate before one is finished"
+    if jobs is None:
+        return f"{left} left, at {duration(each)} per run"
     return f"about {duration(each * left / min(jobs, left))} left, at {duration(each)} per run, {jobs} in parallel"
 
 
