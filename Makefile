@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install train test fast fuzz lowest lint types format lock benchmark bench gpu costs families chaos doctor study truth beside-trl
+.PHONY: help install train test fast fuzz lowest lint types format lock benchmark bench gpu costs families chaos processes doctor study truth beside-trl
 .PHONY: findings world fuzz-templates
 
 help:  ## List the targets
@@ -94,6 +94,9 @@ findings: install  ## Draw the figures and tables of docs/findings.md from commi
 
 chaos: install  ## Kill, damage and resume real runs; as root, for the small disks
 	$(BIN)/python tests/chaos.py
+
+processes: install  ## Train the same runs in 1, 2 and 4 processes, with DDP and sharded, and go on with them: a table
+	$(BIN)/python tests/processes_matrix.py
 
 doctor: install  ## Audit runs with a planted fault, and healthy ones, and compare the diagnosis
 	$(BIN)/python tests/audit_doctor.py

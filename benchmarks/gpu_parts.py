@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import costs
 import psutil
 import torch
-from costs import Batch, Setup, Shape
+from costs import config_of
 from counting import Counts
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -37,6 +37,9 @@ from tokencredit import (
     RunConfig,
     UpdateConfig,
 )
+from tokencredit.plan.memory import Batch, Setup
+from tokencredit.plan.memory import memory as memory_of
+from tokencredit.plan.shape import Shape
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.sampling import CachedSteps, sample
@@ -165,7 +168,7 @@ class Bench:
         """Random weights, made on the device."""
         torch.manual_seed(0)
         with self.device:
-            return AutoModelForCausalLM.from_config(shape.config()).eval()
+            return AutoModelForCausalLM.from_config(config_of(shape)).eval()
 
     def trainer(self, shape: Shape, batch: Batch, lm: Any = None, callbacks: Any = (), **groups: Any) -> PPOTrainer:
         """A run in a folder of its own, in bfloat16 with a static cache unless `groups` says otherwise."""
@@ -295,9 +298,9 @@ class Bench:
         yield Row(shape.name, "update, MFU of 989 TFLOP/s", mfu, "%", *goals[1])
         yield Row(shape.name, "rollout", batch.responses / stages["rollout"], "tokens/s")
         if memory:
-            parts = costs.memory(shape, batch, setup)
+            parts = memory_of(shape, batch, setup)
             kept = sum(parts["kept"].values())
-            for stage, part in (("rollout", "sampling"), ("reference", "scoring"), ("update", "update")):
+            for stage, part in (("rollout", "rollout"), ("reference", "scoring"), ("update", "update")):
                 formula = (kept + sum(parts[part].values())) / 1e9
                 yield Row(
                     shape.name, f"peak memory in {stage}; by formula {formula:.1f}", memory.peaks[stage] / 1e9, "GB"

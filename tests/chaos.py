@@ -31,6 +31,7 @@ from rich.table import Table
 from safetensors.numpy import load_file
 
 from helpers.commands import processes_in, python, start_command, wait_for
+from helpers.elastic import death, restarts, train
 from helpers.files import count_lines, read_jsonl, without_times
 
 QUIET = ["--run.trackers", "[]"]
@@ -206,7 +207,7 @@ def stopped(folder: Path, command: list[str], *signals: signal.Signals) -> tuple
 def damage_newest(folder: Path, chance: random.Random) -> str:
     """Cut a file of the newest checkpoint short at a random byte; which, and where."""
     newest = max((folder / "checkpoints").iterdir())
-    file = chance.choice(sorted(newest.iterdir()))
+    file = chance.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
     at = chance.randrange(file.stat().st_size)
     os.truncate(file, at)
     return f"{newest.name}/{file.name} cut at byte {at:,}"
@@ -480,6 +481,42 @@ def orphan_sweep(place: Path, chance: random.Random, world: str, at_once: bool, 
     return f"{len(left)} runs left behind", place / "whole", place / "run"
 
 
+PLACES = ("start", "rollout", "update", "save", "evaluation")
+"""At which a process of several is killed."""
+MOST_KILLS = 5
+"""Of one such run."""
+
+
+def elastic(
+    place: Path, chance: random.Random, where: str, rank: int, kills: int, signal: str = "SIGKILL", limit: float = 1800
+) -> Outcome:
+    """One of two processes dies, again and again; torchrun starts both anew each time."""
+    whole, length = place.parent / "two-in-peace", ["--run.iterations", 2 * MOST_KILLS + 4]
+    if not whole.exists():
+        code, said = train(whole, *length)
+        assert code == 0, said[-2000:]
+    if where == "start":
+        deaths = [death(where, rank, after=chance.uniform(0, 2 * STARTS), signal=signal) for _ in range(kills)]
+        if rank == 0:  # between the files of a new folder
+            deaths[0] = death("folder", rank, visit=chance.randint(1, 4), after=None, signal=signal)
+    else:
+        # With a checkpoint every two iterations, some kills lose an iteration and some none.
+        visits = [chance.randint(1, 2) if where in ("rollout", "update") else 1 for _ in range(kills)]
+        after = [chance.uniform(0, 0.2) if number % 2 else None for number in range(kills)]
+        deaths = [
+            death(where, rank, visit=n, after=seconds, signal=signal) for n, seconds in zip(visits, after, strict=True)
+        ]
+    code, said = train(
+        place / "run", *length, "--run.timeout", limit, deaths=deaths, restarts=kills, timeout=180.0 * (kills + 1)
+    )
+    assert code == 0, f"exit code {code}: {said[-2000:]}"
+    if signal == "SIGSTOP":
+        assert re.search(rf"^tokencredit: process {rank} \(pid .* gave no sign of life", said, re.MULTILINE), said[
+            -2000:
+        ]
+    return f"{kills} of {kills}, {len(restarts(place / 'run'))} restarts of the run", whole, place / "run"
+
+
 def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Outcome]]]:
     """What is done to runs, with its name in the table."""
     yield "SIGKILL, a language model", partial(kill, command=TEXT, iterations=10 * kills, kills=kills)
@@ -496,6 +533,14 @@ def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Ou
         yield (
             f"SIGKILL, a sweep of {what} alone, goes on at once",
             partial(orphan_sweep, world=world, at_once=True),
+        )
+    for where in PLACES:
+        for rank in (0, 1):
+            yield f"SIGKILL, process {rank} of 2, {where}", partial(elastic, where=where, rank=rank, kills=MOST_KILLS)
+    for rank in (0, 1):
+        yield (
+            f"SIGSTOP, process {rank} of 2, rollout",
+            partial(elastic, where="rollout", rank=rank, kills=1, signal="SIGSTOP", limit=8.0),
         )
     for number in range(1, 6):
         yield f"checkpoint cut short, {number}", partial(damage, break_file=damage_newest)

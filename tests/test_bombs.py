@@ -12,11 +12,21 @@ from datasets import Dataset
 from pyarrow import parquet
 from safetensors.torch import load_file
 
+from helpers.files import sign
 from helpers.models import changed_weights, copy_weights
 from tokencredit.cli import main
 from tokencredit.control.evaluation import AGENT_FILE, load_agent
+from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import ControlConfig
+from tokencredit.processes import Processes
+from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
+from tokencredit.settings.control import (
+    AgentCriticConfig,
+    AgentRunConfig,
+    AgentUpdateConfig,
+    ControlConfig,
+    EpisodesConfig,
+)
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.data.datasets import column_values, read_dataset
 from tokencredit.text.models.building import build_policy, save_policy
@@ -272,3 +282,30 @@ def test_files_of_a_run(bomb, command, name, tmp_path, capsys):
     code = main([command, str(run)])
     assert code == 2 or command in ("report", "doctor")
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_files_of_a_checkpoint(bomb, tmp_path):
+    """Both as found, and with a manifest that fits the bomb."""
+    run = AgentRunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[])
+    args = ControlConfig(
+        run=run,
+        steps=8,
+        critic=AgentCriticConfig(epochs=1, buffer=1),
+        ppo=AgentUpdateConfig(minibatches=1),
+        eval=EpisodesConfig(episodes=0),
+    )
+    ControlTrainer(args).train()
+    whole = tmp_path / "run" / "checkpoints" / "000001"
+    names = sorted(path.relative_to(whole).as_posix() for path in whole.rglob("*") if path.is_file())
+    assert [Path(name).suffix for name in names] == [".json", ".json", ".safetensors", ".json", ".safetensors"], names
+    for name in names:
+        for plant in (lambda file: file.write_bytes(bomb), lambda file: saved(bomb, file)):
+            for signed in (False, True):
+                shutil.rmtree(tmp_path / "planted", ignore_errors=True)
+                shutil.copytree(whole, tmp_path / "planted")
+                plant(tmp_path / "planted" / name)
+                if signed and name != "manifest.json":
+                    sign(tmp_path / "planted")
+                with pytest.raises(DamagedCheckpoint, match=Path(name).parts[0].removesuffix(".safetensors")):
+                    read_checkpoint(tmp_path / "planted", Processes())

@@ -20,20 +20,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.episodes import episode
+from helpers.files import sign
 from helpers.inspection import inspection
 from tokencredit.cli import main
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.preferences.labels import Labels, Pair, read_pairs, readable
+from tokencredit.processes import Processes
 from tokencredit.report.audit_file import OF_CRITIC as CRITIC
 from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import REPORT, read_run
-from tokencredit.runs.checkpoint import write_manifest
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
-from tokencredit.runs.resuming import newest
+from tokencredit.runs.resuming import for_trainer, newest
 from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
@@ -385,7 +386,8 @@ def cut_short(tmp_path_factory):
     return replace(args, run=replace(run, iterations=3))
 
 
-CHECKPOINT = ("manifest.json", "state.json", "process-0.json", "tensors.safetensors")
+TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
+CHECKPOINT = ("manifest.json", "state.json", "process-0.json", TENSORS)
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)
@@ -405,12 +407,11 @@ def test_checkpoints(name, signed, cut_short, tmp_path):
         folder = tmp_path / "run" / "checkpoints" / "000002"
         (folder / name).write_bytes(data)
         if signed and name != "manifest.json":
-            (folder / "manifest.json").unlink()
-            write_manifest(folder)
+            sign(folder)
         with tried(f"checkpoint {name}"):
-            done, state, complaints = newest(tmp_path / "run" / "checkpoints", 0, tmp_path / "run")
+            done, state, complaints = newest(tmp_path / "run" / "checkpoints", tmp_path / "run", Processes())
             assert done == (1 if complaints else 2)
-            load(trainer, state | state["trainer"], set())
+            load(trainer, for_trainer(state), set())
 
     fuzz()
 

@@ -249,7 +249,10 @@ def test_what_stopped_a_run_still_stops_it(tmp_path):
     assert (summary["iterations"], summary["stopped_by"]) == (3, "stop.reward")
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors", "process-0.json"])
+TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", TENSORS, "process-0.json"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, tmp_path):
     PPOTrainer(args=text(tmp_path / "whole")).train()
     cut(PPOTrainer, text(tmp_path / "cut"), 6)
@@ -264,14 +267,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, tmp_p
 
 def test_a_flipped_bit_is_noticed(tmp_path):
     cut(PPOTrainer, text(tmp_path / "cut"), 5)
-    file = tmp_path / "cut" / "checkpoints" / "000004" / "tensors.safetensors"
+    file = tmp_path / "cut" / "checkpoints" / "000004" / TENSORS
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert any(
-        "tensors.safetensors has changed since it was written" in event for event in read_events(tmp_path / "cut")
-    )
+    assert any(f"{TENSORS} has changed since it was written" in event for event in read_events(tmp_path / "cut"))
 
 
 def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
@@ -420,11 +421,11 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
     cut(PPOTrainer, text(tmp_path / "run", 5), 3)
     manifest = tmp_path / "run" / "checkpoints" / "000002" / "manifest.json"
     told = json.loads(manifest.read_text())
-    for name in ("../../../secret", str(tmp_path / "secret")):
+    for name in ("../../../secret", str(tmp_path / "secret"), "tensors/../../../../secret"):
         (tmp_path / "secret").write_text("{}")
-        told["files"][name] = {"bytes": 2, "sha256": "0"}
-        manifest.write_text(json.dumps(told))
-        with pytest.raises(ConfigError, match=r"is missing, or not a regular file of the folder"):
+        files = told["files"] | {name: {"bytes": 2, "sha256": "0"}}
+        manifest.write_text(json.dumps(told | {"files": files}))
+        with pytest.raises(ConfigError, match=r"is not a file of the folder"):
             resumed(PPOTrainer, text(tmp_path / "run", 5))
 
 

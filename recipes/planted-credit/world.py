@@ -96,6 +96,7 @@ def credit_shares(run: Path) -> dict[str, float]:
     import torch
     from transformers import GPT2LMHeadModel
 
+    from tokencredit.processes import Processes
     from tokencredit.report.reading import read_run
     from tokencredit.runs.checkpoint import read_checkpoint
     from tokencredit.runs.resuming import saved
@@ -107,7 +108,7 @@ def credit_shares(run: Path) -> dict[str, float]:
     for number in sorted({0, *saved(run / "checkpoints")}):
         own = [sample for sample in samples if sample["iteration"] == number + 1]
         if number and own:
-            weights = read_checkpoint(run / "checkpoints" / f"{number:06d}", 0)["trainer"]["weights"]
+            weights = read_checkpoint(run / "checkpoints" / f"{number:06d}", Processes())["trainer"]["weights"]
             kept = {name.removeprefix("lm."): x for name, x in weights.items() if name.startswith("lm.")}
             lm.load_state_dict(kept, strict=False)  # the output projection is the tied embedding
         with torch.no_grad():

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from tokencredit.settings.training import OptimConfig as OptimConfig
     from tokencredit.settings.training import RolloutConfig as RolloutConfig
     from tokencredit.settings.training import RunConfig as RunConfig
+    from tokencredit.settings.training import ShardingConfig as ShardingConfig
     from tokencredit.settings.training import StopConfig as StopConfig
     from tokencredit.settings.training import UpdateConfig as UpdateConfig
     from tokencredit.text.callbacks import Callback as Callback
@@ -82,7 +83,7 @@ _NAMES = {
     "SFTConfig SFTLossConfig",
     "settings.text": "PPOConfig",
     "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig "
-    "StopConfig UpdateConfig",
+    "ShardingConfig StopConfig UpdateConfig",
     "text.callbacks": "Callback",
     "text.offline.trainer": "OfflineTrainer",
     "text.policy": "load",

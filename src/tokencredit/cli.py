@@ -13,18 +13,18 @@ from jsonargparse import ArgumentError
 
 from tokencredit import __version__
 from tokencredit.commands import COMMANDS
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
+from tokencredit.errors import ConfigError, ProcessLost, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parser_errors import explain, resumed_run
 from tokencredit.settings.parsing import Parser, new_parser, plainly, with_resumed
 from tokencredit.signals import INTERRUPTED, end_on_interrupt
 
-FAILED, BAD_ARGUMENTS = 1, 2
-"""Exit codes: a run that failed; invalid arguments."""
 MEMORY_ADVICE = {
     "evaluate": "; lower --samples or --max_new_tokens",
     "pairs": "; lower --batch_size or --max_new_tokens",
     "generate": "; lower --samples or --max_new_tokens",
+    "plan": "; give --no-time, which times nothing",
     "audit": "; lower --completions or --continuations",
     "inspect": "; give a shorter --prompt",
     "play": "; lower --episodes",
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(explain(str(error), arguments, command, kind), BAD_ARGUMENTS)
     except ConfigError as error:
         return fail(error, str(error), BAD_ARGUMENTS, arguments)
-    except RunStopped as error:
+    except (RunStopped, ProcessLost) as error:
         return fail(error, str(error), FAILED, arguments)
     except OSError as error:
         return fail(error, describe(error), FAILED, arguments)

@@ -31,3 +31,11 @@ class TooManyBadSteps(RunStopped):
     """A run with `run.max_bad_steps` consecutive non-finite losses, gradients or rewards, or with nothing else."""
 
     stopped_by = "numbers that are not finite"
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the job hung, ended or cannot be reached; the job ends, or its launcher restarts it."""
+
+
+class RunComplete(ConfigError):
+    """A run to be resumed that has done all its iterations."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather, pad_across_processes, parse_flag_from_env, reduce
 from torch import Tensor, nn
+from torch.distributed import DistError
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from tokencredit.heartbeats import Heartbeats
+from tokencredit.job import Job, launched
+from tokencredit.sharding import sharded_in
 
 
 class Processes:
@@ -27,9 +34,23 @@ class Processes:
         main: true in the one process that writes files and the screen.
     """
 
-    def __init__(self) -> None:
-        """Join the job; `ACCELERATE_USE_CPU=true` keeps it off GPUs."""
-        self._state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    job: ClassVar[Job | None] = None
+    """The job that a launcher started, once joined with a timeout; as `PartialState`, one per Python process."""
+    _heartbeats: ClassVar[Heartbeats | None] = None
+
+    def __init__(self, timeout: float | None = None) -> None:
+        """Join the job; `ACCELERATE_USE_CPU=true` keeps it off GPUs.
+
+        Args:
+            timeout: `run.timeout`, of a process that trains.
+
+        Raises:
+            ProcessLost: a process of the job did not start in time.
+        """
+        if timeout is not None and Processes.job is None and launched():
+            Processes.job = Job(timeout)
+        group = {} if Processes.job is None else Processes.job.group()
+        self._state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), **group)
         self.device: torch.device = self._state.device
         self.count: int = self._state.num_processes
         self.rank: int = self._state.process_index
@@ -43,17 +64,90 @@ class Processes:
         """Tensors of all processes, concatenated along the first axis; shorter ones are padded with −1."""
         return tensor if self.count == 1 else cast(Tensor, gather(pad_across_processes(tensor, pad_index=-1)))
 
+    def share(self, count: int) -> slice:
+        """This process's part of `count` rows that all processes share; the parts' sizes differ by at most one."""
+        least, more = divmod(count, self.count)
+        first = self.rank * least + min(self.rank, more)
+        return slice(first, first + least + (self.rank < more))
+
+    def gather_rows(self, tensor: Tensor, shares: Sequence[int]) -> Tensor:
+        """Rows of all processes, those of the first one first; `shares` are their numbers of rows, which may differ."""
+        longest = max(shares)
+        if self.count == 1 or longest == 0:
+            return tensor
+        missing = tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])
+        gathered = cast(Tensor, gather(torch.cat([tensor, missing]))).split(longest)
+        return torch.cat([part[:share] for part, share in zip(gathered, shares, strict=True)])
+
+    def exchange_rows(self, tensor: Tensor, wanted: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
+        """This process's rows after an exchange of rows among all processes.
+
+        Args:
+            tensor: this process's rows; the axes after the first are as long in every process.
+            wanted: the rows that each process receives, in order, by their numbers in the result of `gather_rows`.
+            shares: each process's number of rows now.
+        """
+        ends = torch.tensor(shares, device=tensor.device).cumsum(0)
+        owners = [torch.bucketize(rows, ends, right=True) for rows in wanted]
+        first = int(ends[self.rank]) - shares[self.rank]
+        sent = [rows[owner == self.rank] - first for rows, owner in zip(wanted, owners, strict=True)]
+        mine = owners[self.rank]
+        received = tensor.new_empty(len(mine), *tensor.shape[1:])
+        counts = torch.bincount(mine, minlength=self.count).tolist()
+        sizes = [len(rows) for rows in sent]
+        torch.distributed.all_to_all_single(received, tensor[torch.cat(sent)].contiguous(), counts, sizes)
+        exchanged = torch.empty_like(received)
+        exchanged[mine.argsort(stable=True)] = received
+        return exchanged
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all processes, in each of them, by rank."""
+        if self.count == 1:
+            return [text]
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        sizes = self.gather(torch.tensor([len(own)], device=self.device)).tolist()
+        parts = self.gather_rows(own, sizes).split(sizes)
+        return [bytes(part.tolist()).decode() for part in parts]
+
+    @contextmanager
+    def agreed(self, kind: type[Exception]) -> Iterator[None]:
+        """A context at whose end all processes raise an error of this kind if one of them did."""
+        error = None
+        try:
+            yield
+        except kind as raised:
+            error = raised
+        texts = self.texts("" if error is None else str(error) or type(error).__name__)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                message = f"process {rank}: {text}"
+                raise OSError(errno.EIO, message) if kind is OSError else kind(message)
+
     def max(self, tensor: Tensor) -> Tensor:
         """The elementwise maximum of a tensor over all processes."""
         return tensor if self.count == 1 else cast(Tensor, gather(tensor.unsqueeze(0))).amax(0)
+
+    def most(self, number: int) -> int:
+        """The largest of a number of each process."""
+        return number if self.count == 1 else int(self.max(torch.tensor(number, device=self.device)))
 
     def all(self, true: bool) -> bool:
         """True if it is true in every process."""
         return true if self.count == 1 else not bool(self.max(torch.tensor(not true, device=self.device)))
 
+    def any(self, true: bool) -> bool:
+        """True if it is true in some process."""
+        return not self.all(not true)
+
     def first(self, true: bool) -> bool:
         """The main process's value, in every process."""
         return not self.all(not true or self.rank != 0)
+
+    def meet(self, place: str) -> bool:
+        """True if all processes come to this place within some seconds: after an error they may be anywhere."""
+        return Processes.job is None or Processes.job.meet(place)
 
     def alone(self) -> Processes:
         """This process as a job of one, for work whose amount differs between processes."""
@@ -70,13 +164,37 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @contextmanager
+    def watched(self, note: Callable[[str], None] | None = None) -> Iterator[None]:
+        """A context in which this process ends if another one hangs; within another one it only replaces `note`.
+
+        Args:
+            note: called, in another thread, with the reason for which the process then ends.
+        """
+        if Processes.job is None or Processes.job.count == 1:
+            yield
+            return
+        outer = Processes._heartbeats
+        heartbeats = Processes._heartbeats = outer or Heartbeats(Processes.job)
+        before, heartbeats.note = heartbeats.note, note
+        try:
+            yield
+        finally:
+            heartbeats.note, Processes._heartbeats = before, outer
+            if outer is None:
+                heartbeats.leave()
+
     def close(self) -> None:
         """Leave the job; for commands, at their end."""
         self._state.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model for forward passes with gradients: gradients are averaged over processes."""
-        if self.count == 1:
+        """The model for forward passes with gradients: gradients are averaged over processes.
+
+        A model with sharded modules stays as it is: the passes themselves average sharded gradients, and
+        `average_gradients` averages the others.
+        """
+        if self.count == 1 or sharded_in(model):
             return model
         on_gpu = self.device.type != "cpu"
         return DistributedDataParallel(model, device_ids=[self.device.index] if on_gpu else None)
@@ -85,14 +203,19 @@ class Processes:
         """A context in which backward passes of a wrapped model do not synchronize gradients."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
-    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Sum gradients over all processes, after backward passes through an unwrapped model."""
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Average gradients over all processes, after backward passes through an unwrapped model.
+
+        Gradients of sharded parameters, which are averaged already, stay as they are.
+        """
+        if self.count == 1:
+            return
         for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad = self.sum(parameter.grad)
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                parameter.grad = self.sum(parameter.grad) / self.count
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss that is this process's part of a sum; wrapped models average, so scale up."""
+        """Add the gradient of a loss that is this process's part of a sum; processes average, so scale up."""
         (loss if self.count == 1 else loss * self.count).backward()
 
 
@@ -113,3 +236,8 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def connection_lost(error: BaseException) -> bool:
+    """True for the error of a collective operation in which another process ended or cannot be reached."""
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

@@ -27,11 +27,12 @@ def refused(capsys, *arguments):
 
 
 def python(*arguments, cwd=None, timeout=300, **variables):
-    """Run Python to its end; `variables` are of the environment."""
+    """Run Python, which also finds `helpers`, to its end; `variables` are of the environment."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env=os.environ | variables,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | variables,
         capture_output=True,
         encoding="utf-8",
         timeout=timeout,

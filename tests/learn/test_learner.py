@@ -16,7 +16,7 @@ from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss, Objective
 from tokencredit.learn.optim import schedule
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings, ratios
 from tokencredit.processes import Processes
-from tokencredit.runs.checkpoint import read_checkpoint, write_manifest, write_process, write_state
+from tokencredit.runs.checkpoint import read_checkpoint, write_checkpoint
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7
 OBJECTIVE = Objective(clip=0.2, value_clip=0.3, value_coef=0.5, entropy_coef=0.01)
@@ -270,13 +270,6 @@ def test_advantages_can_be_whitened_in_each_minibatch(world):
     assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-6)
 
 
-def test_every_row_is_in_one_minibatch_of_an_epoch(world):
-    _, experience = world
-    parts = list(experience.minibatches(3, torch.Generator().manual_seed(0)))
-    assert sorted(torch.cat(parts).tolist()) == list(range(ROWS))
-    assert {len(part) for part in parts} == {2, 3}
-
-
 def test_epochs_times_minibatches_steps(world):
     assert update(world, epochs=3, minibatches=4)["steps"] == 12
 
@@ -336,7 +329,7 @@ def test_the_learner_goes_on_from_its_state(world):
     once = learner_of(policy, minibatches=4)
     once.update(experience)
     shared, own = once.state()
-    shared = {name: {key: x.detach().clone() for key, x in part.items()} for name, part in shared.items()}
+    shared["weights"] = {key: x.detach().clone() for key, x in shared["weights"].items()}
     expected = once.update(experience)
     again = learner_of(TablePolicy(), minibatches=4)
     again.load(shared, own)
@@ -509,12 +502,10 @@ def test_a_buffer_goes_on_from_its_state(world, tmp_path):
     for shift in (1, 2, 3):
         once.update(earlier(experience, shift))
     shared, own = once.state()
-    write_state(tmp_path, {})
-    write_process(tmp_path, 0, own)
-    write_manifest(tmp_path)
-    shared = {name: {key: x.detach().clone() for key, x in part.items()} for name, part in shared.items()}
+    write_checkpoint(tmp_path, shared, own, Processes())
     assert (tmp_path / "process-0.safetensors").is_file()
-    again.load(shared, read_checkpoint(tmp_path, 0)["process"])
+    read = read_checkpoint(tmp_path, Processes())
+    again.load(read, read["process"])
     expected = once.update(experience)
     assert again.update(experience) == expected
     assert expected["critic_steps"] == 2 * 3 * 2

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from helpers.files import read_events
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.processes import Processes
-from tokencredit.runs.checkpoint import FORMAT, write_manifest
+from tokencredit.runs.checkpoint import FORMAT
 from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.model import CriticConfig, ModelConfig
@@ -278,9 +278,3 @@ def test_the_end_names_files_and_commands(tmp_path, capsys):
         f"next    tokencredit report '{folder}' --open  the report in the browser",
         f"        tokencredit generate '{folder}'       completions",
     ]
-
-
-def test_a_manifest_is_written_in_the_newest_format(tmp_path):
-    (tmp_path / "state.json").write_text("{}")
-    write_manifest(tmp_path)
-    assert json.loads((tmp_path / "manifest.json").read_text())["format"] == FORMAT == 2

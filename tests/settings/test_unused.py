@@ -214,6 +214,15 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("control", {"stop.patience": 3}, "stop.patience", "without stop.reward"),
     ("text", {"run.samples": 0, "run.samples_every": 2}, "run.samples_every", "without run.samples"),
     ("text", {"run.samples": 0, "run.show_every": 2}, "run.show_every", "without run.samples"),
+    *[
+        ("text", {f"sharding.{key}": value}, f"sharding.{key}", "with run.shard: none")
+        for key, value in [
+            ("layers", ["transformer.h.*"]),
+            ("reshard_after_forward", False),
+            ("offload", "frozen"),
+            ("sampling", "layers"),
+        ]
+    ],
     ("control", {"env.clip": 5.0}, "env.clip", "without env.normalize_observations or env.normalize_rewards"),
     ("control", {"agent.hidden": [], "agent.activation": "relu"}, "agent.activation", "without agent.hidden"),
     ("control", {"agent.context": 4}, "agent.context", "without agent.policy: transformer"),

@@ -147,15 +147,18 @@ def test_a_column_that_the_prompts_lack_is_refused_before_the_folder_is_made(tmp
     tc.PPOTrainer(reward_funcs=correct, args=args, train_dataset=rows).train()
 
 
-def test_every_process_has_a_completion_for_each_minibatch():
-    args = tc.PPOConfig.from_dict({"rollout.batch_size": 8, "ppo.minibatches": 4})
-    check_batch_size(args, 2)
-    with pytest.raises(ConfigError) as caught:
-        check_batch_size(args, 4)
-    assert str(caught.value) == (
-        "ppo.minibatches is 4; it must be at most 2, the completions of each of the 4 processes "
-        "(rollout.batch_size is 8)"
+def test_every_process_has_a_prompt_to_sample_and_to_evaluate():
+    args = tc.PPOConfig.from_dict(
+        {"rollout.batch_size": 8, "rollout.per_prompt": 2, "ppo.minibatches": 8, "eval.every": 1, "eval.samples": 3}
     )
+    check_batch_size(args, 3)
+    with pytest.raises(ConfigError) as caught:
+        check_batch_size(args, 5)
+    assert str(caught.value) == (
+        "rollout.batch_size is 8; it must be at least 10, 5 processes times rollout.per_prompt, 2"
+    )
+    with pytest.raises(ConfigError, match=r"eval\.samples is 3; it must be at least 4, one per process"):
+        check_batch_size(args, 4)
 
 
 def test_a_callback_method_of_another_signature_is_refused():

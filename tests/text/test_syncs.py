@@ -15,6 +15,7 @@ from tokencredit.text.trainer import PPOTrainer
 
 MINIBATCHES, EPOCHS = 2, 2
 PASS, CUT, STEP = "text/models/actor_critic.py", "tokencredit/learn/experience.py", "tokencredit/learn/learner.py"
+COUNTS = "tokencredit/learn/minibatches.py"
 UPDATE, RATIOS, GRADIENT = (
     "tokencredit/learn/update.py",
     "tokencredit/core/losses.py",
@@ -56,14 +57,15 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     def cut(lengths, budget):
         return list(torch.cat(length_batches(lengths, budget)).tensor_split(micro_batches))
 
-    monkeypatch.setattr("tokencredit.learn.learner.length_batches", cut)
+    monkeypatch.setattr("tokencredit.learn.minibatches.length_batches", cut)
     learner = trainer.learner
     learner.settings = replace(learner.settings, whiten_minibatches=whiten)
     with counts() as counted:
         learner.update(experience)
     steps = EPOCHS * MINIBATCHES
     assert by_file(counted) == {
-        UPDATE: EPOCHS + 2,  # counts of a pass's minibatches; metrics of the update
+        COUNTS: EPOCHS,  # of a pass's minibatches
+        UPDATE: 2,  # metrics of the update
         RATIOS: 1,
         CUT: steps,
         STEP: steps,  # is the loss finite?
@@ -79,7 +81,7 @@ def test_a_step_of_the_critic_alone_waits_as_often(batch, counts):
     with counts() as counted:
         trainer.learner.pretrain_critic(experience)
     steps = EPOCHS * MINIBATCHES
-    expected = {UPDATE: EPOCHS, CUT: steps, "tokencredit/learn/critic_steps.py": steps, PASS: steps}
+    expected = {COUNTS: EPOCHS, CUT: steps, "tokencredit/learn/critic_steps.py": steps, PASS: steps}
     assert by_file(counted) == expected
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from jsonargparse import Namespace
 
-from tokencredit.commands import models, preferences, results, templates, training
+from tokencredit.commands import models, planning, preferences, results, templates, training
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.parsing import Parser, config_parser
@@ -15,6 +15,7 @@ from tokencredit.settings.text import PPOConfig
 
 COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = {
     "train": (partial(config_parser, PPOConfig), training.train),
+    "plan": (planning.plan_parser, planning.plan),
     "control": (partial(config_parser, ControlConfig), training.control),
     "sft": (partial(config_parser, SFTConfig), partial(training.offline, SFTConfig)),
     "reward-model": (partial(config_parser, RewardModelConfig), partial(training.offline, RewardModelConfig)),

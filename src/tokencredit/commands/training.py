@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
+from tokencredit.commands.jobs import training
 from tokencredit.commands.options import refuse_empty, require_gymnasium
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import RunFolder, read_python
+from tokencredit.runs.folder import read_python
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_idle
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.parsing import Parser, configure, new_command, to_config
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.world import CONTROL
 from tokencredit.signals import raising_interrupt
+
+if TYPE_CHECKING:
+    from tokencredit.sweep.launch import Launcher, Resources
+    from tokencredit.sweep.plan import Run
 
 
 def train(options: Namespace) -> None:
@@ -26,27 +33,20 @@ def train(options: Namespace) -> None:
     config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
     refuse_other_folder(config, options)
     refuse_idle(config, rows=())
-    first = os.environ.get("RANK", "0") == "0"  # only the main process writes
-    if first and not resume:
-        RunFolder(config.run.dir).refuse_if_used()  # before the slow imports below
-    from transformers.utils.logging import disable_progress_bar
-
-    from tokencredit.processes import Processes
-    from tokencredit.text.trainer import PPOTrainer
-
-    disable_progress_bar()  # the screen has its own progress bar
     if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume)) or []):
         raise ConfigError(
             f"{options.resume!r} was begun in Python with {', '.join(given)}, which its folder does not hold; pass the "
             "same from Python, and call train(resume_from_checkpoint=True)"
         )
-    processes = Processes()
-    try:
+    with training(config, resume=resume) as (config, resume):
+        from transformers.utils.logging import disable_progress_bar
+
+        from tokencredit.text.trainer import PPOTrainer
+
+        disable_progress_bar()  # the screen has its own progress bar
         trainer = PPOTrainer(args=config)
         with raising_interrupt():
             trainer.train(resume_from_checkpoint=resume)
-    finally:
-        processes.close()
 
 
 def begun(options: Namespace) -> Path | None:
@@ -68,13 +68,12 @@ def control(options: Namespace) -> None:
     resume = options.resume is not None
     config = to_config(options, ControlConfig, options.no_code, begun=begun(options))
     refuse_other_folder(config, options)
-    if not resume:
-        RunFolder(config.run.dir).refuse_if_used()
-    require_gymnasium()
-    from tokencredit.control.trainer import ControlTrainer
+    with training(config, resume=resume) as (config, resume):
+        require_gymnasium()
+        from tokencredit.control.trainer import ControlTrainer
 
-    with raising_interrupt():  # from the start, so that the environments' processes are ended too
-        ControlTrainer(config).train(resume_from_checkpoint=resume)
+        with raising_interrupt():  # from the start, so that the environments' processes are ended too
+            ControlTrainer(config).train(resume_from_checkpoint=resume)
 
 
 def offline(kind: type[OfflineSettings], options: Namespace) -> None:
@@ -83,23 +82,17 @@ def offline(kind: type[OfflineSettings], options: Namespace) -> None:
     config = to_config(options, kind, options.no_code, begun=begun(options))
     refuse_other_folder(config, options)
     refuse_idle(config, rows=())
-    if os.environ.get("RANK", "0") == "0" and not resume:
-        RunFolder(config.run.dir).refuse_if_used()
     if config.data.dataset is None:
         raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
-    from transformers.utils.logging import disable_progress_bar
+    with training(config, resume=resume) as (config, resume):
+        from transformers.utils.logging import disable_progress_bar
 
-    from tokencredit.processes import Processes
-    from tokencredit.text.offline.trainer import OfflineTrainer
+        from tokencredit.text.offline.trainer import OfflineTrainer
 
-    disable_progress_bar()
-    processes = Processes()
-    try:
+        disable_progress_bar()
         trainer = OfflineTrainer(config)
         with raising_interrupt():
             trainer.train(resume_from_checkpoint=resume)
-    finally:
-        processes.close()
 
 
 def sweep_parser() -> Parser:
@@ -109,7 +102,30 @@ def sweep_parser() -> Parser:
     parser.add_argument(
         "--seeds", type=PositiveInt | None, help="Number of the file's seeds to use, the first ones; by default all."
     )
-    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Number of runs in parallel.")
+    parser.add_argument(
+        "--on",
+        type=Literal["local", "ray", "slurm"],
+        default="local",
+        help="Place of the runs: processes here, tasks of a Ray cluster, or Slurm jobs.",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=PositiveInt | None,
+        help="Number of runs in parallel; by default one here, and on a cluster all that it has room for.",
+    )
+    parser.add_argument(
+        "--cores", type=PositiveInt | None, help="CPU cores per run on a cluster; by default 1, with its threads."
+    )
+    parser.add_argument(
+        "--gpus", type=NonNegativeInt | None, help="GPUs per run on a cluster, one process for each; by default 0."
+    )
+    parser.add_argument(
+        "--slurm",
+        nargs="+",
+        metavar="KEY=VALUE",
+        default=[],
+        help="Parameters of submitit for --on slurm, such as partition=gpu time=120.",
+    )
     parser.add_argument(
         "--dry_run", "--dry-run", action="store_true", help="Show the runs and their state; train nothing."
     )
@@ -124,17 +140,68 @@ def sweep(options: Namespace) -> None:
     refuse_empty(options, "export")
     if options.export and options.dry_run:
         raise ConfigError("--export and --dry_run are both given; leave one of them out")
+    if options.export and (options.on != "local" or options.jobs):
+        raise ConfigError("--export trains nothing, so that --on and --jobs have no effect; leave them out")
     from tokencredit.sweep import runner
-    from tokencredit.sweep.plan import first_seeds, read_sweep
+    from tokencredit.sweep.plan import first_seeds, read_sweep, refuse_changed
 
     runs = read_sweep(Path(options.file), partial(configure, no_code=options.no_code))
     count, most = options.seeds, len({run.seed for run in runs})
     if count is not None and count > most:
         raise ConfigError(f"--seeds is {count}; it must be at most {most}, the number of seeds in {options.file}")
     runs = first_seeds(runs, count)
-    if options.dry_run:
-        runner.show(runs, options.jobs)
-    elif options.export:
+    resources = cluster_resources(options, runs)
+    if options.export:
         runner.export(runs, Path(options.export), options.file)
-    else:
-        runner.sweep(runs, options.jobs, options.file)
+        return
+    refuse_changed(runs)
+    jobs = options.jobs or (1 if options.on == "local" else None)
+    if options.dry_run:
+        runner.show(runs, jobs, None if options.on == "local" else f"{options.on}: {resources} per run")
+        return
+    launcher = make_launcher(options, resources, runner.home(runs))
+    place = "" if options.on == "local" else f" --on {options.on}"
+    try:
+        runner.sweep(runs, launcher, jobs, f"tokencredit sweep {options.file}{place}")
+    finally:
+        launcher.close()
+
+
+def cluster_resources(options: Namespace, runs: Sequence[Run]) -> Resources:
+    """What each run gets on a cluster.
+
+    Raises:
+        ConfigError: a flag has no effect there, or the runs have no use for GPUs.
+    """
+    from tokencredit.sweep.launch import Resources
+
+    for name, places in (("cores", ("ray", "slurm")), ("gpus", ("ray", "slurm")), ("slurm", ("slurm",))):
+        if options[name] not in (None, []) and options.on not in places:
+            needed = " or ".join(places)
+            raise ConfigError(f"--{name} has an effect only with --on {needed}, and --on is {options.on}; leave it out")
+    resources = Resources(options.cores or 1, options.gpus or 0)
+    if resources.gpus and runs[0].world is CONTROL:
+        raise ConfigError(f"--gpus is {resources.gpus}, and agents are trained on CPUs; leave it out")
+    if options.on == "slurm":
+        from tokencredit.sweep.on_slurm import parameters
+
+        options.slurm = parameters(options.slurm)
+    return resources
+
+
+def make_launcher(options: Namespace, resources: Resources, home: Path) -> Launcher:
+    """The launcher of the place that `--on` names; `home` is the sweep's folder."""
+    if options.on == "ray":
+        from tokencredit.sweep.on_ray import Ray
+
+        return Ray(resources, home)
+    if options.on == "slurm":
+        from tokencredit.sweep.on_slurm import Slurm
+
+        return Slurm(resources, options.slurm)
+    from tokencredit.sweep.launch import Local, cpu_cores
+    from tokencredit.sweep.status import say
+
+    if (options.jobs or 1) > cpu_cores():
+        say(f"--jobs {options.jobs} exceeds this machine's {cpu_cores()} CPU cores; runs will slow each other down")
+    return Local(options.jobs or 1)

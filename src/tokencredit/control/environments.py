@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,10 @@ from gymnasium.wrappers.vector import (
     TransformReward,
 )
 
-from tokencredit.control.reward_scale import ScaleReward
+from tokencredit.control.failures import EnvironmentRaised
+from tokencredit.control.reward_scale import AgreedSteps, NormalizeAllObservations, ScaleReward, gather_copies
 from tokencredit.errors import ConfigError
+from tokencredit.processes import Processes
 from tokencredit.settings.control import EnvConfig
 
 EXPECTED_WARNINGS = (
@@ -45,10 +47,6 @@ EXPECTED_WARNINGS = (
 
 MAX_REPLAY_STEPS = 100_000
 """Recorded steps per episode; a longer episode restarts when a run is resumed."""
-
-
-class EnvironmentRaised(RuntimeError):
-    """An exception raised by an environment, as text, since it may come from another process."""
 
 
 class ReplayWrapper(gym.Wrapper):
@@ -150,6 +148,7 @@ def make_envs(
     training: bool = True,
     videos: Path | None = None,
     prefix: str = "",
+    several: Processes | None = None,
 ) -> VectorEnv:
     """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
 
@@ -164,6 +163,7 @@ def make_envs(
         training: allow reward normalisation and worker processes.
         videos: folder for a video of every episode; None for no videos.
         prefix: prefix of the videos' names.
+        several: the processes whose copies enter the statistics; None for a single one.
 
     Raises:
         ConfigError: unknown environment, missing dependency, or unsupported observation space.
@@ -193,21 +193,26 @@ def make_envs(
             f"env.id: its observations are {envs.single_observation_space}; "
             "Box, Discrete, MultiDiscrete and Dict are supported"
         )
-    return wrap_envs(envs, args, gamma, training)
+    return wrap_envs(envs, args, gamma, training, several)
 
 
-def wrap_envs(envs: VectorEnv, args: EnvConfig, gamma: float, training: bool) -> VectorEnv:
+def wrap_envs(
+    envs: VectorEnv, args: EnvConfig, gamma: float, training: bool, several: Processes | None = None
+) -> VectorEnv:
     """Add the vector wrappers: episode statistics, flat float32 observations, optional normalisation."""
+    gather = partial(gather_copies, several) if several else None
+    if several and (args.normalize_observations or args.normalize_rewards):
+        envs = AgreedSteps(envs, several)
     envs = RecordEpisodeStatistics(envs, buffer_length=1)
     if not isinstance(envs.single_observation_space, spaces.Box) or len(envs.single_observation_space.shape) != 1:
         envs = FlattenObservation(envs)
     if envs.single_observation_space.dtype != np.float32:
         envs = DtypeObservation(envs, np.float32)
     if args.normalize_observations:
-        envs = NormalizeObservation(envs)
+        envs = NormalizeObservation(envs) if gather is None else NormalizeAllObservations(envs, gather)
         envs = TransformObservation(envs, lambda x: np.clip(x, -args.clip, args.clip).astype(np.float32))
     if args.normalize_rewards and training:
-        envs = ScaleReward(envs, gamma=gamma)
+        envs = ScaleReward(envs, gamma, gather)
         envs = TransformReward(envs, lambda x: np.clip(x, -args.clip, args.clip))
     return envs
 
@@ -287,6 +292,19 @@ def restore_envs(envs: VectorEnv, state: dict[str, Any]) -> list[int]:
     return lost
 
 
+def merged_envs(parts: Sequence[Mapping[str, Any]], share: slice) -> dict[str, Any]:
+    """A share of the copies, from the results of `save_envs` in all processes, in their order."""
+
+    def merged(values: Sequence[Any]) -> Any:
+        return values[0] if isinstance(values[0], dict) else np.concatenate(values)[share]
+
+    layers = zip(*(part["layers"] for part in parts), strict=True)
+    return {
+        "copies": [copy for part in parts for copy in part["copies"]][share],
+        "layers": [{name: merged([layer[name] for layer in same]) for name in same[0]} for same in layers],
+    }
+
+
 def base_env(envs: VectorEnv) -> SyncVectorEnv | AsyncVectorEnv:
     """The vector environment inside all wrappers; its `call` reaches each copy."""
     inner = envs.unwrapped
@@ -295,8 +313,8 @@ def base_env(envs: VectorEnv) -> SyncVectorEnv | AsyncVectorEnv:
 
 
 def vector_wrappers(envs: VectorEnv) -> list[VectorEnv]:
-    """The wrappers around all copies."""
-    return [layer for layer in wrappers(envs) if layer is not envs.unwrapped]
+    """The wrappers around all copies that are the same in any number of processes."""
+    return [layer for layer in wrappers(envs) if layer is not envs.unwrapped and not isinstance(layer, AgreedSteps)]
 
 
 def wrapper_state(layer: VectorEnv) -> dict[str, Any]:

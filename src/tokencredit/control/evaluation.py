@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.environments import expected_warnings, make_envs, share_statistics, statistics
-from tokencredit.control.rollout import environment_errors
+from tokencredit.control.failures import environment_errors
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
 

@@ -1,11 +1,21 @@
-"""Reward scaling by the running standard deviation of the discounted return."""
+"""Running statistics over all copies of an environment, those of other processes included."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from gymnasium.wrappers.vector import NormalizeReward
+import torch
+from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
+
+from tokencredit.control.failures import environment_errors
+from tokencredit.errors import RunStopped
+from tokencredit.processes import Processes
+
+Gather = Callable[[np.ndarray], np.ndarray]
+"""Rows of all processes from those of this one, in the order of the copies."""
 
 
 class ScaleReward(NormalizeReward):
@@ -16,12 +26,62 @@ class ScaleReward(NormalizeReward):
     reward.
     """
 
+    def __init__(self, env: VectorEnv, gamma: float, gather: Gather | None = None):
+        """Wrap the copies of this process; `gather` collects rows of all."""
+        super().__init__(env, gamma=gamma)
+        self.gather = gather
+
     def step(self, actions: Any) -> Any:
         """Step all copies; the step after an episode's end is a reset and does not count."""
         observation, reward, terminated, truncated, info = self.env.step(actions)
         reset = self._prev_dones.astype(bool)
         self.accumulated_reward[:] = np.where(reset, 0.0, self.gamma * self.accumulated_reward + reward)
+        returns = self.accumulated_reward
+        if self.gather is not None:
+            returns, was_reset = self.gather(np.stack([returns, reset], axis=1)).T
+            reset = was_reset.astype(bool)
         if not reset.all():
-            self.return_rms.update(self.accumulated_reward[~reset])  # type: ignore[no-untyped-call]
+            self.return_rms.update(returns[~reset])  # type: ignore[no-untyped-call]
         self._prev_dones = np.logical_or(terminated, truncated).astype(np.float32)
         return observation, reward / np.sqrt(self.return_rms.var + self.epsilon), terminated, truncated, info
+
+
+class NormalizeAllObservations(NormalizeObservation):
+    """Gymnasium's normalisation, with the statistics of the copies of all processes."""
+
+    def __init__(self, env: VectorEnv, gather: Gather):
+        """Wrap the copies of this process; `gather` collects rows of all."""
+        super().__init__(env)
+        self.gather = gather
+
+    def observations(self, observations: np.ndarray) -> np.ndarray:
+        """Normalise a step's observations, `[copies, size]`, after an update of the statistics with all copies'."""
+        self.obs_rms.update(self.gather(observations))  # type: ignore[no-untyped-call]
+        deviation = np.sqrt(self.obs_rms.var + self.epsilon)
+        normalized: np.ndarray = ((observations - self.obs_rms.mean) / deviation).astype(np.float32)
+        return normalized
+
+
+class AgreedSteps(VectorWrapper):
+    """Raises `RunStopped` in all processes if an environment of one raises: they would wait for its numbers."""
+
+    def __init__(self, env: VectorEnv, processes: Processes):
+        """Wrap the copies of this process."""
+        super().__init__(env)
+        self.processes = processes
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset this process's copies."""
+        with self.processes.agreed(RunStopped), environment_errors():
+            return self.env.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        """Step this process's copies."""
+        with self.processes.agreed(RunStopped), environment_errors():
+            return self.env.step(actions)
+
+
+def gather_copies(processes: Processes, rows: np.ndarray) -> np.ndarray:
+    """A step's rows of all copies from those of this process's, in the order of the copies."""
+    gathered: np.ndarray = processes.gather(torch.from_numpy(np.ascontiguousarray(rows))).numpy()
+    return gathered

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environments import EnvironmentRaised, restore_envs, save_envs
+from tokencredit.control.environments import merged_envs, restore_envs, save_envs
+from tokencredit.control.failures import environment_errors
 from tokencredit.core.advantages import estimate
 from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.rng import from_hex, to_hex
+from tokencredit.processes import Processes
 from tokencredit.settings.training import AdvantageSettings
 
 
@@ -85,21 +87,26 @@ class Rollout:
 class Collector:
     """Steps an environment, and keeps its state between rollouts."""
 
-    def __init__(self, envs: VectorEnv, agent: Agent, seed: int):
-        """Reset all copies; their seeds are `seed`, `seed` + 1, ….
+    def __init__(self, envs: VectorEnv, agent: Agent, seed: int, processes: Processes | None = None):
+        """Reset all copies; their seeds are `seed`, `seed` + 1, …, counted over all processes.
 
         Args:
             envs: environments with flat float32 observations that reset on the step after an episode's end.
             agent: the agent that acts.
             seed: seed of the environments and of the action sampling.
+            processes: processes of the job, each with an equal share of the copies, in order; None for a single one.
 
         Raises:
             RunStopped: an environment raised.
         """
         self.envs, self.agent = envs, agent
+        self.processes = processes
         self.generator = torch.Generator().manual_seed(seed)
-        with environment_errors():
-            self.observation, _ = envs.reset(seed=seed)
+        self.number = envs.num_envs * (processes.count if processes else 1)
+        """Copies in all processes."""
+        self.share = processes.share(self.number) if processes else slice(0, self.number)
+        with self.agreed(), environment_errors():
+            self.observation, _ = envs.reset(seed=seed + self.share.start)
         self.ended = np.zeros(envs.num_envs, dtype=bool)
 
     @torch.no_grad()
@@ -115,10 +122,10 @@ class Collector:
         observations = np.empty((steps + 1, copies, size), dtype=np.float32)
         rewards = np.zeros((steps, copies), dtype=np.float32)
         acted, terminated, truncated = (np.zeros((steps, copies), dtype=bool) for _ in range(3))
-        noise = distribution.noise((steps, copies), self.generator)
+        noise = distribution.noise((steps, self.number), self.generator)[:, self.share]
         frames = torch.from_numpy(observations)
         sampled, episodes = [], []
-        with environment_errors(), torch.inference_mode():  # cheaper than no_grad
+        with self.agreed(), environment_errors(), torch.inference_mode():  # cheaper than no_grad
             for t, (frame, step_noise) in enumerate(zip(frames[:-1].unbind(), noise.unbind(), strict=True)):
                 observations[t] = self.observation
                 acted[t] = ~self.ended
@@ -128,12 +135,13 @@ class Collector:
                 self.ended = terminated[t] | truncated[t]
                 if "episode" in info:
                     stats = info["episode"]
-                    episodes += [(float(stats["r"][i]), int(stats["l"][i])) for i in np.flatnonzero(info["_episode"])]
+                    ended = np.flatnonzero(info["_episode"])
+                    episodes += [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended]
         observations[steps] = self.observation
         actions = torch.stack(sampled)
-        if message := non_finite_message("an observation", observations):
+        if message := self.problem("an observation", observations):
             raise RunStopped(message)
-        if message := non_finite_message("a reward", rewards):
+        if message := self.problem("a reward", rewards):
             raise NonFiniteReward(message, observations, rewards)
 
         # One batched forward pass for the log-probs and values, as in the update; so the ratio starts at exactly 1.
@@ -152,8 +160,27 @@ class Collector:
             terminated=ends,
             truncated=cuts,
             bootstrap=None if values is None else values[1:].T,
-            episodes=episodes,
+            episodes=self.gather_episodes(episodes),
         )
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """A context that raises `RunStopped` in all processes if one of them does: they would wait for it later."""
+        return nullcontext() if self.processes is None else self.processes.agreed(RunStopped)
+
+    def problem(self, name: str, array: np.ndarray) -> str | None:
+        """Error message for non-finite numbers of any process; None if all are finite."""
+        message = non_finite_message(name, array, self.share.start)
+        if self.processes is not None and self.processes.any(message is not None):
+            message = message or f"an environment of another process gave {name} that is not finite"
+        return message
+
+    def gather_episodes(self, episodes: Sequence[tuple[int, float, int]]) -> list[tuple[float, int]]:
+        """Return and length of the episodes of all processes, by their last step, from (step, return, length)."""
+        if self.processes is not None:
+            rows = torch.tensor(episodes, dtype=torch.float64).reshape(-1, 3)
+            counts = self.processes.gather(torch.tensor([len(rows)])).tolist()
+            episodes = sorted(map(tuple, self.processes.gather_rows(rows, counts).tolist()), key=lambda row: row[0])
+        return [(score, int(length)) for _, score, length in episodes]
 
     def state(self) -> dict[str, Any]:
         """Resumable state, as plain values and arrays."""
@@ -164,14 +191,28 @@ class Collector:
             "envs": save_envs(self.envs),
         }
 
-    def load(self, state: dict[str, Any]) -> list[int]:
-        """Restore the result of `state`; returns the copies that could not be restored and start a new episode."""
-        with environment_errors():
+    def load(self, state: dict[str, Any], everyone: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Restore the result of `state`; returns the copies that could not be restored and start a new episode.
+
+        Args:
+            state: of this process.
+            everyone: the states of all processes if another number of them wrote the state, else None.
+        """
+        if everyone is not None:
+            arrays = {
+                name: np.concatenate([x[name] for x in everyone])[self.share] for name in ("observation", "ended")
+            }
+            state = state | arrays | {"envs": merged_envs([x["envs"] for x in everyone], self.share)}
+        with self.agreed(), environment_errors():
             lost = restore_envs(self.envs, state["envs"])
         self.generator.set_state(from_hex(state["generator"]))
         self.observation, self.ended = state["observation"], state["ended"]
         self.ended[lost] = True
-        return lost
+        if self.processes is None:
+            return lost
+        flags = torch.zeros(self.envs.num_envs, dtype=torch.int64)
+        flags[lost] = 1
+        return self.processes.gather(flags).nonzero().flatten().tolist()
 
 
 def not_restored_message(lost: Sequence[int]) -> str:
@@ -182,20 +223,12 @@ def not_restored_message(lost: Sequence[int]) -> str:
     )
 
 
-def non_finite_message(name: str, array: np.ndarray) -> str | None:
-    """Error message for the first non-finite element of `[time, copies, …]`; None if all are finite."""
+def non_finite_message(name: str, array: np.ndarray, first: int = 0) -> str | None:
+    """Error message for the first non-finite element of `[time, copies, …]`; None if all are finite.
+
+    `first` is the number of the first copy.
+    """
     if np.isfinite(array.sum()) or np.isfinite(array).all():
         return None
     step, copy = np.argwhere(~np.isfinite(array))[0][:2]
-    return f"environment {copy} gave {name} that is not finite, at step {step} of the rollout"
-
-
-@contextmanager
-def environment_errors() -> Iterator[None]:
-    """Turn an environment's exception, or the death of its process, into `RunStopped`."""
-    try:
-        yield
-    except EnvironmentRaised as error:
-        raise RunStopped(str(error)) from error
-    except (EOFError, ConnectionError) as error:
-        raise RunStopped("a process that ran an environment has ended; was it killed?") from error
+    return f"environment {first + copy} gave {name} that is not finite, at step {step} of the rollout"

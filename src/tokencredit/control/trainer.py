@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from gymnasium.spaces import Discrete
 from gymnasium.spaces.utils import flatdim
+from torch import Tensor
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.audit.auditing import Auditor
@@ -22,7 +24,7 @@ from tokencredit.control.rollout import Collector, NonFiniteReward, Rollout, not
 from tokencredit.control.setup import build_learner
 from tokencredit.core.masked import moments
 from tokencredit.core.whitening import whiten
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import nbytes
@@ -56,13 +58,20 @@ class ControlTrainer:
             ConfigError: a setting, environment or folder cannot be used.
         """
         self.args = args = require_config(args, ControlConfig)
-        processes = Processes()
-        if processes.count > 1:
-            raise ConfigError("agents train in a single process; env.processes runs each environment in its own")
+        processes = Processes(args.run.timeout)
+        several = processes if processes.count > 1 else None
+        if several:
+            refuse_unsplit(args, several)
         self.record = RunRecord(args.run, processes, CONTROL)
         with preserved(), threads(args.threads), expected_warnings(args.env):
             torch.manual_seed(args.seed)
-            self.envs = make_envs(args.env, args.env.number, args.advantage.gamma, stack=args.agent.observations())
+            self.envs = make_envs(
+                args.env,
+                args.env.number // processes.count,
+                args.advantage.gamma,
+                stack=args.agent.observations(),
+                several=several,
+            )
             spaces = self.envs.single_observation_space, self.envs.single_action_space
             self.agent = Agent(*spaces, args.agent, args.critic.kind)
             if args.eval.videos:
@@ -70,8 +79,9 @@ class ControlTrainer:
             self.player = Player(args, self.agent, self.envs)
             self.auditor = Auditor(args, self.agent, self.envs)
             self.learner = build_learner(args, self.agent, processes)
-            self.collector = Collector(self.envs, self.agent, args.seed)
+            self.collector = Collector(self.envs, self.agent, args.seed, several)
             self.rng = torch_state()
+        self.reduce = several.sum if several else None
         self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
         self.notes: Sequence[str] = ()
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
@@ -135,20 +145,33 @@ class ControlTrainer:
             "steps_per_second": steps / seconds,
         }
         if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
-            metrics |= self.evaluate(number)
+            metrics |= self._by_main(partial(self.evaluate, number))
         if args.audit.every and number % args.audit.every == 0:
-            metrics |= self.auditor.measure(number, self.record)
+            metrics |= self._by_main(partial(self.auditor.measure, number, self.record))
         return metrics, []
+
+    def _by_main(self, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Metrics that the main process measures while the others wait, in every process.
+
+        They decide when to save, so all processes need the same ones, whatever the environment does.
+        """
+        processes = self.record.processes
+        if processes.count == 1:
+            return measure()
+        with processes.agreed(OSError), processes.agreed(RunStopped):
+            metrics = measure() if processes.main else {}
+        received: dict[str, float] = json.loads(processes.texts(json.dumps(metrics))[0])
+        return received
 
     def give_credit(self, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
         """The experience, with one row per transition, and metrics of its credit."""
         advantages, returns = rollout.credit(self.args.advantage)
-        _, mean, variance = moments(advantages, rollout.mask)
+        _, mean, variance = moments(advantages, rollout.mask, self.reduce)
         metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
         if rollout.values is not None:
-            metrics |= critic_metrics(rollout.values, returns, rollout.mask)
+            metrics |= critic_metrics(rollout.values, returns, rollout.mask, self.reduce)
         if self.args.advantage.whiten == "batch":
-            advantages = whiten(advantages, rollout.mask)
+            advantages = whiten(advantages, rollout.mask, reduce=self.reduce)
         return rollout.experience(advantages, returns), metrics
 
     def update(self, number: int, experience: Experience) -> dict[str, float]:
@@ -173,21 +196,26 @@ class ControlTrainer:
         return metrics
 
     def state(self) -> tuple[State, State]:
-        """Resumable state, shared and of this process; agents train in a single process."""
+        """Resumable state, shared and of this process, which has its environments."""
         shared, own = self.learner.state()
-        shared |= {"collector": self.collector.state(), "episodes": list(self.episodes), "steps": self.steps}
-        return shared, own | {"random": random_state()}
+        shared |= {"episodes": list(self.episodes), "steps": self.steps}
+        return shared, own | {"collector": self.collector.state(), "random": random_state()}
+
+    def sharded_tensors(self) -> dict[str, Tensor]:
+        """Nothing: agents are not sharded."""
+        return {}
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the Trainer protocol)
         """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""
+        own, everyone = state["process"], state["all_processes"]
         try:
-            self.learner.load(state, state["process"])
+            self.learner.load(state, own, everyone)
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this agent: {error}") from error
-        lost = self.collector.load(state["collector"])
+        lost = self.collector.load(own["collector"], everyone and [part["collector"] for part in everyone])
         self.episodes.extend((score, length) for score, length in state["episodes"])
         self.steps = state["steps"]
-        set_random_state(state["process"]["random"])
+        set_random_state(own["random"])
         return [not_restored_message(lost)] if lost else ()
 
     def rewind(self) -> bool:
@@ -205,3 +233,16 @@ class ControlTrainer:
 
     def _save(self, folder: Path, _summary: Summary) -> None:
         save_agent(folder, self.agent, self.envs)
+
+
+def refuse_unsplit(args: ControlConfig, processes: Processes) -> None:
+    """Raise `ConfigError` if several processes cannot share the environments."""
+    if args.env.number % processes.count:
+        raise ConfigError(
+            f"env.number is {args.env.number}; {processes.count} processes share the environments, so it must be a "
+            f"multiple of {processes.count}"
+        )
+    if processes.device.type != "cpu":
+        raise ConfigError(
+            "several processes train an agent on CPUs; set the environment variable ACCELERATE_USE_CPU=true"
+        )

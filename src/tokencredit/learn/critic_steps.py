@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tokencredit.learn.experience import Experience, ReturnBuffer, length_batches
+from tokencredit.learn.experience import Experience, ReturnBuffer
+from tokencredit.learn.minibatches import Minibatch, micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients
-from tokencredit.learn.update import NonFiniteUpdate, OnStep, UpdateSettings, drop_gradients, minibatches
+from tokencredit.learn.update import NonFiniteUpdate, OnStep, UpdateSettings, drop_gradients
 from tokencredit.processes import Processes
 
 
@@ -26,7 +27,8 @@ class CriticSteps:
         settings: UpdateSettings,
         generator: torch.Generator,
         processes: Processes,
-        locate: Callable[[Experience, Tensor], NonFiniteUpdate],
+        lockstep: Processes | None,
+        locate: Callable[[Minibatch], NonFiniteUpdate],
     ):
         """Store the parts.
 
@@ -36,10 +38,11 @@ class CriticSteps:
             settings: the update's settings.
             generator: shuffles the rows.
             processes: the processes of the job.
+            lockstep: as in `micro_batches`.
             locate: finds the row of a minibatch whose loss is not finite.
         """
         self._critic, self.optimizer, self.settings = passes.critic, optimizer, settings
-        self.generator, self.processes, self._locate = generator, processes, locate
+        self.generator, self.processes, self.lockstep, self._locate = generator, processes, lockstep, locate
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.buffer = ReturnBuffer(settings.critic_buffer, passes.critic_inputs)
 
@@ -62,12 +65,12 @@ class CriticSteps:
         bad_steps = 0
         for source, objective in passes:
             for part in minibatches(source, objective, self.settings.minibatches, self.generator, self.processes):
-                minibatch, is_new = source.select(part.rows), source is experience
-                loss, grad_norm = self.gradient(minibatch, objective, part.counts)
+                minibatch, is_new = part.experience, source is experience
+                loss, grad_norm = self.gradient(minibatch, objective, part.counts, real=part.real)
                 if not self.processes.all(math.isfinite(loss + grad_norm)):
                     bad_steps += 1
                     buffered_error = NonFiniteUpdate("value loss of an earlier batch", None)
-                    on_step(minibatch, self._locate(experience, part.rows) if is_new else buffered_error)
+                    on_step(minibatch, self._locate(part) if is_new else buffered_error)
                     continue
                 self.optimizer.step()
                 losses.append(loss)
@@ -80,7 +83,12 @@ class CriticSteps:
         return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
 
     def gradient(
-        self, minibatch: Experience, objective: Objective, counts: Sequence[float] | None = None
+        self,
+        minibatch: Experience,
+        objective: Objective,
+        counts: Sequence[float] | None = None,
+        *,
+        real: bool = True,
     ) -> tuple[float, float]:
         """Compute the clipped value-loss gradient of the critic's own parameters; returns loss and gradient norm.
 
@@ -92,12 +100,12 @@ class CriticSteps:
             counts = self.processes.sum(objective.count(minibatch.mask, minibatch.value_mask)).tolist()
         drop_gradients(self.parameters)
         losses = []
-        for rows in length_batches(minibatch.lengths, self.settings.micro_batch_tokens):
-            part = minibatch.select(rows)
+        for part, in_loss in micro_batches(minibatch, self.settings.micro_batch_tokens, self.lockstep, real=real):
             value_loss = MicroBatchLoss(objective, part, counts).value_loss(self._critic(part.inputs))
-            value_loss.backward()
+            value_loss = value_loss if in_loss else 0 * value_loss
+            self.processes.backward(value_loss)
             losses.append(value_loss.detach())
-        self.processes.sum_gradients(self.parameters)
+        self.processes.average_gradients(self.parameters)
         norm = clip_gradients(self.parameters, self.settings.max_grad_norm, self.settings.grad_norm_type)
         total = self.processes.sum(torch.stack(losses).sum())
         loss, grad_norm = torch.stack([total, norm]).tolist()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tokencredit.core.masked import Reduce, explained_variance, moments
 
@@ -18,6 +19,10 @@ PASS_OVERHEAD = 256
 
 PASS_OVERHEAD_ON_ACCELERATORS = 4096
 """Fixed cost of an extra forward pass on other devices, in tokens; only large products keep them busy."""
+
+
+LEFT_PADDED = ("prompt_ids", "prompt_mask")
+"""Inputs whose padding comes first; all other tensors are padded at their end."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,29 @@ class Experience:
         own = {name: tensor for name, tensor in vars(self).items() if name != "inputs" and tensor is not None}
         return self.inputs | own
 
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> Experience:
+        """The experience with each tensor replaced by `function(name, tensor)`, inputs first."""
+        inputs = {name: function(name, x) for name, x in self.inputs.items()}
+        own = {name: x for name, x in vars(self).items() if name != "inputs"}
+        changed: dict[str, Any] = {name: x if x is None else function(name, x) for name, x in own.items()}
+        return Experience(inputs, **changed)
+
+    def columns(self) -> list[Tensor]:
+        """All tensors, in the order of `map`."""
+        return [*self.inputs.values(), *(x for name, x in vars(self).items() if name != "inputs" and x is not None)]
+
+    def widths(self) -> list[int]:
+        """The length of each tensor's second axis, or 0, in the order of `map`."""
+        return [x.shape[1] if x.dim() > 1 else 0 for x in self.columns()]
+
+    def padded(self, widths: Iterable[int]) -> Experience:
+        """The experience with second axes as long as the result of `widths`, of this or another one."""
+        width = iter(widths)
+        return self.map(lambda name, x: _widened(name, x, next(width)))
+
     def select(self, rows: Tensor | slice) -> Experience:
         """Select rows, in the given order."""
-        inputs = {name: tensor[rows] for name, tensor in self.inputs.items()}
-        own: dict[str, Any] = {name: x if x is None else x[rows] for name, x in vars(self).items() if name != "inputs"}
-        return Experience(inputs, **own)
-
-    def minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Shuffled row indices, split into `count` minibatches whose sizes differ by at most one."""
-        order = torch.randperm(len(self), generator=generator)
-        yield from order.to(self.mask.device).tensor_split(count)
+        return self.map(lambda _, tensor: tensor[rows])
 
 
 BUFFERED = ("mask", "lengths", "values", "returns", "value_mask")
@@ -90,14 +108,47 @@ class ReturnBuffer:
             for experience in self.experiences
         ]
 
-    def load(self, state: Iterable[dict[str, Any]], device: torch.device) -> None:
-        """Restore the result of `state`, on a device."""
+    def load(
+        self,
+        states: Sequence[Sequence[dict[str, Any]]],
+        device: torch.device,
+        share: Callable[[int], slice] | None = None,
+    ) -> None:
+        """Restore the results of `state`, on a device.
+
+        Args:
+            states: of this process, or of all processes that wrote the checkpoint.
+            device: where to.
+            share: selects this process's rows of all; None keeps them.
+        """
         self.experiences.clear()
-        for tensors in state:
-            inputs = {name: x.to(device) for name, x in tensors["inputs"].items()}
-            own = {name: x.to(device) for name, x in tensors.items() if name != "inputs"}
-            empty = _empty(own["returns"])
-            self.experiences.append(Experience(inputs, logprobs=empty, advantages=empty, **own))
+        for parts in zip(*states, strict=True):
+            experience = joined([_buffered(tensors, device) for tensors in parts])
+            self.experiences.append(experience if share is None else experience.select(share(len(experience))))
+
+
+def _buffered(tensors: Mapping[str, Any], device: torch.device) -> Experience:
+    """An experience from its part of `ReturnBuffer.state`."""
+    inputs = {name: x.to(device) for name, x in tensors["inputs"].items()}
+    own = {name: x.to(device) for name, x in tensors.items() if name != "inputs"}
+    empty = _empty(own["returns"])
+    return Experience(inputs, logprobs=empty, advantages=empty, **own)
+
+
+def joined(parts: Sequence[Experience]) -> Experience:
+    """The rows of several experiences, padded to the longest prompt and response."""
+    widths = [max(column) for column in zip(*(part.widths() for part in parts), strict=True)]
+    columns = zip(*(part.padded(widths).columns() for part in parts), strict=True)
+    whole = iter([torch.cat(column) for column in columns])
+    return parts[0].map(lambda _name, _part: next(whole))
+
+
+def _widened(name: str, x: Tensor, width: int) -> Tensor:
+    """A tensor padded along its second axis, if it has one."""
+    missing = width - (x.shape[1] if x.dim() > 1 else 0)
+    if missing == 0:
+        return x
+    return pad(x, (0, 0) * (x.dim() - 2) + ((missing, 0) if name in LEFT_PADDED else (0, missing)))
 
 
 def _empty(returns: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from tokencredit.core.whitening import whiten
 from tokencredit.learn.critic_steps import CriticSteps, unclipped
-from tokencredit.learn.experience import Experience, length_batches
+from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import follow_returns, histogram_heads
+from tokencredit.learn.minibatches import Minibatch, micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
 from tokencredit.learn.rng import from_hex, to_hex
@@ -21,18 +23,17 @@ from tokencredit.learn.state import load_optimizer_state, load_trained_weights, 
 from tokencredit.learn.stopping import past_target_kl
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import (
-    Minibatch,
     NonFiniteUpdate,
     OnStep,
     StepRecord,
     UpdateSettings,
     drop_gradients,
-    minibatches,
     raise_non_finite,
     ratios,
     update_metrics,
 )
 from tokencredit.processes import Processes
+from tokencredit.sharding import sharded_in
 
 
 class Learner:
@@ -64,8 +65,10 @@ class Learner:
         self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
         self.schedule, self.generator, self.processes = schedule, generator, processes
         self.wrapped = processes.wrap(model)
+        self.lockstep = processes if sharded_in(model) else None
+        """The processes, if all must make equal numbers of passes."""
         self._evaluate = passes.evaluate
-        self.critic = CriticSteps(passes, optimizer, settings, generator, processes, self._locate)
+        self.critic = CriticSteps(passes, optimizer, settings, generator, processes, self.lockstep, self._locate)
         self.histograms = histogram_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.training_modules = training_modules(model)
@@ -83,7 +86,8 @@ class Learner:
         Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
 
         Args:
-            experience: this process's share of one rollout with its credit.
+            experience: this process's share of one rollout with its credit. The rows of all processes are shuffled
+                together, so that one process, or several, take the same steps.
             frozen: parameters that the joint steps of policy and critic do not change.
             on_step: called after each minibatch, and may raise. A step with a non-finite loss or gradient is skipped,
                 and counts only in the metric `bad_steps`.
@@ -104,13 +108,13 @@ class Learner:
         follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
             for part in self._minibatches(experience):
-                minibatch = self._whitened(experience.select(part.rows), part.tokens)
-                record, norm = self._gradient(minibatch, part.counts, frozen)
+                minibatch = self._whitened(part)
+                record, norm = self._gradient(minibatch, part, frozen)
                 # The only device synchronisation of a step.
                 *losses, grad_norm = torch.stack([*(micro.loss for micro in record), norm]).tolist()
                 if not self.processes.all(math.isfinite(sum(losses) + grad_norm)):
                     bad_steps += 1
-                    on_step(minibatch, self._locate(experience, part.rows))
+                    on_step(minibatch, self._locate(part))
                     continue
                 records.append(record)
                 if settings.target_kl is not None:
@@ -159,22 +163,34 @@ class Learner:
         return metrics | {"bad_steps": bad_steps}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Training state: weights and optimizer moments, shared by all processes, and this process's RNG and buffer."""
-        shared = {"weights": trained_weights(self.model), "optimizer": optimizer_state(self.optimizer)}
-        own = {"shuffling": to_hex(self.generator.get_state())}
-        return shared, own | ({"buffer": self.critic.buffer.state()} if self.settings.critic_buffer else {})
+        """Training state that all processes share, and this process's part of the critic's buffer."""
+        shared = {
+            "weights": trained_weights(self.model),
+            "optimizer": optimizer_state(self.optimizer, self.model),
+            "shuffling": to_hex(self.generator.get_state()),
+        }
+        return shared, {"buffer": self.critic.buffer.state()} if self.settings.critic_buffer else {}
 
-    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def load(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         """Restore the result of `state`.
+
+        Args:
+            shared: the shared part.
+            own: this process's part.
+            everyone: the parts of all processes if another number of them wrote the state, else None.
 
         Raises:
             ValueError: the weights or moments do not fit this model.
         """
         load_trained_weights(self.model, shared["weights"])
-        load_optimizer_state(self.optimizer, shared["optimizer"])
-        self.generator.set_state(from_hex(own["shuffling"]))
+        load_optimizer_state(self.optimizer, self.model, shared["optimizer"])
+        self.generator.set_state(from_hex(shared["shuffling"]))
         if self.settings.critic_buffer:
-            self.critic.buffer.load(own["buffer"], self.processes.device)
+            parts = [own["buffer"]] if everyone is None else [part["buffer"] for part in everyone]
+            share = None if everyone is None else self.processes.share
+            self.critic.buffer.load(parts, self.processes.device, share)
 
     def _minibatches(self, experience: Experience) -> Iterator[Minibatch]:
         """The minibatches of all joint steps."""
@@ -182,62 +198,76 @@ class Learner:
         for _ in range(settings.epochs):
             yield from minibatches(experience, self.objective, settings.minibatches, self.generator, self.processes)
 
-    def _whitened(self, minibatch: Experience, tokens: float) -> Experience:
+    def _whitened(self, part: Minibatch) -> Experience:
+        minibatch = part.experience
         if not self.settings.whiten_minibatches:
             return minibatch
+        mask = minibatch.mask & part.real
         reduce = None if self.processes.count == 1 else self.processes.sum
-        whitened = whiten(minibatch.advantages, minibatch.mask, reduce=reduce, count=tokens)
-        return replace(minibatch, advantages=whitened)
+        return replace(minibatch, advantages=whiten(minibatch.advantages, mask, reduce=reduce, count=part.tokens))
 
     def _gradient(
-        self, minibatch: Experience, counts: Sequence[float], frozen: Iterable[Tensor]
+        self, minibatch: Experience, part: Minibatch, frozen: Iterable[Tensor]
     ) -> tuple[list[StepRecord], Tensor]:
         """Compute a minibatch's clipped gradient; returns its record, and the gradient norm before clipping."""
         drop_gradients(self.parameters)
-        record = self.backward(minibatch, counts)
+        record = self.backward(minibatch, part.counts, real=part.real)
         drop_gradients(frozen)
         return record, clip_gradients(self.parameters, self.settings.max_grad_norm, self.settings.grad_norm_type)
 
-    def backward(self, minibatch: Experience, counts: Sequence[float] | None = None) -> list[StepRecord]:
+    def backward(
+        self, minibatch: Experience, counts: Sequence[float] | None = None, *, real: bool = True
+    ) -> list[StepRecord]:
         """Accumulate a minibatch's gradient over micro-batches of similar lengths.
 
         Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
         and processes add up to the same gradient, however they are split. Processes synchronise gradients once, with
-        the last micro-batch, so that their numbers of micro-batches may differ.
+        the last micro-batch, so that their numbers of micro-batches may differ; those of a model with sharded modules,
+        whose passes are collective, are made equal.
 
         Args:
             minibatch: the rows.
             counts: divisors of the means, over all processes; None computes them.
+            real: false for rows that only take part in the collective operations: gradient and record are 0.
         """
         if counts is None:
             counts = self.processes.sum(self.objective.count(minibatch.mask, minibatch.value_mask)).tolist()
         records = []
-        batches = length_batches(minibatch.lengths, self.settings.micro_batch_tokens)
-        for number, rows in enumerate(batches, start=1):
-            part = minibatch if len(batches) == 1 else minibatch.select(rows)
+        batches = micro_batches(minibatch, self.settings.micro_batch_tokens, self.lockstep, real=real)
+        for number, (part, in_loss) in enumerate(batches, start=1):
             loss = MicroBatchLoss(self.objective, part, counts)
-            if number < len(batches):
-                with self.processes.no_sync(self.wrapped):
-                    records.append(self._pass(part, loss))
-            else:
-                records.append(self._pass(part, loss))
+            with self.processes.no_sync(self.wrapped) if number < len(batches) else nullcontext():
+                records.append(self._pass(part, loss, in_loss))
+        if self.lockstep is not None:
+            self.processes.average_gradients(self.parameters)
         return records
 
-    def _pass(self, part: Experience, loss: MicroBatchLoss) -> StepRecord:
-        """Run a forward and a backward pass."""
+    def _pass(self, part: Experience, loss: MicroBatchLoss, real: bool) -> StepRecord:
+        """Run a forward and a backward pass; without an effect if the rows are not real."""
         outputs = self._evaluate(self.wrapped, part.inputs, loss)
         total, parts = loss.complete(outputs)
+        if not real:
+            total, parts = 0 * total, {name: 0 * x for name, x in parts.items()}
         self.processes.backward(total)
-        return StepRecord(total.detach(), parts, outputs.logprobs, part.logprobs, part.mask)
+        return StepRecord(total.detach(), parts, outputs.logprobs, part.logprobs, part.mask & real)
 
     @torch.no_grad()
-    def _locate(self, experience: Experience, rows: Tensor) -> NonFiniteUpdate:
+    def _locate(self, part: Minibatch) -> NonFiniteUpdate:
         """Find the first row and loss term of a failed minibatch that are not finite, one row at a time."""
-        for row in rows:
-            part = experience.select(row.unsqueeze(0))
-            loss = MicroBatchLoss(self.objective, part)
-            _, parts = loss.complete(self._evaluate(self.model, part.inputs, loss))
-            for name, value in parts.items():
-                if not value.isfinite():
-                    return NonFiniteUpdate(name.removesuffix("_in_update").replace("_", " "), int(row))
+        first, names = (-1, -1), []
+        rows = len(part.rows)
+        for number in range(rows if self.lockstep is None else self.processes.most(rows)):
+            place = min(number, rows - 1)
+            row = part.experience.select(slice(place, place + 1))
+            loss = MicroBatchLoss(self.objective, row)
+            _, parts = loss.complete(self._evaluate(self.model, row.inputs, loss))
+            names, finite = list(parts), [bool(x.isfinite()) for x in parts.values()]
+            if not all(finite) and first == (-1, -1):
+                first = int(part.rows[place]), finite.index(False)
+                if self.lockstep is None:
+                    break
+        everywhere = self.processes.gather(torch.tensor([first], device=self.processes.device)).tolist()
+        for place, term in everywhere:
+            if term >= 0:
+                return NonFiniteUpdate(names[term].removesuffix("_in_update").replace("_", " "), place)
         return NonFiniteUpdate("gradient", None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tokencredit.core.checks import require_choice, require_fraction, require_positive
 
@@ -51,6 +52,7 @@ def build_optimizer(
     groups = [
         {"weight_decay": 0.0, "initial_lr": group["lr"], **group, "params": list(group["params"])} for group in groups
     ]
+    groups = [part for group in groups for part in _apart(group)]
     if name == "adamw":
         return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=_can_fuse(groups))
     chosen = {id(parameter) for parameter in hidden}
@@ -66,6 +68,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Both work on the parameter groups and the state of this object, so that schedules and checkpoints see one
     `Optimizer` with one state dict of the usual form. Muon's groups come first.
+
+    Muon orthogonalises whole matrices. A sharded one is gathered for its step, one matrix at a time, and every process
+    computes the same step, so that it is exactly that of an unsharded matrix.
     """
 
     def __init__(
@@ -91,9 +96,40 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
+        muon, *others = self._parts
+        for group in muon.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    self._step_whole(group, parameter)
+        hidden = self._without_sharded_gradients(muon)
+        muon.step()
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+        for part in others:
             part.step()
         return loss
+
+    @torch.no_grad()
+    def _step_whole(self, group: ParamGroup, parameter: DTensor) -> None:
+        """Take Muon's step with a sharded matrix; gathering it is collective."""
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor)
+        whole = nn.Parameter(parameter.full_tensor())
+        whole.grad = gradient.full_tensor()
+        muon = torch.optim.Muon([{**group, "params": [whole]}], adjust_lr_fn="match_rms_adamw")
+        if parameter in self.state:
+            muon.state[whole] = {name: x.full_tensor() for name, x in self.state[parameter].items()}
+        muon.step()
+        parameter.copy_(_like(whole.detach(), parameter))
+        self.state[parameter] = {name: _like(x, parameter) for name, x in muon.state[whole].items()}
+
+    def _without_sharded_gradients(self, part: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor | None]]:
+        """Take the gradients of sharded parameters away, so that `part` leaves them; returns them."""
+        sharded = [p for group in part.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in sharded]
+        for parameter in sharded:
+            parameter.grad = None
+        return gradients
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of `state_dict()`."""
@@ -192,13 +228,44 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, norm_ty
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type is {norm_type}; it may be 2 or inf")
     parameters = list(parameters)
-    if max_norm is None:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-    else:
+    plain = [p for p in parameters if not isinstance(p, DTensor)]
+    norm = _norm(parameters, norm_type)
+    if max_norm is not None:
         require_positive("max_norm", max_norm)
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        nn.utils.clip_grads_with_norm_(plain, max_norm, norm)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            if isinstance(parameter.grad, DTensor):
+                parameter.grad.to_local().mul_(factor)
     # Without gradients PyTorch returns a 0 on the CPU, whatever the parameters' device.
     return norm.to(parameters[0].device) if parameters else norm
+
+
+def _norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+    """The global gradient norm; of sharded gradients over all processes, which is collective."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    sharded = [x for x in gradients if isinstance(x, DTensor)]
+    norm = nn.utils.get_total_norm([x for x in gradients if not isinstance(x, DTensor)], norm_type)
+    if not sharded:
+        return norm
+    mesh = sharded[0].device_mesh
+    local = [x.to_local() for x in sharded]
+    # A small matrix leaves some processes without a row, and the inf norm of nothing is an error.
+    own = nn.utils.get_total_norm([x for x in local if x.numel()], norm_type).to(local[0].device)
+    everywhere = DTensor.from_local(own.view(1), mesh, [Shard(0)]).full_tensor()
+    total: Tensor = torch.linalg.vector_norm(torch.cat([everywhere, norm.to(own.device).view(1)]), norm_type)
+    return total
+
+
+def _like(whole: Tensor, parameter: DTensor) -> DTensor:
+    """This process's part of a tensor that all processes hold, sharded like a parameter."""
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _apart(group: ParamGroup) -> list[ParamGroup]:
+    """A group, or two if it has sharded and other parameters, which no operation of PyTorch takes together."""
+    kinds = [[p for p in group["params"] if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
+    return [{**group, "params": kind} for kind in kinds if kind] or [group]
 
 
 def _only(groups: Iterable[ParamGroup], keep: Callable[[Tensor], bool]) -> list[ParamGroup]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tokencredit.learn.histogram import HistogramHead
 
@@ -27,6 +28,11 @@ def trained_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad} | supports
 
 
+def sharded_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The sharded trainable parameters of a module, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and isinstance(p, DTensor)}
+
+
 @torch.no_grad()
 def load_trained_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load the result of `trained_weights` into a module.
@@ -44,12 +50,26 @@ def load_trained_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> No
         parameter.copy_(weights[name])
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Per-parameter optimizer state, by the parameter's index as a string; without settings."""
-    return {str(number): state for number, state in optimizer.state_dict()["state"].items()}
+def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    """Per-parameter optimizer state, by the parameter's name in a module; without settings."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    return {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the result of `optimizer_state`; settings, such as learning rates, stay as they are."""
-    by_index = {int(index): values for index, values in state.items()}
+def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the result of `optimizer_state`; settings, such as learning rates, stay as they are.
+
+    Raises:
+        ValueError: the state does not fit these parameters.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    indices = {names[p]: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    shapes = {name: parameter.shape for parameter, name in names.items()}
+    for name, values in state.items():
+        if name not in indices:
+            raise ValueError(f"{name} has optimizer state, but is not trained")
+        for key, value in values.items():
+            if value.shape not in (shapes[name], ()):
+                raise ValueError(f"{key} of {name} has the shape {list(value.shape)}, not {list(shapes[name])}")
+    by_index = {indices[name]: values for name, values in state.items()}
     optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})

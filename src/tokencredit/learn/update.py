@@ -1,8 +1,8 @@
-"""Parts of an update: settings, minibatches, skipped steps, metrics."""
+"""Parts of an update: settings, skipped steps, metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tokencredit.core.losses import Clip, RatioStats, ratio_stats
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.objective import Objective
 from tokencredit.processes import Processes
 
 
@@ -43,7 +42,8 @@ class UpdateSettings:
 class NonFiniteUpdate(ArithmeticError):
     """A loss or gradient is NaN or infinite, and the optimizer step was skipped.
 
-    `row` is the first row of the experience at which `term` is not finite, or None if only the gradient is not.
+    `row` is the first row at which `term` is not finite, counted over all processes, or None if only the gradient is
+    not.
     """
 
     def __init__(self, term: str, row: int | None):
@@ -59,34 +59,6 @@ def raise_non_finite(_minibatch: Experience, error: NonFiniteUpdate | None) -> N
     """Raise the error of a skipped step, which ends the update."""
     if error is not None:
         raise error
-
-
-class Minibatch(NamedTuple):
-    """Rows of an experience, and the divisors of its means, over all processes."""
-
-    rows: Tensor
-    tokens: float
-    """Tokens in the loss."""
-    counts: list[float]
-    """`Objective.count`, summed over processes."""
-
-
-def minibatches(
-    experience: Experience, objective: Objective, count: int, generator: torch.Generator, processes: Processes
-) -> Iterator[Minibatch]:
-    """The minibatches of one pass, except those without a token in the loss on any process.
-
-    On an empty minibatch, momentum and weight decay alone would still move the weights.
-    """
-    parts = list(experience.minibatches(count, generator))
-    masks = [experience.mask[rows] for rows in parts]
-    sparse = [None if experience.value_mask is None else experience.value_mask[rows] for rows in parts]
-    counts = map(objective.count, masks, sparse)
-    # One transfer for the counts of all minibatches, since each one stalls a GPU's queue.
-    sums = torch.stack([torch.cat([x.sum().view(1), count]) for x, count in zip(masks, counts, strict=True)])
-    for rows, (tokens, *divisors) in zip(parts, processes.sum(sums).tolist(), strict=True):
-        if tokens > 0:
-            yield Minibatch(rows, tokens, divisors)
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:

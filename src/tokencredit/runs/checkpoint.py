@@ -1,8 +1,9 @@
-"""Checkpoints: a tree of plain values and tensors, written atomically as a folder of JSON and safetensors.
+"""Checkpoints: a tree of plain values and tensors, written atomically by all processes as a folder.
 
-`checkpoints/000040/` holds `state.json`, the tree, with references to `tensors.safetensors`; `process-0.json` and so
-on, each process's own state, with `process-0.safetensors` if it has tensors; and `manifest.json` with the size and
-SHA-256 of each file and the versions of the software.
+`checkpoints/000040/` holds `state.json`, the tree of what all processes share, with references to tensors in
+`tensors/*.safetensors`; `process-0.json` and so on, each process's own state, with `process-0.safetensors` if it has
+tensors; and `manifest.json` with the size and SHA-256 of each file and the versions of the software. Its form does not
+depend on the number of processes, nor on sharding, but for the number of files.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from torch import Tensor
 
 import tokencredit
 from tokencredit.errors import ConfigError
+from tokencredit.processes import Processes
+from tokencredit.runs.folder import flush
 from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.tensor_files import DamagedTensors, Shape, read_tensors, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 """Version of the folder layout and of the trainers' state; other versions are refused."""
-MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
-IN_TENSORS, AS_ARRAY = "$tensor", "$array"
-"""Keys of references to a tensor, and to one to be read as a NumPy array."""
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors"
+IN_TENSORS, AS_ARRAY, SHAPE = "$tensor", "$array", "shape"
+"""Keys of references to a tensor, and to one to be read as a NumPy array, and of its shape."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -40,66 +44,146 @@ class OldCheckpoint(DamagedCheckpoint):
     """A checkpoint written by an older version of Tokencredit."""
 
 
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a tree of dicts (of texts), lists, numbers, texts, None, tensors and NumPy arrays."""
+def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, Any], processes: Processes) -> None:
+    """Write a checkpoint into an empty folder; all processes call it.
+
+    Args:
+        folder: an empty folder that all processes see.
+        shared: a tree of dicts (of texts), lists, numbers, texts, None, tensors and NumPy arrays, the same in every
+            process, except that each holds its own part of sharded tensors.
+        own: a tree of this process's own state.
+        processes: the processes of the job.
+
+    Raises:
+        OSError: a file could not be written, in any process.
+    """
     tensors: dict[str, Tensor] = {}
-    (folder / STATE).write_text(json.dumps(_without_tensors(state, "", tensors)), encoding="utf-8")
-    save_file(tensors, folder / TENSORS)
+    tree = _without_tensors(shared, "", tensors)
+    write_tensors(folder / TENSORS, tensors, processes)
+    with processes.agreed(OSError):
+        if processes.main:
+            (folder / TENSORS).mkdir(exist_ok=True)
+            (folder / STATE).write_text(json.dumps(tree), encoding="utf-8")
+            flush(folder / STATE)
+        _write_own(folder, processes.rank, own)
+    # A network's file system may not list what other machines have just written.
+    listed = processes.texts(json.dumps(_files(folder)))
+    files = sorted({name for names in listed for name in json.loads(names)})
+    with processes.agreed(OSError):
+        mine = {name: _fingerprint(folder / name) for name in files[processes.rank :: processes.count]}
+    fingerprints: dict[str, Any] = {}
+    for text in processes.texts(json.dumps(mine)):
+        fingerprints |= json.loads(text)
+    with processes.agreed(OSError):
+        if processes.main:
+            manifest = {"format": FORMAT, "versions": versions(), "processes": processes.count}
+            write_manifest(folder, manifest | {"files": {name: fingerprints[name] for name in files}})
 
 
-def write_process(folder: Path, process: int, own: Mapping[str, Any]) -> None:
-    """Write one process's own state: a tree as for `write_state`."""
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest, which makes the folder a checkpoint; call it last."""
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_own(folder: Path, rank: int, own: Mapping[str, Any]) -> None:
+    """Write one process's own state."""
     tensors: dict[str, Tensor] = {}
-    (folder / f"process-{process}.json").write_text(json.dumps(_without_tensors(own, "", tensors)), encoding="utf-8")
+    file = folder / f"process-{rank}.json"
+    file.write_text(json.dumps(_without_tensors(own, "", tensors)), encoding="utf-8")
+    flush(file)
     if tensors:
-        save_file(tensors, folder / f"process-{process}.safetensors")
+        save_file(tensors, file.with_suffix(".safetensors"))
+        flush(file.with_suffix(".safetensors"))
 
 
 def size_of(state: Any) -> int:
-    """Bytes of the tensors in a tree."""
+    """Bytes of the tensors in a tree; of sharded ones, in all processes together."""
     tensors: dict[str, Tensor] = {}
     _without_tensors(state, "", tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the manifest of the folder's files; call it last."""
-    files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "versions": versions(), "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+def read_checkpoint(folder: Path, processes: Processes, sharded: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Read the shared tree, with `process`, `all_processes` and `versions`; all processes call it.
 
+    `process` is the tree of this process's own state. If another number of processes wrote the checkpoint, it is that
+    of one of them, and `all_processes` is the list of all of them; otherwise that is None.
 
-def read_checkpoint(folder: Path, process: int) -> dict[str, Any]:
-    """The tree that was written, with this process's own state under `process`, and `versions`.
+    Args:
+        folder: the checkpoint.
+        processes: the processes of the job.
+        sharded: the trainer's sharded parameters, by name: tensors of their names are read as sharded as they are.
 
     Raises:
         OldCheckpoint: an older version wrote it.
         DamagedCheckpoint: a file is missing, has changed, or has another format.
     """
-    manifest = _read_json(folder / MANIFEST)
-    written = manifest.get("format")
-    if written != FORMAT:
-        kind = OldCheckpoint if type(written) is int and 0 < written < FORMAT else DamagedCheckpoint
-        raise kind(f"{MANIFEST} is of format {written!r}, not {FORMAT}")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not {STATE, TENSORS} <= set(files):
-        raise DamagedCheckpoint(f"{MANIFEST} does not list {STATE} and {TENSORS}")
-    for name, expected in files.items():
-        # A manifest is untrusted: it must not make us read files elsewhere.
-        if Path(name).name != name or not (folder / name).is_file() or (folder / name).is_symlink():
-            raise DamagedCheckpoint(f"{name!r} is missing, or not a regular file of the folder")
-        if _fingerprint(folder / name) != expected:
-            raise DamagedCheckpoint(f"{name} has changed since it was written")
-    own, own_tensors = f"process-{process}.json", f"process-{process}.safetensors"
-    if own not in files:
-        raise DamagedCheckpoint(f"it has no {own}: it was written by fewer processes")
+    with processes.agreed(DamagedCheckpoint):
+        manifest = _read_json(folder / MANIFEST)
+        written = manifest.get("format")
+        if written != FORMAT:
+            kind = OldCheckpoint if type(written) is int and 0 < written < FORMAT else DamagedCheckpoint
+            raise kind(f"{MANIFEST} is of format {written!r}, not {FORMAT}")
+        files, count = _checked_manifest(folder, manifest)
+        # A hash costs as much as reading the file, so each process checks some.
+        for name in sorted(files)[processes.rank :: processes.count]:
+            if _fingerprint(folder / name) != files[name]:
+                raise DamagedCheckpoint(f"{name} has changed since it was written")
+    with processes.agreed(DamagedCheckpoint):
+        tree = _read_json(folder / STATE)
+        shapes: dict[str, Shape] = {}
+        _references(tree, shapes)
+        own = _read_own(folder, processes.rank % count, files)
+        others = None if count == processes.count else [_read_own(folder, rank, files) for rank in range(count)]
+    try:
+        tensors = read_tensors(folder / TENSORS, shapes, sharded or {}, processes)
+    except DamagedTensors as error:
+        raise DamagedCheckpoint(f"{TENSORS}: {error}") from error
     written_with = manifest.get("versions")
-    state: dict[str, Any] = _with_tensors(_read_json(folder / STATE), _read_tensors(folder / TENSORS))
-    tensors = _read_tensors(folder / own_tensors) if own_tensors in files else {}
+    state: dict[str, Any] = _with_tensors(tree, tensors)
     return state | {
-        "process": _with_tensors(_read_json(folder / own), tensors),
+        "process": own,
+        "all_processes": others,
         "versions": written_with if isinstance(written_with, dict) else {},
     }
+
+
+def _checked_manifest(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Fingerprints by file, and the number of processes that wrote them; raises `DamagedCheckpoint`."""
+    files, count = manifest.get("files"), manifest.get("processes")
+    if type(count) is not int or not isinstance(files, dict):
+        raise DamagedCheckpoint(f"{MANIFEST} does not list its files and processes")
+    if (folder / TENSORS).is_symlink() or not (folder / TENSORS).is_dir():
+        raise DamagedCheckpoint(f"{TENSORS!r} is missing, or not a folder of its own")
+    for name in files:
+        # A manifest is untrusted: it must not make us read files elsewhere.
+        path = Path(name)
+        if path.parts not in ((path.name,), (TENSORS, path.name)) or not path.name:
+            raise DamagedCheckpoint(f"{name!r} is not a file of the folder")
+        if not (folder / name).is_file() or (folder / name).is_symlink():
+            raise DamagedCheckpoint(f"{name!r} is missing, or not a regular file of the folder")
+    own = {f"process-{rank}.json" for rank in range(count)} if 0 < count <= len(files) else {"a process's state"}
+    if missing := sorted(({STATE} | own) - set(files)):
+        raise DamagedCheckpoint(f"{MANIFEST} does not list {', '.join(missing[:3])}")
+    unlisted = sorted(name for name in _files(folder) if name.startswith(f"{TENSORS}/") and name not in files)
+    if unlisted:  # they would be read with the others
+        raise DamagedCheckpoint(f"{MANIFEST} does not list {unlisted[0]}")
+    return files, count
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the files of a checkpoint, except the manifest."""
+    inside = list((folder / TENSORS).iterdir()) if (folder / TENSORS).is_dir() else []
+    own = [path for path in folder.iterdir() if path.name not in (MANIFEST, TENSORS)]
+    return sorted(path.relative_to(folder).as_posix() for path in [*own, *inside])
+
+
+def _read_own(folder: Path, rank: int, files: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one of the processes that wrote a checkpoint."""
+    tensors = f"process-{rank}.safetensors"
+    read = _read_tensors(folder / tensors) if tensors in files else {}
+    own: dict[str, Any] = _with_tensors(_read_json(folder / f"process-{rank}.json"), read)
+    return own
 
 
 def read_values(folder: Path) -> dict[str, Any]:
@@ -126,10 +210,10 @@ def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The tree as JSON; its tensors are moved to `tensors`, by path."""
     if isinstance(tree, Tensor):
         tensors[name] = tree.detach().contiguous()
-        return {IN_TENSORS: name}
+        return {IN_TENSORS: name, SHAPE: list(tree.shape)}
     if isinstance(tree, np.ndarray):
         tensors[name] = torch.from_numpy(np.array(tree))
-        return {AS_ARRAY: name}
+        return {AS_ARRAY: name, SHAPE: list(tree.shape)}
     if isinstance(tree, Mapping):
         return {key: _without_tensors(value, f"{name}/{key}", tensors) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -137,13 +221,34 @@ def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return tree
 
 
+def _reference(tree: Any) -> tuple[str, Shape] | None:
+    """Name and shape of the tensor that a part of a tree stands for; None if it is no reference."""
+    if not isinstance(tree, dict) or set(tree) not in ({IN_TENSORS, SHAPE}, {AS_ARRAY, SHAPE}):
+        return None
+    shape, name = tree[SHAPE], tree.get(IN_TENSORS, tree.get(AS_ARRAY))
+    if not isinstance(name, str) or not isinstance(shape, list) or any(type(x) is not int or x < 0 for x in shape):
+        raise DamagedCheckpoint(f"the reference to the tensor {name!r} is not valid")
+    return name, tuple(shape)
+
+
+def _references(tree: Any, shapes: dict[str, Shape]) -> None:
+    """Collect the shapes of the tensors that a tree refers to."""
+    if (reference := _reference(tree)) is not None:
+        shapes[reference[0]] = reference[1]
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            _references(value, shapes)
+
+
 def _with_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if (reference := _reference(tree)) is not None:
+        name, shape = reference
+        if name not in tensors:
+            raise DamagedCheckpoint(f"the tensor {name!r} is missing")
+        if tuple(tensors[name].shape) != shape:
+            raise DamagedCheckpoint(f"the tensor {name!r} is of another shape")
+        return tensors[name].numpy() if AS_ARRAY in tree else tensors[name]
     if isinstance(tree, dict):
-        if set(tree) in ({IN_TENSORS}, {AS_ARRAY}):
-            ((kind, name),) = tree.items()
-            if name not in tensors:
-                raise DamagedCheckpoint(f"the tensor {name!r} is missing")
-            return tensors[name].numpy() if kind == AS_ARRAY else tensors[name]
         return {key: _with_tensors(value, tensors) for key, value in tree.items()}
     return [_with_tensors(value, tensors) for value in tree] if isinstance(tree, list) else tree
 

@@ -21,6 +21,8 @@ from tokencredit.settings.yaml import flat, read_yaml
 AUDIT = "audit.json"
 LOCK = ".lock"
 """Empty file that a process holds locked while it trains the run."""
+JOB = ".job"
+"""File with the name of the torchrun job that began the run, whose restarts go on with it."""
 PYTHON = "python.json"
 """File with the names of a run's arguments from Python, such as reward_funcs, which config.yaml does not hold."""
 CHOICES = "choices.json"
@@ -32,11 +34,16 @@ AUTO_SETTINGS = {"model.dtype": ("float32", "bfloat16")}
 class RunFolder:
     """Writes a run's files; it never overwrites another run."""
 
-    def __init__(self, folder: str | None):
-        """Choose the folder, by path, or `runs/DATE-TIME` for None; `create` makes it."""
+    def __init__(self, folder: str | None, job: str | None = None):
+        """Choose the folder, by path, or `runs/DATE-TIME` for None; `create` makes it.
+
+        Args:
+            folder: its path.
+            job: name of a job that torchrun restarts; a folder that the same job began may be used again.
+        """
         if folder == "":
             raise ConfigError("run.dir is empty; give a folder, or leave it out for runs/DATE-TIME")
-        self.reserve = 0
+        self.reserve, self.job = 0, job
         self._lock: int | None = None
         self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
 
@@ -46,12 +53,20 @@ class RunFolder:
             return
         if not self.path.is_dir():
             raise ConfigError(f"run.dir {str(self.path)!r} is a file; give a new folder, or an empty one")
-        if any(path.name != LOCK for path in self.path.iterdir()):
+        unfinished = {LOCK, beside(self.path / JOB, "part").name} | ({JOB} if self.begun() else set())
+        if any(path.name not in unfinished for path in self.path.iterdir()):
             resume = f", or resume the run with --resume {self.path}" if (self.path / "config.yaml").is_file() else ""
             raise ConfigError(
                 f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir, or move it "
                 f"away{resume}"
             )
+
+    def begun(self) -> bool:
+        """True if an earlier start of this job began the run in this folder."""
+        file = self.path / JOB
+        return (
+            self.job is not None and file.is_file() and file.read_text(encoding="utf-8", errors="replace") == self.job
+        )
 
     def create(self, reserve: int, more: int = 0) -> None:
         """Make the folder.

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.signals import Signals
 
 State = dict[str, Any]
-"""A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_state`."""
+"""A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_checkpoint`."""
 
 
 class Stopping(Protocol):
@@ -45,8 +47,11 @@ class Trainer(Protocol):
     def state(self) -> tuple[State, State]:
         """State of the next iteration's inputs: shared by all processes, and this process's own."""
 
+    def sharded_tensors(self) -> Mapping[str, Tensor]:
+        """The sharded parameters, by name; the state has tensors of these names."""
+
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
-        """Restore `state`, this process's own part under `process`; `changed` are keys with new settings.
+        """Restore `state`, from `resuming.for_trainer`; `changed` are keys with new settings.
 
         Returns lines for the user.
         """
@@ -71,12 +76,14 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
     Raises:
         ConfigError: the run cannot start or resume.
         RunStopped: it ended early, or nothing was learned; the policy is saved.
+        RunComplete: the run to be resumed has done all its iterations.
         KeyboardInterrupt: after one Ctrl-C, likewise; after two, nothing more is written.
     """
     if not isinstance(resume, bool):  # Transformers' trainers take a folder here
         raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
     try:
-        return _run(trainer, resume, reserve, weights, first)
+        with trainer.record.processes.watched(trainer.record.log):
+            return _run(trainer, resume, reserve, weights, first)
     finally:
         trainer.record.folder.unlock()
 
@@ -110,7 +117,12 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
                 "is written; if it was moved, resume the run with --resume and its new path"
             ) from error
         record.failed = True
-        lines = [f"stopped in {_place(number)}: {_reason(error)}", *_save_what_can_be(trainer, number, error)]
+        lines = [f"stopped in {_place(number)}: {_reason(error)}"]
+        if record.processes.meet(f"stopped in {_place(number)}"):
+            lines += _save_what_can_be(trainer, number, error)
+            record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
+        else:
+            lines.append("other processes did not stop with this one, so nothing more is saved")
         raise RunStopped("; ".join([*lines, record.how_to_resume()])) from error
     failure = record.nothing_learned() if stopped_by is None else None
     record.failed = failure is not None
@@ -134,9 +146,12 @@ def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[
     args, record = trainer.args, trainer.record
     number = 0
     if resume:
-        number = record.resume(args, reserve, partial(load, trainer))
+        number = record.resume(args, reserve, partial(load, trainer), trainer.sharded_tensors())
     else:
         record.begin(args, reserve, weights)
+    job = record.processes.job
+    if record.main and job is not None and (why := job.restarted_because()):
+        record.event(why)
     record.screen.pairs(trainer.overview())
     for note in trainer.notes if number == 0 else ():
         record.event(note)

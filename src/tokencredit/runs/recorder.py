@@ -7,25 +7,36 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
 from tokencredit.processes import Processes
-from tokencredit.runs.checkpoint import size_of, versions, write_manifest, write_process, write_state
+from tokencredit.runs.checkpoint import size_of, versions, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import CHOICES, PYTHON, RunFolder, apply_choices, beside, drop_audit, recover, replacing
+from tokencredit.runs.folder import (
+    CHOICES,
+    JOB,
+    PYTHON,
+    RunFolder,
+    apply_choices,
+    beside,
+    drop_audit,
+    recover,
+    replacing,
+)
 from tokencredit.runs.history import History
 from tokencredit.runs.jsonl import read_metrics, read_samples
-from tokencredit.runs.resuming import LINES, allowed_changes, newest, saved
+from tokencredit.runs.resuming import LINES, allowed_changes, for_trainer, newest, saved
 from tokencredit.runs.summary import Summary, summarise
 from tokencredit.runs.trackers import Trackers, require_installed
 from tokencredit.settings.code_policy import foreign_code
@@ -65,7 +76,10 @@ class RunRecord:
         self.show_every = show_every
         self.from_python: list[str] = []
         """Names of the trainer's arguments that config.yaml does not hold."""
-        self.folder = RunFolder(args.dir)
+        folder = args.dir
+        if folder is None:  # each process would take its own clock's
+            folder = processes.texts(str(RunFolder(None).path))[0]
+        self.folder = RunFolder(folder, processes.job.id if processes.job else None)
         require_installed(args.trackers or ())
         self.main = processes.main
         self.screen = Screen(args.iterations, enabled=self.main)
@@ -99,24 +113,37 @@ class RunRecord:
             self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
             self.folder.lock()
             self.folder.refuse_if_used()  # again: another run may have been quicker
+            if self.folder.job is not None:
+                self.folder.write(JOB, self.folder.job)
             self._write_config()
             if self.choices is not None:
                 self._write_choices(self.choices)
             if self.from_python:
                 self.folder.write(PYTHON, json.dumps({"arguments": self.from_python}) + "\n")
+        self._require_shared()
         self._start()
         for line in foreign_code(config):
             self.event(line)
 
-    def resume(self, config: Any, reserve: int, load: Load) -> int:
+    def _require_shared(self) -> None:
+        """Raise `ConfigError`, in every process, if one does not see the folder that the main process made."""
+        self.processes.wait()
+        seen = self.processes.texts(str((self.folder.path / "config.yaml").is_file()))
+        if str(False) in seen:
+            raise ConfigError(
+                f"run.dir {str(self.folder.path)!r} of process 0 is not there in process {seen.index(str(False))}; "
+                "give a folder that all processes share, whatever their machine"
+            )
+
+    def resume(self, config: Any, reserve: int, load: Load, sharded: Mapping[str, Tensor] | None = None) -> int:
         """Restore the newest valid checkpoint of a run, or the start if it has none yet.
 
         Args:
             config: the configuration now.
             reserve: as in `begin`.
-            load: restores the trainer from the state given to `checkpoint`, with the process's own state under
-                `process`, and the changed keys; returns lines for the user. It is not called without a checkpoint, and
-                may raise before any file is changed.
+            load: restores the trainer from `resuming.for_trainer`'s state and the changed keys; returns lines for the
+                user. It is not called without a checkpoint, and may raise before any file is changed.
+            sharded: the trainer's sharded parameters, by name.
 
         Returns:
             The iterations done.
@@ -140,13 +167,13 @@ class RunRecord:
             raise ConfigError(
                 f"{str(path)!r} has no checkpoint: run.save_every is 0; begin a new run with another --run.dir"
             )
-        done, state, damaged = newest(checkpoints, self.processes.rank, path)
+        done, state, damaged = newest(checkpoints, path, self.processes, sharded)
         if done >= self.args.iterations and (path / "summary.json").is_file():
-            raise ConfigError(
+            raise RunComplete(
                 f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue, above {done} "
                 f"(it is {self.args.iterations})"
             )
-        lines = [] if state is None else load(state["trainer"] | {"process": state["process"]}, set(changed))
+        lines = [] if state is None else [*load(for_trainer(state), set(changed)), *self._reshared(state)]
         self.processes.wait()
         if self.main:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
@@ -171,6 +198,16 @@ class RunRecord:
         self.started -= state["seconds"]
         self.bad_in_a_row = state["bad_in_a_row"]
         return done
+
+    def _reshared(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """A line about a checkpoint that another number of processes wrote."""
+        if state["all_processes"] is not None:
+            before, now = len(state["all_processes"]), self.processes.count
+            yield (
+                f"the run goes on in {now} process{'es' * (now > 1)}; the checkpoint is of {before}. Minibatches and "
+                "samples stay the same; random numbers of libraries, such as those of dropout and of reward "
+                "functions, do not"
+            )
 
     def _reread(self) -> None:
         """Load the history and samples of finished iterations from the run's files."""
@@ -200,6 +237,10 @@ class RunRecord:
     def event(self, text: str) -> None:
         """Print an event, and append it to events.jsonl."""
         self.screen.say(text)
+        self.log(text)
+
+    def log(self, text: str) -> None:
+        """Append an event to events.jsonl."""
         if self.main:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self.folder.append("events.jsonl", {"time": now, "after_iteration": len(self.history), "event": text})
@@ -276,25 +317,19 @@ class RunRecord:
             process: state of this process.
         """
         target = self.folder.path / "checkpoints" / f"{number:06d}"
+        contents: dict[str, Any] = {"trainer": state, "config": self.config, "bad_in_a_row": self.bad_in_a_row}
+        contents["seconds"] = time.perf_counter() - self.started
+        own = int(self.processes.sum(torch.tensor(size_of(process), device=self.processes.device)))
         with ExitStack() as stack:
-            folder = beside(target, "part")
-            if self.main:
-                target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved stays away
-                self.folder.make_room(
-                    f"checkpoints/{target.name}", size_of(state) + self.processes.count * size_of(process)
-                )
-                folder = stack.enter_context(replacing(target))
-            self.processes.wait()
-            write_process(folder, self.processes.rank, process)
-            self.processes.wait()
-            if self.main:
-                contents: dict[str, Any] = {
-                    "seconds": time.perf_counter() - self.started,
-                    "bad_in_a_row": self.bad_in_a_row,
-                }
-                contents |= {"trainer": state, "files": self.folder.sizes(LINES), "config": self.config}
-                write_state(folder, contents)
-                write_manifest(folder)
+            with self.processes.agreed(OSError):
+                if self.main:
+                    target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved stays away
+                    self.folder.make_room(f"checkpoints/{target.name}", size_of(state) + own)
+                    stack.enter_context(replacing(target))
+                    contents["files"] = self.folder.sizes(LINES)
+            write_checkpoint(beside(target, "part"), contents, process, self.processes)
+            with self.processes.agreed(OSError):
+                stack.close()
         if self.main:
             for old in saved(target.parent)[: -self.args.keep_last]:
                 if old != self.best_iteration:
@@ -330,13 +365,28 @@ class RunRecord:
             f"or gradients were not finite; {self.folder.path / 'bad_steps'} holds the batches, with the reasons"
         )
 
-    def end(self, stopped_by: str, save: Callable[[Path, Summary], None]) -> Summary:
-        """Save the trained model with `save(folder, summary)`, write and show the summary, and return it."""
+    @contextmanager
+    def replaced(self, name: str, in_all: bool) -> Iterator[Path | None]:
+        """A folder that takes the place of one of the run's, for the main process to write.
+
+        The others get None or, with `in_all`, the place.
+        """
+        target = self.folder.path / name
+        with replacing(target) if self.main else nullcontext(target) as folder:
+            yield folder if self.main or in_all else None
+
+    def end(self, stopped_by: str, save: Callable[[Path, Summary], None] | None, in_all: bool = False) -> Summary:
+        """Save the trained model with `save(folder, summary)`, write and show the summary, and return it.
+
+        With `in_all` every process calls `save`, and only the main one may write. None saves no model.
+        """
         seconds = time.perf_counter() - self.started
         summary = summarise(self.history, self.world, self.folder.path, seconds, stopped_by)
+        if save is not None:
+            with self.replaced(self.world.saved, in_all) as folder:
+                if folder is not None:
+                    save(folder, summary)
         if self.main:
-            with replacing(self.folder.path / self.world.saved) as folder:
-                save(folder, summary)
             self.folder.write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
             self.screen.finish(summary, self.first_samples, self.last_samples)
             self.screen.findings(self._diagnose(ended=True))

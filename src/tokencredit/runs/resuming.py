@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tokencredit.errors import ConfigError
+from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES, read_python
 from tokencredit.settings.data import TEXTS
@@ -39,8 +42,12 @@ def saved(checkpoints: Path) -> list[int]:
     return sorted(int(folder.name) for folder in checkpoints.glob("*") if folder.name.isdecimal())
 
 
-def at_iteration(run: Path, number: int | None) -> tuple[int, dict[str, Any]]:
+def at_iteration(
+    run: Path, number: int | None, processes: Processes, sharded: Mapping[str, Tensor] | None = None
+) -> tuple[int, dict[str, Any]]:
     """A run's checkpoint of this iteration (None: the newest): its iteration, and the trainer's state.
+
+    All processes call it; `processes` and `sharded` are as in `newest`.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
@@ -57,19 +64,27 @@ def at_iteration(run: Path, number: int | None) -> tuple[int, dict[str, Any]]:
             f"{str(run)!r} has no checkpoint of iteration {number}; there are: {', '.join(map(str, available))}"
         )
     try:
-        state = read_checkpoint(run / "checkpoints" / f"{number:06d}", 0)
+        state = read_checkpoint(run / "checkpoints" / f"{number:06d}", processes, sharded)
     except DamagedCheckpoint as error:
         raise ConfigError(f"the checkpoint of iteration {number} cannot be used: {error}") from error
-    return number, {**state["trainer"], "process": state["process"]}
+    return number, for_trainer(state)
 
 
-def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, Any] | None, list[str]]:
-    """The newest valid checkpoint.
+def for_trainer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state given to `RunRecord.checkpoint`, with `process` and `all_processes` as in `read_checkpoint`."""
+    return {**state["trainer"], "process": state["process"], "all_processes": state["all_processes"]}
+
+
+def newest(
+    checkpoints: Path, run: Path, processes: Processes, sharded: Mapping[str, Tensor] | None = None
+) -> tuple[int, dict[str, Any] | None, list[str]]:
+    """The newest valid checkpoint; all processes call it.
 
     Args:
         checkpoints: folder of the checkpoints.
-        process: this process's rank.
         run: folder of the run; its metrics and samples must be at least as long as the checkpoint records.
+        processes: the processes of the job.
+        sharded: the trainer's sharded parameters, by name.
 
     Returns:
         Its iteration, its state, and a line per damaged newer one; 0 and None without checkpoints.
@@ -81,7 +96,7 @@ def newest(checkpoints: Path, process: int, run: Path) -> tuple[int, dict[str, A
     for number in reversed(saved(checkpoints)):
         folder = checkpoints / f"{number:06d}"
         try:
-            state = read_checkpoint(folder, process)
+            state = read_checkpoint(folder, processes, sharded)
             for name in LINES:
                 if not 0 <= state["files"][name] <= size(run / name):
                     raise DamagedCheckpoint(f"{name} has lost lines since")

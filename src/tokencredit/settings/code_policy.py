@@ -19,7 +19,7 @@ def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[st
         return [f"model.trust_remote_code runs the code, if there is any, in {name}"] * config.model.trust_remote_code
     lines = [
         f"reward[{number}].function runs {term.function}"
-        for number, term in enumerate(config.reward or ())
+        for number, term in enumerate(config.reward)
         if isinstance(term, FunctionTerm) and ":" in term.function  # a built-in one has a bare name
     ]
     env = config.env

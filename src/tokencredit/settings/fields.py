@@ -78,7 +78,7 @@ def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (
         group = _group_of(hint)
         if group is None or value is None:
             made[name] = value
-        elif not any(get_origin(option) is list for option in _options(hint)):
+        elif get_origin(hint) is not list:
             made[name] = _group(getattr(default, name) or group(), value, known, key)
         elif isinstance(value, list):  # of one of several kinds of groups
             made[name] = [group.read(inner, f"{key}[{place}]") for place, inner in enumerate(value)]
@@ -173,8 +173,7 @@ def hint_of(kind: Any, key: str) -> Any:
 
 def _group_of(hint: Any) -> Any:
     """The dataclass in a type: itself, one that may be null, or of a list; None for another type."""
-    inner = [part for option in _options(hint) for part in (option, *get_args(option))]
-    return next((part for part in inner if is_dataclass(part)), None)
+    return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
 def _is(value: Any, option: Any) -> bool:

@@ -68,6 +68,8 @@ FIRST_KEYS: dict[type, tuple[str, ...]] = {
     DPOConfig: (*OFFLINE_MODEL, "data.chosen", "data.rejected", "dpo.loss", "dpo.beta", *OFFLINE_RUN),
 }
 """The keys that people change first, by configuration."""
+OPTIONS = {"resume": "RUN", "processes": "N", "tokens": "N", "prompt_tokens": "N", "out": "FILE"}
+"""Options with a value that only some of the commands have, and the value's name."""
 NARROWEST, WIDEST = 60, 120
 """Width of the help in characters, within which it follows the terminal's."""
 
@@ -82,10 +84,13 @@ def short_help(command: str, description: str, keys: Iterable[str], actions: Ite
         actions: the parser's.
     """
     known = {action.dest: action for action in actions}
+    own = {f"--{name.replace('_', '-')}": known[name].help for name in ("no_time",) if name in known}
+    own |= {f"--{name} {value}": known[name].help for name, value in OPTIONS.items() if name in known}
+    prints = {"--print_config": "Print all keys with their values and meanings, as a YAML file for --config."}
     options = {
         "--config FILE": known["config"].help,
-        "--resume RUN": known["resume"].help,
-        "--print_config": "Print all keys with their values and meanings, as a YAML file for --config.",
+        **own,
+        **(prints if "resume" in known else {}),
         "--no-code": known["no_code"].help,
         "--debug": known["debug"].help,
         "--help GROUP": "Show the keys of a group, such as optim, in full; all for everything.",

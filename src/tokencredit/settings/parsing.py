@@ -69,6 +69,8 @@ Options = TypeVar("Options", bound=ScoringOptions)
 RESUME = "Folder of an interrupted run to resume, with its configuration; flags override that."
 NOT_SETTINGS = ("config", "debug", "no_code", "resume")
 """Options of commands that train which are not keys of a configuration."""
+OPTIONS_OF_PLAN = ("processes", "tokens", "prompt_tokens", "no_time", "out")
+"""Options of `plan` which are not keys of the configuration that it reads."""
 
 
 def with_resumed(arguments: Sequence[str]) -> list[str]:
@@ -107,16 +109,20 @@ class Parser(ArgumentParser):
 
     Attributes:
         kind: class of the configuration that it parses, if it does.
+        command: name of the command, if it is not the one that trains by this configuration.
     """
 
     kind: type | None = None
+    command: str | None = None
 
     def format_help(self, *args: Any) -> str:
         """The help: a short one if it parses the configuration of a run."""
         if self.kind not in FIRST_KEYS:
             return self.whole_help(*args)
-        command = next(f"tokencredit {world.command}" for world in WORLDS.values() if world.config is self.kind)
-        return short_help(command, str(self.description), FIRST_KEYS[self.kind], self._actions)
+        trains = next(world.command for world in WORLDS.values() if world.config is self.kind)
+        return short_help(
+            f"tokencredit {self.command or trains}", str(self.description), FIRST_KEYS[self.kind], self._actions
+        )
 
     def help_on(self, topic: str) -> str:
         """The help on a group of keys, one key, or `all`; raises `ConfigError` for another topic."""
@@ -141,7 +147,7 @@ class Parser(ArgumentParser):
             if old := renamed(keys):
                 raise ConfigError(old)
             settings: Namespace = super().parse_path(path, *args, **kwargs)
-            for option in NOT_SETTINGS:
+            for option in (*NOT_SETTINGS, *OPTIONS_OF_PLAN):
                 if settings.get(option):
                     raise ConfigError(f"{option} is an option of the command, not a setting")
             check_groups(settings, self.get_defaults(skip_validation=True))

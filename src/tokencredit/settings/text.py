@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tokencredit.settings.training import (
     OptimConfig,
     RolloutConfig,
     RunConfig,
+    ShardingConfig,
     StopConfig,
     UpdateConfig,
 )
@@ -77,6 +79,8 @@ class PPOConfig:
     """Audits of the credit during training."""
     run: RunConfig = field(default_factory=RunConfig)
     """Length of the run and its files."""
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    """Details of `run.shard`."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that cannot work."""
@@ -128,6 +132,7 @@ class PPOConfig:
             )
         self._check_filters()
         self._check_overlong()
+        self._check_sharding()
         if self.several_turns():
             self.check_turns()
         refuse_idle(self)
@@ -148,6 +153,27 @@ class PPOConfig:
                     "not estimate the KL: set kl.estimator: full with kl.place: reward, or sample without filters"
                 )
 
+    def _check_sharding(self) -> None:
+        """Raise `ConfigError` for settings that sharded models do not have."""
+        if self.run.shard == "none":
+            return
+        refused = {
+            "model.compile": (True, "compiled passes skip the hooks that gather weights"),
+            "model.adapter": ("merge", "merging needs the whole weights in each process"),
+            "rollout.cache": ("static", "a static cache keeps weights of its own"),
+        }
+        for key, (value, reason) in refused.items():
+            if attrgetter(key)(self) == value:
+                raise ConfigError(
+                    f"{key} is {value}, and run.shard is {self.run.shard}: {reason}; leave one of them out"
+                )
+        for key in ("audit.every", "critic.continuations"):
+            if self.sharding.sampling == "layers" and (value := attrgetter(key)(self)):
+                raise ConfigError(
+                    f"{key} is {value}, and sharding.sampling is layers, in which all processes sample in step; a "
+                    "process continues completions on its own: set sharding.sampling: gathered"
+                )
+
     def check_turns(self) -> None:
         """Raise `ConfigError` for settings that episodes of several turns do not have."""
         if self.advantage.unit == "turn" and self.critic.places:
@@ -164,6 +190,11 @@ class PPOConfig:
                     f"{key} is {value}, which samples continuations of a text from its middle; an environment cannot "
                     "be continued from there: leave it out"
                 )
+        if self.sharding.sampling == "layers":
+            raise ConfigError(
+                "sharding.sampling is layers, in which all processes sample in step; episodes of several turns do not: "
+                "set sharding.sampling: gathered"
+            )
         if self.rollout.cache == "static":
             raise ConfigError("rollout.cache is static; episodes of several turns use a dynamic cache: leave it out")
         if self.eval.every and self.eval.max_new_tokens < self.rollout.max_new_tokens:

@@ -282,6 +282,23 @@ class OptimConfig:
 
 
 @dataclass
+class ShardingConfig:
+    """Details of `run.shard`."""
+
+    layers: list[str] | None = setting(None, needs="run.shard: not none")
+    """Names of the modules that are gathered one at a time, with * for a number, such as `model.layers.*`; null for
+    the model's layers."""
+    reshard_after_forward: bool = setting(True, needs="run.shard: not none")
+    """Free gathered weights after a forward pass and gather them again in the backward pass: less memory, more
+    communication."""
+    offload: Literal["none", "frozen"] = setting("none", needs="run.shard: not none")
+    """Models kept in the memory of the CPU between their passes: none, or the frozen ones, such as the reference."""
+    sampling: Literal["gathered", "layers"] = setting("gathered", needs="run.shard: not none")
+    """Weights while sampling: gathered holds the whole policy; layers gathers one layer at a time for each token, which
+    is slower and takes the least memory."""
+
+
+@dataclass
 class StopSettings:
     """Early-stopping rules shared by language models and agents."""
 
@@ -354,6 +371,10 @@ class RunSettings:
     max_bad_steps: int = setting(3, at_least=1)
     """Consecutive non-finite losses, gradients or rewards after which the run stops. Their optimizer steps are
     skipped."""
+    timeout: float = setting(1800.0, at_least=1)
+    """Seconds after which a process of several counts as hanging: it gave no sign of life, or kept the others waiting
+    at a common step. The job then ends, or torchrun restarts it. Keep it above the longest time that one process may
+    work while others wait: reward calls with all retries, a save."""
     trackers: list[Tracker] | None = None
     """Experiment trackers (of Accelerate) that log the metrics, beside metrics.jsonl; null for TensorBoard if it is
     installed."""
@@ -362,6 +383,10 @@ class RunSettings:
 @dataclass
 class RunConfig(RunSettings):
     """Length of the run and its files."""
+
+    shard: Literal["none", "full"] = "none"
+    """Sharding of the models over the processes of the job: none holds them whole in each, full splits the weights,
+    gradients and moments of policy, separate critics and reference model (PyTorch's FSDP2)."""
 
     samples: int = setting(8, at_least=0)
     """Completions logged to samples.jsonl token by token, the first of the batch; 0 for none."""

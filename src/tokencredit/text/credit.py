@@ -44,9 +44,15 @@ class ScoreScale(NamedTuple):
 class Credit:
     """Assigns credit, and keeps its running state: the KL coefficient and moments of earlier scores."""
 
-    def __init__(self, args: PPOConfig, reduce: Reduce):
-        """Start with empty running moments; `reduce` sums a tensor over processes."""
-        self.args, self.reduce = args, reduce
+    def __init__(self, args: PPOConfig, reduce: Reduce, first: int = 0):
+        """Start with empty running moments.
+
+        Args:
+            args: the run's configuration.
+            reduce: sums a tensor over processes.
+            first: number of this process's first completion in the batch of all processes.
+        """
+        self.args, self.reduce, self.first = args, reduce, first
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
         self.baseline = RunningMoments(args.advantage.baseline_decay)
@@ -241,7 +247,8 @@ class Credit:
         if reference.hidden is not None:
             inputs["ref_hidden"] = reference.hidden
         if self.args.critic.members > 1:
-            inputs["member"] = torch.arange(len(rollout.mask), device=rollout.mask.device) % self.args.critic.members
+            rows = self.first + torch.arange(len(rollout.mask), device=rollout.mask.device)
+            inputs["member"] = rows % self.args.critic.members
         return Experience(
             inputs=inputs,
             mask=rollout.mask,

@@ -21,10 +21,18 @@ from tokencredit.settings.source import Source
 from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.batch import text_metrics
 from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.data.stream import share_of_rows
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.rewards.terms import term_metrics
-from tokencredit.text.setup import build_pipeline, environments_of, evaluation_prompts, evaluation_tasks, load_terms
+from tokencredit.text.setup import (
+    build_pipeline,
+    check_evaluation_size,
+    environments_of,
+    evaluation_prompts,
+    evaluation_tasks,
+    load_terms,
+)
 from tokencredit.text.turns.record import episode_metrics
 from tokencredit.text.turns.tasks import Tasks
 
@@ -50,13 +58,12 @@ def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig,
     Raises:
         UnusableBatch: a log-probability or reward is not finite, in any process.
     """
-    processes = pipeline.processes
-    share = -(-settings.samples // processes.count) * settings.best_of
-    first = share * processes.rank
+    processes, total = pipeline.processes, settings.samples * settings.best_of
+    rows = share_of_rows(processes, total, settings.best_of)
     generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
-    uniforms = torch.rand(share * processes.count, settings.max_new_tokens, generator=generator)
-    batch = prompts.batch(first, share, settings.best_of)
-    scored = pipeline.collect(batch, settings, uniforms[first : first + share], settings.best_of)
+    uniforms = torch.rand(total, settings.max_new_tokens, generator=generator)
+    batch = prompts.batch(rows.start, rows.stop - rows.start, settings.best_of)
+    scored = pipeline.collect(batch, settings, uniforms[rows], settings.best_of)
     return {f"eval/{name}": value for name, value in measure(scored, settings.best_of, processes).items()}
 
 
@@ -93,10 +100,11 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
         reference: reference model of the KL; None for the run's own, if it has one.
 
     Raises:
-        ConfigError: a model cannot be loaded, or prompts or rewards cannot.
+        ConfigError: a model cannot be loaded, or prompts or rewards cannot, or there are more processes than prompts.
         RunStopped: a reward is not finite.
     """
     config, processes = source.config, Processes()
+    check_evaluation_size(config, processes.count)
     models, pipeline = load_pipeline(source, which, reference, processes)
     prompts: Prompts | Tasks
     if pipeline.player is None:

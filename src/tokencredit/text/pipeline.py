@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,11 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.core.kl import k1
 from tokencredit.processes import Processes
 from tokencredit.settings.training import KLConfig, SamplingConfig
+from tokencredit.sharding import gathered, is_sharded
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Engine, Rollout
+from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.rewards.calls import NonFiniteReward, Term
+from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.play import Player, Transcript, columns
@@ -26,6 +28,8 @@ from tokencredit.text.turns.tasks import TaskBatch
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
+FAILED_ELSEWHERE = "a reward could not be computed in another process, whose message says why"
+"""Message of a process that stops since another one's reward failed."""
 
 
 class UnusableBatch(Exception):
@@ -127,16 +131,27 @@ class Pipeline:
     finite: bool = True
     """Raise for scores that are not finite, instead of returning them."""
 
+    @property
+    def lockstep(self) -> Processes | None:
+        """The processes that must make the same number of passes, since models are sharded over them; None if not."""
+        return self.processes if self.processes.count > 1 and is_sharded(self.policy.lm) else None
+
+    def held(self) -> AbstractContextManager[None]:
+        """A context in which this process holds all weights of sharded models, so that its passes are its own."""
+        return gathered(self.policy, self.reference)
+
     def sample(
         self, prompts: PromptBatch | TaskBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
     ) -> Sampled:
         """Sample a completion, or play an episode, for each row of prompts. Arguments as in `collect`."""
-        if isinstance(prompts, TaskBatch):
-            assert self.player is not None
-            played = self.player.play(prompts, settings, uniforms)
-            return Sampled(played.prompts, played.rollout, played.rollout.texts(self.tokenizer), played.transcripts)
-        rollout = self.engine.generate(prompts, settings, uniforms, per_prompt)
-        return Sampled(prompts, rollout, rollout.texts(self.tokenizer))
+        in_step = isinstance(self.engine, LocalEngine) and self.engine.in_step is not None
+        with nullcontext() if in_step else gathered(self.policy.lm):
+            if isinstance(prompts, TaskBatch):
+                assert self.player is not None
+                played = self.player.play(prompts, settings, uniforms)
+                return Sampled(played.prompts, played.rollout, played.rollout.texts(self.tokenizer), played.transcripts)
+            rollout = self.engine.generate(prompts, settings, uniforms, per_prompt)
+            return Sampled(prompts, rollout, rollout.texts(self.tokenizer))
 
     def collect(
         self,
@@ -169,7 +184,7 @@ class Pipeline:
             rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():
-                    rollout = replace(rollout, values=rollout_values(self.policy, rollout, self.budget))
+                    rollout = replace(rollout, values=rollout_values(self.policy, rollout, self.budget, self.lockstep))
             results["rollout"] = rollout
         return self.score(sampled._replace(rollout=rollout), settings, bootstrap=bootstrap, stage=stage)
 
@@ -187,9 +202,9 @@ class Pipeline:
         with stage("reference") as results, self.precision.no_grad():
             if bootstrap:
                 following = None if episodes is None else [episode.following for episode in episodes]
-                after = values_after(self.policy, rollout, self.budget, following)
+                after = values_after(self.policy, rollout, self.budget, following, self.lockstep)
             reference = results["reference"] = reference_outputs(
-                self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget
+                self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget, self.lockstep
             )
         texts = prompts.continued(completions)
         numbers = [x for x in (rollout.logprobs, rollout.values, reference.kl, after) if x is not None]
@@ -219,12 +234,16 @@ class Pipeline:
         if episodes is not None:
             known |= columns(episodes)
         lengths = rollout.mask.sum(1).tolist()
-        scores, reason = None, "a reward term is not finite in another process"
+        scores, failure, reason = None, None, "a reward term is not finite in another process"
         try:
             answers = sampled.answers()
             scores = score(self.terms, prompts.questions(), answers, known, lengths, finite=self.finite)
         except NonFiniteReward as error:
             reason = str(error)
+        except RewardError as error:
+            failure = error
+        if not self.processes.all(failure is None):  # all stop, and save, together
+            raise failure or RewardError(FAILED_ELSEWHERE)
         if not self.processes.all(scores is not None) or scores is None:
             raise UnusableBatch(reason, rollout, texts)
         return scores

@@ -15,9 +15,10 @@ from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import extents
 from tokencredit.learn.experience import length_batches
 from tokencredit.learn.objective import PolicyOutputs
+from tokencredit.processes import Processes
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.models.actor_critic import ActorCritic, Inputs
+from tokencredit.text.models.actor_critic import ActorCritic, Inputs, idle_row
 
 ROUNDING = 1e-5
 """Largest difference of two log-probs of a token, in nats, that counts as rounding, with a KL of 0. Without other
@@ -38,7 +39,10 @@ class ReferenceOutputs(NamedTuple):
 
 
 def read_by_length(
-    rollout: Rollout, budget: int | None, read: Callable[[Inputs], dict[str, Tensor]]
+    rollout: Rollout,
+    budget: int | None,
+    read: Callable[[Inputs], dict[str, Tensor]],
+    processes: Processes | None = None,
 ) -> dict[str, Tensor]:
     """Apply `read` to micro-batches of similar length; returns its outputs `[batch, …]` for all rows.
 
@@ -46,48 +50,69 @@ def read_by_length(
         rollout: the rollout whose `inputs()` are read.
         budget: tokens per micro-batch, padding included; None for no limit.
         read: maps the inputs of some rows to tensors with as many rows.
+        processes: processes that make equally many passes, as sharded models need: those with fewer micro-batches pass
+            an idle row. None for passes of this process alone.
     """
     inputs = rollout.inputs()
     results: dict[str, Tensor] = {}
-    for rows in length_batches(rollout.lengths(), budget):
+    batches = length_batches(rollout.lengths(), budget) if len(rollout.mask) else []
+    # Before the passes: their collective operations and this one must come in the same order everywhere.
+    missing = 0 if processes is None else processes.most(len(batches)) - len(batches)
+    for rows in batches:
         for name, part in read({name: tensor[rows] for name, tensor in inputs.items()}).items():
             if name not in results:
                 results[name] = part.new_empty(len(rollout.mask), *part.shape[1:])
             results[name][rows] = part
+    for _ in range(missing):
+        for name, part in read(idle_row(rollout.mask.device)).items():
+            results.setdefault(name, part.new_empty(0, rollout.mask.shape[1], *part.shape[2:]))
     return results
 
 
-def evaluate_rollout(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> PolicyOutputs:
-    """Log-probs and values of a rollout under a policy and its critic."""
+def evaluate_rollout(
+    policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None, processes: Processes | None = None
+) -> PolicyOutputs:
+    """Log-probs and values of a rollout under a policy and its critic; `processes` is as in `read_by_length`."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         outputs = policy(inputs, temperature=temperature)
         return {"logprobs": outputs.logprobs} | ({} if outputs.values is None else {"values": outputs.values})
 
-    outputs = read_by_length(rollout, budget, read)
+    outputs = read_by_length(rollout, budget, read, processes)
     return PolicyOutputs(torch.zeros(()), outputs["logprobs"], outputs.get("values"))
 
 
-def rollout_logprobs(policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None) -> Tensor:
-    """Log-probs `[batch, time]` of a rollout under a policy, without a pass of the critic."""
+def rollout_logprobs(
+    policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None, processes: Processes | None = None
+) -> Tensor:
+    """Log-probs `[batch, time]` of a rollout under a policy, without a pass of the critic.
+
+    `processes` is as in `read_by_length`.
+    """
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         return {"logprobs": policy.logprobs(inputs, temperature)[0]}
 
-    return read_by_length(rollout, budget, read)["logprobs"]
+    return read_by_length(rollout, budget, read, processes)["logprobs"]
 
 
-def rollout_values(policy: ActorCritic, rollout: Rollout, budget: int | None) -> Tensor:
-    """Values `[batch, time]` of a rollout, by a pass of the critic only."""
+def rollout_values(
+    policy: ActorCritic, rollout: Rollout, budget: int | None, processes: Processes | None = None
+) -> Tensor:
+    """Values `[batch, time]` of a rollout, by a pass of the critic only; `processes` is as in `read_by_length`."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         return {"values": policy.critic_outputs(inputs).values}
 
-    return read_by_length(rollout, budget, read)["values"]
+    return read_by_length(rollout, budget, read, processes)["values"]
 
 
 def values_after(
-    policy: ActorCritic, rollout: Rollout, budget: int | None, following: Sequence[Sequence[int]] | None = None
+    policy: ActorCritic,
+    rollout: Rollout,
+    budget: int | None,
+    following: Sequence[Sequence[int]] | None = None,
+    processes: Processes | None = None,
 ) -> Tensor:
     """Values `[batch]` of the states after truncated completions; 0 for the others.
 
@@ -98,10 +123,12 @@ def values_after(
         rollout: the completions.
         budget: tokens per micro-batch, padding included; None for no limit.
         following: of each row, the tokens of an observation after it, which belong to the state; None for none.
+        processes: as in `read_by_length`.
     """
     after = torch.zeros(len(rollout.mask), device=rollout.mask.device)
     cut = rollout.truncated
-    if not cut.any():
+    some = bool(cut.any())
+    if not (some if processes is None else processes.any(some)):
         return after
     lengths = extents(rollout.mask[cut]).unsqueeze(1)
     if following is not None:
@@ -117,7 +144,7 @@ def values_after(
         truncated=cut[cut],
     )
     # `lengths` counts the extra token, which is not an input, so the budget is one larger.
-    values = rollout_values(policy, longer, None if budget is None else budget + 1)
+    values = rollout_values(policy, longer, None if budget is None else budget + 1, processes)
     after[cut] = values.gather(1, lengths).squeeze(1)
     return after
 
@@ -139,6 +166,7 @@ def reference_outputs(
     args: KLConfig,
     temperature: float,
     budget: int | None,
+    processes: Processes | None = None,
 ) -> ReferenceOutputs:
     """Log-probs and KL of a rollout under the reference model, as far as the configuration needs them.
 
@@ -149,6 +177,7 @@ def reference_outputs(
         args: place and estimator of the KL.
         temperature: the sampling temperature.
         budget: tokens per micro-batch, padding included; None for no limit.
+        processes: as in `read_by_length`.
     """
     if reference is None:
         return ReferenceOutputs()
@@ -166,7 +195,7 @@ def reference_outputs(
             results["kl"] = kl
         return results
 
-    outputs = read_by_length(rollout, budget, read)
+    outputs = read_by_length(rollout, budget, read, processes)
     logprobs = outputs["logprobs"]
     if in_loss:
         return ReferenceOutputs(logprobs, hidden=outputs.get("ref_hidden"))

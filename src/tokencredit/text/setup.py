@@ -95,22 +95,26 @@ def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
 
 
 def check_batch_size(args: PPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless batches can be split among processes, and their shares into minibatches."""
-    if args.rollout.batch_size % (processes * args.rollout.per_prompt):
+    """Raise `ConfigError` unless each process has a prompt to sample and to evaluate, and each critic a completion."""
+    rows, group = args.rollout.batch_size, args.rollout.per_prompt
+    if rows // group < processes:
         raise ConfigError(
-            f"rollout.batch_size is {args.rollout.batch_size}; it must be a multiple of {processes} processes times "
-            f"rollout.per_prompt, {args.rollout.per_prompt}"
+            f"rollout.batch_size is {rows}; it must be at least {processes * group}, {processes} processes times "
+            f"rollout.per_prompt, {group}"
         )
-    if args.critic.members > (rows := args.rollout.batch_size // processes):
+    if args.critic.members > rows:
         raise ConfigError(
-            f"critic.members is {args.critic.members}; it must be at most {rows}, the completions of each of the "
-            f"{processes} processes (rollout.batch_size is {args.rollout.batch_size}): each critic learns from its own"
+            f"critic.members is {args.critic.members}; it must be at most {rows}, the completions of "
+            "rollout.batch_size: each critic learns from its own"
         )
-    if args.ppo.minibatches > rows:
-        raise ConfigError(
-            f"ppo.minibatches is {args.ppo.minibatches}; it must be at most {rows}, the completions of each of the "
-            f"{processes} processes (rollout.batch_size is {args.rollout.batch_size})"
-        )
+    if args.eval.every:
+        check_evaluation_size(args, processes)
+
+
+def check_evaluation_size(args: PPOConfig, processes: int) -> None:
+    """Raise `ConfigError` unless each process has a prompt to evaluate."""
+    if args.eval.samples < processes:
+        raise ConfigError(f"eval.samples is {args.eval.samples}; it must be at least {processes}, one per process")
 
 
 def environments_of(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from numbers import Real
 from typing import Any
+
+import torch
 
 from tokencredit.errors import OutOfMemory, RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.update import NonFiniteUpdate
-from tokencredit.processes import out_of_memory
+from tokencredit.processes import Processes, out_of_memory
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.pipeline import Scored
@@ -88,6 +92,14 @@ def count_step(
     if error is None:
         record.bad_in_a_row = 0
         return
-    text = None if error.row is None else scored.texts()[error.row]
+    text = None if error.row is None else text_of_row(scored, error.row, record.processes)
     reason = str(error) if text is None else f"{error.term} of the text {text!r} is not finite"
     record.bad_step(number, reason, minibatch.tensors(), text=text)
+
+
+def text_of_row(scored: Scored, row: int, processes: Processes) -> str:
+    """The text of a row, counted over all processes, in each of them; collective."""
+    texts = scored.texts()
+    ends = list(accumulate(processes.gather(torch.tensor([len(texts)], device=processes.device)).tolist()))
+    owner = bisect(ends, row)
+    return processes.texts(texts[row - (ends[owner] - len(texts))] if owner == processes.rank else "")[owner]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,15 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.state import nbytes, trainable
+from tokencredit.learn.state import nbytes, sharded_parameters, trainable
 from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.processes import Processes
 from tokencredit.report.card import model_card
 from tokencredit.report.page import LARGEST, write_final_report
-from tokencredit.runs.folder import replacing
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
@@ -30,6 +30,7 @@ from tokencredit.settings.fields import require_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.trl import refuse_arguments
 from tokencredit.settings.world import TEXT
+from tokencredit.sharding import is_sharded
 from tokencredit.text import setup
 from tokencredit.text.audit.auditing import Auditor
 from tokencredit.text.audit.targets import continuation_targets
@@ -37,15 +38,17 @@ from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.data.stream import BatchStream
+from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.models.sharded_loading import Sharding
 from tokencredit.text.pipeline import Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
+from tokencredit.text.rewards.calls import RewardError
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
 from tokencredit.text.startup_summary import overview
@@ -103,13 +106,14 @@ class PPOTrainer:
             name = model if isinstance(model, str) else run_models.name_of(model)
             args = replace(args, model=replace(args.model, name=name))
         self.args = args
-        self.processes = Processes()
+        self.processes = Processes(args.run.timeout)
         setup.check_batch_size(args, self.processes.count)
         with rng.preserved():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
             environments = setup.environments_of(args, environment_factory, tools)
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
-            lm, self.tokenizer = run_models.load_start(args.model, model, processing_class)
+            sharding = Sharding.of(args, self.processes)
+            lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             rows = train_dataset, eval_dataset
@@ -119,12 +123,16 @@ class PPOTrainer:
             self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
             self.record.from_python = self.origin["given"]
             named = model is None or isinstance(model, str)
-            models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named)
+            models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
             setup.check_columns(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
         self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
+        self.sharded = is_sharded(self.policy.lm)
+        if args.run.shard == "full" and not self.sharded:
+            self.notes.append("run.shard full: one process, which holds the models whole")
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments)
-        self.credit = Credit(args, self.processes.sum)
+        first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
+        self.credit = Credit(args, self.processes.sum, first)
         self.auditor: Auditor | None = None
         """None with an environment, whose episodes cannot be continued from their middle."""
         if isinstance(self.prompts, Prompts):
@@ -250,16 +258,19 @@ class PPOTrainer:
         return metrics
 
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
-        """Records for samples.jsonl of this iteration, with log-probs after the update."""
-        run, rollout = self.args.run, batch.scored.rollout.head(self.args.run.samples)
-        if number % run.samples_every and number not in (1, run.iterations):
+        """This iteration's records for samples.jsonl: first rows of all processes, with log-probs after the update."""
+        run = self.args.run
+        if not run.samples or (number % run.samples_every and number not in (1, run.iterations)):
             return []
+        rollout = batch.scored.rollout.head(max(run.samples - self.credit.first, 0))
         logprobs: Tensor = rollout.logprobs
-        if len(rollout.mask):
+        if len(rollout.mask) or self.pipeline.lockstep is not None:
             with self.pipeline.precision.no_grad():
                 temperature, budget = self.args.rollout.temperature, self.pipeline.budget
-                logprobs = rollout_logprobs(self.policy, rollout, temperature, budget)
+                logprobs = rollout_logprobs(self.policy, rollout, temperature, budget, self.pipeline.lockstep)
         samples = batch.samples(self.tokenizer, range(len(logprobs)), logprobs)
+        if self.processes.count > 1:
+            samples = [sample for text in self.processes.texts(json.dumps(samples)) for sample in json.loads(text)]
         return [{"iteration": number, **sample} for sample in samples]
 
     def evaluate(self) -> dict[str, float]:
@@ -274,9 +285,11 @@ class PPOTrainer:
         except UnusableBatch as error:
             self.record.event(f"an evaluation is skipped: {error}")
             return {}
-        if metrics["eval/reward"] > self.record.best and self.processes.main and self.record.folder.path.is_dir():
-            with replacing(self.record.folder.path / "best") as folder:
-                save_policy(folder, self.policy, self.tokenizer)
+        best = metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()
+        if self.processes.first(best):
+            with self.record.replaced("best", self.sharded) as folder:
+                if folder is not None:
+                    save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
         return metrics
 
     def state(self) -> tuple[State, State]:
@@ -295,6 +308,10 @@ class PPOTrainer:
             "random": rng.random_state(),
         }
 
+    def sharded_tensors(self) -> dict[str, Tensor]:
+        """The sharded parameters, by name."""
+        return sharded_parameters(self.policy)
+
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
         """Restore `state`, with its second part under `process`; `changed` are keys of changed settings.
 
@@ -303,7 +320,7 @@ class PPOTrainer:
         """
         check_origin(state["origin"], self.origin, self.args.model.name)
         try:
-            self.learner.load(state, state["process"])
+            self.learner.load(state, state["process"], state["all_processes"])
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
         if any(key.startswith("kl.") for key in changed):
@@ -331,7 +348,12 @@ class PPOTrainer:
 
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary and report, upload the policy if configured, and return the summary."""
-        summary = self.record.end(stopped_by, self._save)
+        save: Callable[[Path, Summary], None] | None = self._save
+        in_all = (TooManyBadSteps.stopped_by, RewardError.stopped_by)  # which processes agree on
+        if self.sharded and self.record.failed and stopped_by not in in_all:
+            save = None  # other processes, without which no weights can be gathered, may not have stopped here
+            self.record.event("the policy is sharded, so it is not saved after this error")
+        summary = self.record.end(stopped_by, save, in_all=self.sharded)
         write_final_report(self.record)
         can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
         audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
@@ -343,7 +365,9 @@ class PPOTrainer:
         return summary
 
     def _save(self, folder: Path, summary: Summary) -> None:
-        save_policy(folder, self.policy, self.tokenizer)
+        save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
+        if not self.processes.main:
+            return
         names = [term.name for term in self.pipeline.terms]
         prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
         player = self.pipeline.player

@@ -362,10 +362,9 @@ def test_members_are_saved_and_go_on_together(tmp_path):
 def test_members_with_a_clip_or_without_rows_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"critic\.clip is 0\.2, and critic\.members is 2; .*set critic\.clip: null"):
         small(tmp_path, kind="separate", members=2)
-    args = small(tmp_path, kind="separate", members=8, clip=None)
-    check_batch_size(args, 1)
-    with pytest.raises(ConfigError, match=r"critic\.members is 8; it must be at most 4, the completions of each of"):
-        check_batch_size(args, 2)
+    check_batch_size(small(tmp_path, kind="separate", members=8, clip=None), 2)
+    with pytest.raises(ConfigError, match=r"critic\.members is 9; it must be at most 8, the completions of"):
+        check_batch_size(small(tmp_path, kind="separate", members=9, clip=None), 1)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from helpers.files import read_events, read_metrics
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
-from tokencredit.settings.data import FunctionTerm, ScoreConfig
+from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.options import EvaluateOptions
@@ -318,3 +318,16 @@ def test_a_run_from_python_is_resumed_from_python(tmp_path, capsys):
     assert main(["train", "--resume", str(tmp_path / "run"), "--run.iterations", "2"]) == 2
     error = capsys.readouterr().err
     assert "was begun in Python with environment_factory, which its folder does not hold; pass the same from" in error
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"word": "a"}, "the column of prompts is 'question', and train_dataset has only word; name one column"),
+        ({"question": "a", "prompt": "b"}, "the column of prompts is 'question', and train_dataset has another column"),
+    ],
+)
+def test_a_column_of_prompts_that_episodes_would_lose_is_refused(row, message, tmp_path):
+    args = from_python(tmp_path / "run", prompts=PromptsConfig(column="question"))
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(args=args, environment_factory=Dice, train_dataset=[row])

@@ -25,7 +25,8 @@ from tokencredit.audit.sampling import STREAM, generator, rounds, spread
 from tokencredit.audit.truth import Samples, Truth
 from tokencredit.control.agent import Agent
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
-from tokencredit.control.rollout import Rollout, environment_errors
+from tokencredit.control.failures import environment_errors
+from tokencredit.control.rollout import Rollout
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import preserved
 from tokencredit.runs.folder import write_audit

@@ -9,7 +9,7 @@ from typing import Any
 from tokencredit.control.environments import expected_warnings
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.learn.rng import preserved
-from tokencredit.processes import threads
+from tokencredit.processes import Processes, threads
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
@@ -33,7 +33,7 @@ def audit_run(
         ConfigError: there is no such checkpoint, or it does not fit the configuration.
         RunStopped: the environment cannot be audited.
     """
-    number, state = at_iteration(run, checkpoint)
+    number, state = at_iteration(run, checkpoint, Processes().alone())
     with preserved(), threads(config.threads), expected_warnings(config.env):
         trainer = ControlTrainer(replace(config, run=replace(config.run, dir=str(run))))
         try:

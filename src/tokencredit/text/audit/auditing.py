@@ -111,7 +111,8 @@ class Auditor:
         returns = Returns(len(rows), scored.rollout.mask.shape[1])
         most = args.rollout.batch_size // processes.count
         sampler = Continuations.of(self.pipeline, credit, scored, random, most)
-        run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
+        with self.pipeline.held():
+            run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
         lengths = scored.rollout.mask.sum(1).cpu()[rows]
         last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
         values = scored.rollout.values

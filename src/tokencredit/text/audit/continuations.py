@@ -12,7 +12,8 @@ from torch import Tensor
 from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.models.loading import max_prompt_length
-from tokencredit.text.pipeline import Pipeline, Sampled, Scored, UnusableBatch
+from tokencredit.text.pipeline import FAILED_ELSEWHERE, Pipeline, Sampled, Scored, UnusableBatch
+from tokencredit.text.rewards.calls import RewardError
 
 
 class States(NamedTuple):
@@ -128,12 +129,18 @@ def run_in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -
     """Run a function in every process, and let all fail if one does.
 
     Raises:
-        UnusableBatch: in all processes, if one raises it.
+        RewardError: in all processes, if one raises it.
+        UnusableBatch: the same.
     """
-    error = None
+    unusable, failure = None, None
     try:
         work()
     except UnusableBatch as caught:
-        error = caught
-    if not processes.all(error is None):
-        raise error or UnusableBatch("a continuation in another process is not finite", scored.rollout, scored.texts())
+        unusable = caught
+    except RewardError as caught:
+        failure = caught
+    if not processes.all(failure is None):
+        raise failure or RewardError(FAILED_ELSEWHERE)
+    if not processes.all(unusable is None):
+        message = "a continuation in another process is not finite"
+        raise unusable or UnusableBatch(message, scored.rollout, scored.texts())

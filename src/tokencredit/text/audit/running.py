@@ -9,7 +9,7 @@ from typing import Any
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn import rng
 from tokencredit.runs.loop import load
-from tokencredit.runs.resuming import at_iteration
+from tokencredit.runs.resuming import at_iteration, given_in_python
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.pipeline import UnusableBatch
@@ -40,8 +40,7 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
             f"{str(run)!r} is a run of several turns; an audit samples continuations of a text from its middle, and an "
             "environment cannot be continued from there"
         )
-    number, state = at_iteration(run, checkpoint)
-    arguments = [*state["origin"]["given"], *(() if config.model.name else ("model",))]
+    arguments = [*given_in_python(run), *(() if config.model.name else ("model",))]
     if arguments:
         raise ConfigError(
             f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "
@@ -49,6 +48,7 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
         )
     with rng.preserved():
         trainer = PPOTrainer(args=replace(config, run=replace(config.run, dir=str(run))))
+        number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
         group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt
         try:

@@ -54,7 +54,8 @@ def continuation_targets(
             sampled.add(*part.states, part.values, part.actions)
             tokens += part.tokens
 
-    run_in_all(processes, scored, sample)
+    with pipeline.held():
+        run_in_all(processes, scored, sample)
     means = sampled.means().to(experience.returns.device, experience.returns.dtype)
     returns = torch.where(means.isnan(), experience.returns, means)
     total = processes.sum(torch.tensor(float(tokens), device=processes.device))

@@ -28,14 +28,16 @@ class BatchStream:
         """Completions sampled so far; the position in the prompt sequence."""
 
     def next_batch(self) -> tuple[PromptBatch | TaskBatch, Tensor]:
-        """This process's prompts or episodes of the next batch, and its uniforms `[share, max_new_tokens]`."""
+        """This process's prompts or episodes of the next batch, and its uniforms `[share, max_new_tokens]`.
+
+        Completions of one prompt stay in one process.
+        """
         settings = self.settings
-        share = settings.batch_size // self.processes.count
-        first = share * self.processes.rank
-        prompts = self.prompts.batch(self.drawn + first, share, settings.per_prompt)
+        rows = share_of_rows(self.processes, settings.batch_size, settings.per_prompt)
+        prompts = self.prompts.batch(self.drawn + rows.start, rows.stop - rows.start, settings.per_prompt)
         self.drawn += settings.batch_size
         uniforms = torch.rand(settings.batch_size, settings.max_new_tokens, generator=self.generator)
-        return prompts, uniforms[first:][:share]
+        return prompts, uniforms[rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Position and RNG state."""
@@ -45,3 +47,9 @@ class BatchStream:
         """Restore the state of `state_dict`."""
         self.drawn = state["drawn"]
         self.generator.set_state(from_hex(state["sampling"]))
+
+
+def share_of_rows(processes: Processes, rows: int, group: int) -> slice:
+    """This process's part of rows that come in groups, none of which is split."""
+    groups = processes.share(rows // group)
+    return slice(groups.start * group, groups.stop * group)

@@ -87,14 +87,7 @@ class LocalConversation:
         limits: Sequence[int],
         ended: Callable[[int], None],
     ) -> None:
-        """Sample the next turn of some rows.
-
-        Args:
-            rows: indices of rows, of which none is running.
-            observations: token ids that follow each row's last turn; empty before the first.
-            limits: most tokens of each row's turn, at least 1; observation and turn fit into what is `left`.
-            ended: called with a row as soon as its turn has ended, while others are still being sampled.
-        """
+        """Sample the next turn of some rows, as `engine.Conversation.sample`; none of them may be running."""
         before = [len(self.tokens(row)) for row in rows]
         self.state.begin_turn(rows, observations, limits)
         if self.state.settings.stop:

@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.processes import Processes
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.conversation import LocalConversation
@@ -34,6 +35,8 @@ class LocalEngine:
     """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
     decoding: StaticDecoding | None = None
     """Decoding with a static KV cache; None uses a growing one."""
+    in_step: Processes | None = None
+    """Processes that sample in step, since the policy is sharded over them and gathered layer by layer."""
 
     def generate(
         self,
@@ -56,6 +59,7 @@ class LocalEngine:
                 per_prompt,
                 None if started is None else [tokens.to(self.precision.device) for tokens in started],
                 steps=CachedSteps if self.decoding is None else self.decoding.steps,
+                in_step=self.in_step,
             )
         return self.exact(rollout, settings.temperature)
 
@@ -79,8 +83,9 @@ class LocalEngine:
             return rollout
         with self.precision.no_grad():
             if rollout.values is None:
-                return replace(rollout, logprobs=rollout_logprobs(self.policy, rollout, temperature, self.budget))
-            outputs = evaluate_rollout(self.policy, rollout, temperature, self.budget)
+                logprobs = rollout_logprobs(self.policy, rollout, temperature, self.budget, self.in_step)
+                return replace(rollout, logprobs=logprobs)
+            outputs = evaluate_rollout(self.policy, rollout, temperature, self.budget, self.in_step)
             return replace(rollout, logprobs=outputs.logprobs, values=outputs.values)
 
     def weights_changed(self) -> None:

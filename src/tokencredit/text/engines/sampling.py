@@ -15,7 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tokencredit.processes import Processes
 from tokencredit.settings.training import SamplingConfig
+from tokencredit.sharding import within
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.dynamic_kv_cache import sampling_cache
@@ -258,6 +260,7 @@ def sample(
     *,
     steps: Callable[[ActorCritic, Tensor, int], Steps] = CachedSteps,
     every: int | None = None,
+    in_step: Processes | None = None,
 ) -> Rollout:
     """Sample a completion for each prompt, by inverse-CDF sampling with one uniform number per token.
 
@@ -278,6 +281,7 @@ def sample(
         steps: makes the `Steps` from the model, the prompts' mask and the limit of new tokens.
         every: steps between checks for finished completions; by default 1 on a CPU and `CHECK_EVERY` elsewhere, where
             each check is a host sync.
+        in_step: processes that sample in step, since the model is sharded over them; None samples alone.
     """
     batch, limit = uniforms.shape
     detokenizers = stop_detokenizers(prompts, tokenizer) if settings.stop else []
@@ -286,7 +290,7 @@ def sample(
     inputs, mask = append_started(prompts, started)
     left = limit - min(state.start_lengths)
     states = steps(model, mask, left)
-    decode(model, state, states, states.prompts(inputs, per_prompt), inputs, left, every)
+    decode(model, state, states, states.prompts(inputs, per_prompt), inputs, left, every, in_step=in_step)
     return state.rollout(prompts)
 
 
@@ -299,6 +303,7 @@ def decode(
     left: int,
     every: int | None = None,
     finished: Callable[[list[bool]], None] | None = None,
+    in_step: Processes | None = None,
 ) -> None:
     """Sample until all slots have finished their turns.
 
@@ -311,6 +316,7 @@ def decode(
         left: most tokens to sample per slot.
         every: as in `sample`.
         finished: called with the slots that are unfinished, after each check and before finished slots are dropped.
+        in_step: as in `sample`; a process that has finished runs one of its slots on until all have.
     """
     critic = model.critic if isinstance(model.critic, Critic) and model.critic.reads_last else None
     every = (1 if hidden.device.type == "cpu" else CHECK_EVERY) if every is None else every
@@ -322,11 +328,15 @@ def decode(
     def step() -> None:
         """Run the last tokens and sample the next."""
         tokens = state.last().unsqueeze(-1)
-        draw_after(states.next(tokens), tokens)
+        within(model.lm, lambda: draw_after(states.next(tokens), tokens))
 
     draw_after(hidden, inputs)
     left -= 1
-    while any(active := state.check()):
+    while any(active := state.check()) or (in_step is not None and left):
+        if in_step is not None:
+            if not in_step.any(any(active)):
+                break
+            active = active if any(active) else [True, *active[1:]]
         if finished is not None:
             finished(active)
         state.keep(states.keep(active))

@@ -19,6 +19,7 @@ from tokencredit.core.masked import extents
 from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.learn.state import trainable
+from tokencredit.sharding import is_sharded, within
 from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.architecture import layers_of, output_states, states_after, trunk_of
 from tokencredit.text.models.critic import Critic, Ensemble
@@ -102,10 +103,14 @@ class ActorCritic(nn.Module):
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
         """Last hidden states `[batch, time, width]`, after the final norm; a `cache` is read and extended."""
         trunk = trunk_of(self.lm)
-        return trunk_hidden(trunk, input_ids, trunk_inputs(trunk, attention_mask, position_ids, cache))[0]
+        others = trunk_inputs(trunk, attention_mask, position_ids, cache)
+        return within(self.lm, trunk_hidden, trunk, input_ids, others)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of hidden states, in float32."""
+        return within(self.lm, self._logits, hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self.scaled(hidden)
         projection, device = self.lm.get_output_embeddings(), hidden.device
         if torch.is_autocast_enabled(device.type):
@@ -151,13 +156,46 @@ class ActorCritic(nn.Module):
             gradients.
         """
         extent, loss = Extent.of(inputs), policy_loss or NoLoss()
+        total, stats, states = within(self.lm, self._losses, inputs, extent, temperature, loss, entropy, reference)
+        logprobs, entropies, kl = (None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats)
+        assert logprobs is not None
+        values = histogram = None
+        if self.critic is not None:
+            values, histogram = self._outputs(inputs, extent, states if self.critic.shared else None)
+        return PolicyOutputs(total, logprobs, values, entropies, kl, histogram)
+
+    def _losses(
+        self,
+        inputs: Inputs,
+        extent: Extent,
+        temperature: float,
+        loss: PolicyLoss,
+        entropy: bool,
+        reference: ActorCritic | None,
+    ) -> tuple[Tensor, TokenStats, Tensor]:
+        """The policy's loss, its statistics at sampled tokens, and the input states of a shared critic."""
         hidden, *tapped = self._read(trunk_of(self.lm), inputs, extent, partial(self.trunk_hidden, tap=self._tap()))
+        options = inputs, extent, temperature, loss, entropy, reference
+        total, stats = within((reference or self).lm, self._token_loss, hidden, *options)
+        return total, stats, [hidden, *tapped][-1]
+
+    def _token_loss(
+        self,
+        hidden: Tensor,
+        inputs: Inputs,
+        extent: Extent,
+        temperature: float,
+        loss: PolicyLoss,
+        entropy: bool,
+        reference: ActorCritic | None,
+    ) -> tuple[Tensor, TokenStats]:
+        """The policy's loss and its statistics at sampled tokens."""
         ref = None
         if reference is not None:
             ref_projection = reference.lm.get_output_embeddings()
             ref = (reference.scaled(extent.gather(inputs["ref_hidden"])), ref_projection.weight, ref_projection.bias)
         projection = self.lm.get_output_embeddings()
-        total, stats = token_loss(
+        return token_loss(
             self.scaled(extent.gather(hidden)),
             projection.weight,
             extent.gather(inputs["response_ids"]),
@@ -169,13 +207,6 @@ class ActorCritic(nn.Module):
             entropy=entropy,
             additive=loss.additive,
         )
-        logprobs, entropies, kl = (None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats)
-        assert logprobs is not None
-        values = histogram = None
-        if self.critic is not None:
-            states = [hidden, *tapped][-1] if self.critic.shared else None
-            values, histogram = self._outputs(inputs, extent, states)
-        return PolicyOutputs(total, logprobs, values, entropies, kl, histogram)
 
     def critic_outputs(self, inputs: Inputs) -> CriticOutputs:
         """The critic's outputs as in `forward`, with gradients for the critic's own parameters only."""
@@ -203,6 +234,9 @@ class ActorCritic(nn.Module):
             if len(rows):
                 part = {name: inputs[name][rows] for name in ("prompt_ids", "prompt_mask", "response_ids", "mask")}
                 values = values.index_copy(0, rows, self._outputs_of(critic, part, Extent.of(part)).values)
+            elif critic.trunk is not None and is_sharded(critic.trunk):  # other processes may make this pass
+                idle = idle_row(mask.device)
+                values = values + 0 * self._outputs_of(critic, idle, Extent.of(idle)).values.sum()
             else:  # a zero gradient, since the processes all-reduce gradients of all parameters
                 values = values + 0 * torch.stack([p.sum() for p in trainable(critic)]).sum()
         return CriticOutputs(values)
@@ -217,6 +251,9 @@ class ActorCritic(nn.Module):
 
     def logprobs(self, inputs: Inputs, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs `[batch, time]` of responses, in nats, and their `response_hidden`."""
+        return within(self.lm, self._logprobs, inputs, temperature)
+
+    def _logprobs(self, inputs: Inputs, temperature: float) -> tuple[Tensor, Tensor]:
         extent, projection = Extent.of(inputs), self.lm.get_output_embeddings()
         (hidden,) = self._read(trunk_of(self.lm), inputs, extent, self.trunk_hidden)
         logprobs, _ = token_logprobs(
@@ -231,7 +268,7 @@ class ActorCritic(nn.Module):
 
     def response_hidden(self, inputs: Inputs) -> Tensor:
         """Hidden states `[batch, time, width]` of the states before each response token."""
-        return self._read(trunk_of(self.lm), inputs, Extent.of(inputs), self.trunk_hidden)[0]
+        return within(self.lm, self._read, trunk_of(self.lm), inputs, Extent.of(inputs), self.trunk_hidden)[0]
 
     def critic_states(self, critic: Critic, inputs: Inputs) -> Tensor:
         """Input states of a critic, `[batch, time, width]`, before each response token.
@@ -242,10 +279,10 @@ class ActorCritic(nn.Module):
 
     def _critic_states(self, critic: Critic, inputs: Inputs, extent: Extent) -> Tensor:
         if critic.trunk is not None:
-            return self._read(critic.trunk, inputs, extent, self.trunk_hidden)[0]
+            return within(critic.trunk, self._read, critic.trunk, inputs, extent, self.trunk_hidden)[0]
         layer, trunk = self._tap(), trunk_of(self.lm)
         run = self.trunk_hidden if layer is None else partial(states_after, layer=layer)
-        return self._read(trunk, inputs, extent, run)[0]
+        return within(self.lm, self._read, trunk, inputs, extent, run)[0]
 
     def _tap(self) -> nn.Module | None:
         """The layer of the policy's trunk that the critic reads; None if it reads the last states or none."""
@@ -278,6 +315,12 @@ def attention_for(trunk: nn.Module, input_ids: Tensor) -> AbstractContextManager
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def idle_row(device: torch.device) -> Inputs:
+    """Inputs of one row without acted tokens, for a pass that other processes need."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+    return {"prompt_ids": ids, "prompt_mask": ids == 0, "response_ids": ids, "mask": ids != 0}
+
+
 class NoLoss:
     """Zero loss, for passes without training."""
 
@@ -305,8 +348,9 @@ def trunk_hidden(
     """Last hidden states `[batch, time, width]` of a trunk, after its final norm, and those after the layer `tap`."""
     states: list[Tensor] = []
     hook = None if tap is None else tap.register_forward_hook(lambda *call: states.append(output_states(call[2])))
+    run = trunk.forward if is_sharded(trunk) else trunk  # a sharded trunk runs in `within`, between the same hooks
     try:
-        hidden: Tensor = trunk(input_ids=input_ids, **inputs).last_hidden_state
+        hidden: Tensor = run(input_ids=input_ids, **inputs).last_hidden_state
     finally:
         if hook is not None:
             hook.remove()

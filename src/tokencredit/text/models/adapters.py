@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.architecture import weight_hash
 from tokencredit.text.models.peft_models import (
     ADAPTER_NAME,
@@ -32,6 +34,8 @@ from tokencredit.text.models.peft_models import (
 
 REFERENCE = "tokencredit_reference"
 """PEFT's name for the frozen adapter of the reference model."""
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
+"""Initializations of LoRA that read no weight of the base model."""
 
 
 class Adapter:
@@ -83,7 +87,9 @@ class Adapter:
         if REFERENCE in self.model.peft_config:
             self.model.delete_adapter(REFERENCE)
         self.model.add_adapter(REFERENCE, frozen)
-        state = peft.get_peft_model_state_dict(self.model, adapter_name=self.name, save_embedding_layers=False)
+        state = peft.get_peft_model_state_dict(
+            self.model, state_dict=self._state(), adapter_name=self.name, save_embedding_layers=False
+        )
         peft.set_peft_model_state_dict(self.model, state, REFERENCE)
         for name, parameter in self.lm.named_parameters():
             parameter.requires_grad_(name in trained)
@@ -113,11 +119,15 @@ class Adapter:
             on_cpu: dict[int, Any] = {id(x): _on_cpu(x) for x in tensors}
             deepcopy(self.model, on_cpu).merge_and_unload().save_pretrained(folder)
             return
-        self.model.save_pretrained(folder, selected_adapters=[self.name])
+        self.model.save_pretrained(folder, selected_adapters=[self.name], state_dict=self._state())
         if self.name != ADAPTER_NAME:  # PEFT writes a named adapter to a subfolder
             for file in (folder / self.name).iterdir():
                 file.replace(folder / file.name)
             (folder / self.name).rmdir()
+
+    def _state(self) -> dict[str, Tensor]:
+        """The model's tensors other than sharded ones, which PEFT would gather in all processes, and then drop."""
+        return {name: x for name, x in self.model.state_dict().items() if not isinstance(x, DTensor)}
 
     def _owns(self, parameter: str) -> bool:
         return self.name in parameter.split(".")
@@ -152,6 +162,8 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
         ConfigError: the model already has an adapter, or the new one matches no layer or would not be trained.
     """
     if attached(lm) is not None:
+        if is_sharded(lm):
+            check_sharded(attached(lm).peft_config[active_adapter(lm)])
         if args.lora.rank or peft_config is not None:
             new = f"model.lora.rank is {args.lora.rank}" if args.lora.rank else "peft_config is set"
             raise ConfigError(
@@ -162,16 +174,38 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
     if not args.lora.rank and peft_config is None:
         return None
     start, below = probe_logits(lm).detach(), _hashes(lm)
-    add_adapter(lm, peft_config or lora_config(args.lora), "model.lora" if peft_config is None else "peft_config")
+    config = peft_config or lora_config(args.lora)
+    if is_sharded(lm):
+        check_sharded(config)
+    add_adapter(lm, config, "model.lora" if peft_config is None else "peft_config")
     # Some adapters, such as PiSSA, change the base weights when they are created, so the base model's folder is stale.
     whole = args.adapter == "merge" or _hashes(lm) != below
     with as_config_error("the new adapter cannot be used"):
         return Adapter(lm, start=start, whole=whole)
 
 
+def check_sharded(config: Any) -> None:
+    """Raise `ConfigError` for an adapter that needs more of a sharded base model than the outputs of its layers."""
+    reasons = {
+        f"type {config.peft_type.value}": config.peft_type.value != "LORA",
+        "use_dora": getattr(config, "use_dora", False),
+        f"bias {getattr(config, 'bias', 'none')!r}": getattr(config, "bias", "none") != "none",
+        "modules_to_save": bool(getattr(config, "modules_to_save", None)),
+        "trainable_token_indices": bool(getattr(config, "trainable_token_indices", None)),
+        "target_parameters": bool(getattr(config, "target_parameters", None)),
+        "layer_replication": bool(getattr(config, "layer_replication", None)),
+        "an initialization from the weights": getattr(config, "init_lora_weights", True) not in PLAIN_STARTS,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(
+            f"run.shard is full, and the adapter has {', '.join(found)}; with sharded weights an adapter must be plain "
+            "LoRA, which reads no weight of the model: change the adapter, or set run.shard: none"
+        )
+
+
 def _hashes(lm: PreTrainedModel) -> list[int]:
     """Hashes of a model's weights without its adapter."""
-    return [weight_hash(p) for name, p in lm.named_parameters() if ADAPTER_NAME not in name.split(".")]
+    return [weight_hash(whole(p.detach())) for name, p in lm.named_parameters() if ADAPTER_NAME not in name.split(".")]
 
 
 def lora_config(args: LoraConfig) -> Any:

@@ -36,16 +36,27 @@ def layers_of(trunk: nn.Module) -> nn.ModuleList:
 
 def _layer_list(trunk: nn.Module) -> tuple[str, nn.ModuleList]:
     """Name and value of the outermost `ModuleList` with as many modules as the configuration has layers."""
-    config: Any = trunk.config
-    count = config.get_text_config().num_hidden_layers
-    lists = [(name, x) for name, x in trunk.named_modules() if isinstance(x, nn.ModuleList) and len(x) == count]
-    outermost = [(name, x) for name, x in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    outermost, count = _layer_lists(trunk)
     if len(outermost) != 1:
         raise ConfigError(
             f"critic.layers needs a model with one list of its layers, and {type(trunk).__name__} has {len(outermost)} "
             f"of {count} modules; leave it out"
         )
     return outermost[0]
+
+
+def _layer_lists(trunk: nn.Module) -> tuple[list[tuple[str, nn.ModuleList]], int]:
+    """Candidates for the list of a trunk's layers, by name, and the number of its layers."""
+    config: Any = trunk.config
+    count = config.get_text_config().num_hidden_layers
+    lists = [(name, x) for name, x in trunk.named_modules() if isinstance(x, nn.ModuleList) and len(x) == count]
+    return [(name, x) for name, x in lists if not any(name.startswith(f"{other}.") for other, _ in lists)], count
+
+
+def layers_name(trunk: nn.Module) -> str | None:
+    """The name, inside a trunk, of the list of its layers; None if there are several candidates or none."""
+    outermost, _ = _layer_lists(trunk)
+    return outermost[0][0] if len(outermost) == 1 else None
 
 
 def cut_layers(trunk: PreTrainedModel, count: int) -> None:

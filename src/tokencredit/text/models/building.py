@@ -10,19 +10,21 @@ from shutil import which
 from typing import Any
 
 import torch
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.state import trainable
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.sharding import is_sharded
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter
 from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of, width
 from tokencredit.text.models.checks import check_checkpointing, check_critic
-from tokencredit.text.models.critic import SavedCritic, build_critic, saved_start
+from tokencredit.text.models.critic import SavedCritic, build_critic, save_model, saved_start
 from tokencredit.text.models.loading import as_config_error, check_vocabulary, load_model, load_tokenizer, resolve
-from tokencredit.text.models.peft_models import plain_decoder, saved_config
+from tokencredit.text.models.peft_models import attached, plain_decoder, saved_config
+from tokencredit.text.models.sharded_loading import Sharding
 
 
 def build_policy(
@@ -31,17 +33,23 @@ def build_policy(
     model: ModelConfig,
     critic: CriticConfig,
     peft_config: Any = None,
+    sharding: Sharding | None = None,
 ) -> tuple[ActorCritic, list[str]]:
     """The trained model, `lm` with its adapter and critic, and notes on the origin of the critic.
 
-    A `peft_config` replaces `model.lora`.
+    A `peft_config` replaces `model.lora`. With `sharding`, trunks of critics are loaded sharded, or sharded if they and
+    `lm` are whole.
 
     Raises:
         ConfigError: the critic cannot be loaded or has another vocabulary, the adapter matches no layer or would not be
             trained, or `model.compile` lacks a compiler.
     """
     check_compiler(model)
-    trunks = build_trunks(critic, model, lm, tokenizer)
+    of_critic = sharding.of_frozen() if sharding is not None and critic.detach else sharding
+    trunks = build_trunks(critic, model, lm, tokenizer, of_critic)
+    for part, how in ((lm, sharding), *((trunk, of_critic) for trunk in trunks)):
+        if how is not None:
+            how.apply(part)
     adapter = build_adapter(lm, model, peft_config)
     values, notes = build_critic(critic, model, lm, trunks)
     if values is not None:
@@ -55,7 +63,11 @@ def build_policy(
 
 
 def build_trunks(
-    args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    args: CriticConfig,
+    model: ModelConfig,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sharding: Sharding | None = None,
 ) -> list[PreTrainedModel]:
     """The trunks of separate critics, one per member: saved ones, the one of `critic.name`, or the policy's copied.
 
@@ -66,25 +78,57 @@ def build_trunks(
     if args.kind != "separate":
         return []
     name, saved = args.name or model.name, saved_start(args, model)
+
+    def trunk(number: int) -> PreTrainedModel:
+        """The trunk of a member, with all of its layers."""
+        if saved and saved[0].trunk is not None:
+            return load_saved_trunk(saved[number], lm, model, sharding)
+        if args.name is not None:
+            return load_trunk(args.name, model, sharding)
+        return copied_trunk(lm, model, sharding)
+
+    trunks = [trunk(number) for number in range(len(saved) if saved and saved[0].trunk is not None else 1)]
     if saved and saved[0].trunk is not None:
-        trunks = [load_saved_trunk(critic, lm, model) for critic in saved]
         check_kept_layers(args, name, trunks[0])
-    else:
-        trunks = [plain_decoder(lm) if args.name is None else load_trunk(args.name, model)]
-        layers = layer_limit(args.layers, trunks[0])
-        if layers is not None:
-            cut_layers(trunks[0], layers)
+    _cut(trunks[0], args)
     if args.name is not None or saved:
         check_vocabulary(name, trunks[0], tokenizer)
         check_same_tokens(name, tokenizer, model)
+    for number in range(len(trunks), args.members):
+        copies = not is_sharded(trunks[0])  # a sharded module cannot be copied, but loaded again
+        trunks.append(deepcopy(trunks[0]) if copies else trunk(0))
+        _cut(trunks[number], args)
     if args.freeze == "attention":
-        for trunk in trunks:
-            freeze_attention(trunk)
-    return trunks + [deepcopy(trunks[0]) for _ in range(args.members - len(trunks))]
+        for member in trunks:
+            freeze_attention(member)
+    return trunks
 
 
-def load_trunk(name: str, model: ModelConfig) -> PreTrainedModel:
-    """Load the trunk of a model by name.
+def _cut(trunk: PreTrainedModel, args: CriticConfig) -> None:
+    """Truncate a trunk to `critic.layers`, in place."""
+    layers = layer_limit(args.layers, trunk)
+    if layers is not None:
+        cut_layers(trunk, layers)
+
+
+def copied_trunk(lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None) -> PreTrainedModel:
+    """A copy of the policy's trunk, with its adapter merged if it has one; a sharded one is loaded again.
+
+    Raises:
+        ConfigError: the policy is sharded and has an adapter.
+    """
+    if sharding is None or not is_sharded(lm):
+        return plain_decoder(lm)
+    if attached(lm) is not None:
+        raise ConfigError(
+            f"run.shard is full, and a separate critic would begin as {model.name!r} with its adapter merged; with "
+            "sharded weights give a full model as critic.name, or set run.shard: none"
+        )
+    return load_model(AutoModelForCausalLM, model.name, resolve(model.name, "policy"), model, sharding, trunk=True)
+
+
+def load_trunk(name: str, model: ModelConfig, sharding: Sharding | None = None) -> PreTrainedModel:
+    """Load the trunk of a model by name, sharded if there is a `sharding`.
 
     Raises:
         ConfigError: it cannot be loaded, or is an adapter.
@@ -95,11 +139,13 @@ def load_trunk(name: str, model: ModelConfig) -> PreTrainedModel:
             f"critic.name is {name!r}, which holds an adapter instead of a critic's trunk; give a full model, "
             "or the policy/ of a run whose critic.kind was separate"
         )
-    return load_model(AutoModel, name, folder, model)
+    return load_model(AutoModel, name, folder, model, sharding)
 
 
-def load_saved_trunk(saved: SavedCritic, lm: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """Load the trunk of a saved critic.
+def load_saved_trunk(
+    saved: SavedCritic, lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None = None
+) -> PreTrainedModel:
+    """Load the trunk of a saved critic, sharded if there is a `sharding`.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -111,7 +157,7 @@ def load_saved_trunk(saved: SavedCritic, lm: PreTrainedModel, model: ModelConfig
     with as_config_error(f"a critic from {saved.name!r}"):
         config, _ = PreTrainedConfig.get_config_dict(saved.trunk)
     auto = trunk_class if trunk_class.__name__ in (config.get("architectures") or ()) else AutoModel
-    return load_model(auto, saved.name, str(saved.trunk), model)
+    return load_model(auto, saved.name, str(saved.trunk), model, sharding)
 
 
 def check_kept_layers(args: CriticConfig, name: str, trunk: PreTrainedModel) -> None:
@@ -202,12 +248,17 @@ def skip_draws(lm: PreTrainedModel, models: int) -> None:
     torch.empty(models * (width(lm) + 1)).uniform_()
 
 
-def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a Hugging Face model or adapter folder, with the critic beside it."""
+def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
+    """Write a Hugging Face model or adapter folder, with the critic beside it.
+
+    If the policy is sharded, every process must call this, and one of them `writes`; that one gathers each model in
+    turn in the memory of its CPU.
+    """
     if policy.adapter is None:
-        policy.lm.save_pretrained(folder)
-    else:
+        save_model(folder, policy.lm, writes)
+    elif writes:
         policy.adapter.save(folder)
-    tokenizer.save_pretrained(folder)
+    if writes:
+        tokenizer.save_pretrained(folder)
     if policy.critic is not None:
-        policy.critic.save(folder)
+        policy.critic.save(folder, writes=writes)

@@ -17,6 +17,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.training_mode import checkpointing_modules, training
 from tokencredit.settings.training import SamplingConfig
+from tokencredit.sharding import shard_alike
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.sampling import CachedSteps, sample
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
@@ -106,6 +107,7 @@ def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             reloaded: PreTrainedModel = type(trunk)(type(trunk.config).from_dict(trunk.config.to_dict())).eval()
+        shard_alike(reloaded, trunk)
         reloaded.load_state_dict(trunk.state_dict(), assign=True)
     except Exception as error:  # model code may raise anything, above all with trust_remote_code
         reason = " ".join(str(error).split())
@@ -266,4 +268,5 @@ def _passes(title: str) -> Iterator[None]:
 
 
 def _title(name: str, model: nn.Module) -> str:
-    return f"{name!r} ({type(model).__name__})" if name else type(model).__name__
+    kind = type(model).__name__.removeprefix("FSDP")  # of a sharded model
+    return f"{name!r} ({kind})" if name else kind

@@ -18,6 +18,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.architecture import layer_limit, width
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
@@ -83,11 +84,13 @@ class Critic(nn.Module):
         hidden = (hidden.detach() if self.detach else hidden).float()
         return hidden if self.tap is None else nn.functional.layer_norm(hidden, hidden.shape[-1:])
 
-    def save(self, folder: Path, number: int = 1) -> None:
-        """Write head and trunk into a policy's folder."""
+    def save(self, folder: Path, number: int = 1, *, writes: bool = True) -> None:
+        """Write head and trunk into a policy's folder; `writes` is as in `building.save_policy`."""
         head, trunk = file_names(number)
         if self.trunk is not None:
-            self.trunk.save_pretrained(folder / trunk)
+            save_model(folder / trunk, self.trunk, writes)
+        if not writes:
+            return
         weights = {key: value.contiguous() for key, value in self.head.state_dict().items()}
         save_file(weights, folder / head, None if self.tap is None else {LAYERS: str(self.tap)})
 
@@ -102,10 +105,10 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = cast(Any, nn.ModuleList(members))
 
-    def save(self, folder: Path) -> None:
-        """Write heads and trunks into a policy's folder."""
+    def save(self, folder: Path, *, writes: bool = True) -> None:
+        """Write heads and trunks into a policy's folder; `writes` is as in `building.save_policy`."""
         for number, critic in enumerate(self.members, start=1):
-            critic.save(folder, number)
+            critic.save(folder, number, writes=writes)
 
 
 def build_value_head(
@@ -137,6 +140,27 @@ def build_value_head(
             nn.init.zeros_(layer.bias)
     head = last if kind == "linear" else nn.Sequential(*layers)
     return head if bins is None else HistogramHead(head)
+
+
+def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
+    """Write a model's folder; of a sharded model every process calls this, and one of them `writes`.
+
+    That one gathers all weights in the memory of its CPU.
+    """
+    if not is_sharded(model):
+        if writes:
+            model.save_pretrained(folder)
+        return
+    tensors: dict[int, Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for x in state.values():
+        if id(x) not in tensors:  # tied ones stay so
+            gathered = whole(x.detach())
+            tensors[id(x)] = gathered.cpu() if writes else x
+    if writes:
+        sharded = vars(model.config).pop("distributed_config", None)  # or Transformers would gather them again
+        model.save_pretrained(folder, state_dict={name: tensors[id(x)] for name, x in state.items()})
+        model.config.distributed_config = sharded
 
 
 def file_names(number: int) -> tuple[str, str]:

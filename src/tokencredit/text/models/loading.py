@@ -23,8 +23,10 @@ from transformers.utils.hub import cached_file
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
-from tokencredit.text.models.architecture import weight_hash
+from tokencredit.sharding import whole
+from tokencredit.text.models.architecture import trunk_of, weight_hash
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
+from tokencredit.text.models.sharded_loading import Sharding
 
 HUB_TIMEOUT = 10
 """Timeout of the request that tests whether the hub answers, in seconds."""
@@ -90,19 +92,23 @@ def _cached(name: str) -> str:
 
 
 def load_language_model(
-    args: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    args: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model with float32 weights, and its tokenizer unless one is given.
+
+    With `sharding` each process loads its part.
 
     Raises:
         ConfigError: the name stands for no causal language model or no tokenizer, or there is no end-of-sequence token.
     """
     folder = resolve(args.name, "policy")
-    base = _base_model(args.name, folder)
+    base = base_model(args.name, folder)
     if base is None:
-        lm = adopt(load_model(AutoModelForCausalLM, args.name, folder, args))
+        lm = adopt(load_model(AutoModelForCausalLM, args.name, folder, args, sharding))
     else:
-        lm = load_model(AutoModelForCausalLM, base, resolve(base, "policy"), args)
+        lm = load_model(AutoModelForCausalLM, base, resolve(base, "policy"), args, sharding)
         load_adapter(lm, folder)
     tokenizer = tokenizer or load_tokenizer(args)
     return check_language_model(args, lm, tokenizer), tokenizer
@@ -115,7 +121,7 @@ def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
         ConfigError: it cannot be loaded, or the folder has none.
     """
     folder = resolve(args.name, "policy")
-    base = _base_model(args.name, folder)
+    base = base_model(args.name, folder)
     if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
         folder = resolve(base, "policy")
     with as_config_error(f"a tokenizer from {args.name!r}"):
@@ -129,7 +135,7 @@ def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _base_model(name: str, folder: str) -> str | None:
+def base_model(name: str, folder: str) -> str | None:
     """The base model of an adapter's folder; None for a full model's folder, even if it also holds an adapter."""
     if (Path(folder) / "config.json").is_file():
         return None
@@ -207,7 +213,7 @@ def fuse_gelu(model: nn.Module) -> None:
 
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """SHA-256 digests of a model's weights (`model`) and of its tokenizer (`tokenizer`)."""
-    weights = [f"{name} {weight_hash(p)}" for name, p in lm.named_parameters()]
+    weights = [f"{name} {weight_hash(whole(p.detach()))}" for name, p in lm.named_parameters()]
     vocabulary = json.dumps(
         [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
     )
@@ -254,25 +260,41 @@ def upload(folder: Path, repository: str) -> None:
         ) from error
 
 
-def load_model(kind: Any, name: str, folder: str, args: ModelConfig) -> PreTrainedModel:
+def load_model(
+    kind: Any,
+    name: str,
+    folder: str,
+    args: ModelConfig,
+    sharding: Sharding | None = None,
+    *,
+    trunk: bool = False,
+) -> PreTrainedModel:
     """Load a model by an Auto class, with float32 weights, from safetensors only.
+
+    With `sharding` each process loads its part, without ever holding the whole; with `trunk` as well, only the trunk is
+    loaded for use, and returned.
 
     Raises:
         ConfigError: it cannot be loaded, or has no weights for some layer, as a classifier has none to predict tokens.
     """
     model: PreTrainedModel
     with as_config_error(f"a language model from {name!r}"):
+        options = {} if sharding is None else sharding.options(kind, folder, args, trunk=trunk)
         model, loaded = kind.from_pretrained(
             folder,
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=args.trust_remote_code,
             output_loading_info=True,
+            **options,
         )
     # Transformers initializes them at random. A trunk alone may lack what is not used, such as a pooler.
     if loaded["missing_keys"] and kind is AutoModelForCausalLM:
         missing = ", ".join(sorted(loaded["missing_keys"])[:3])
         raise ConfigError(f"{name!r} is not a causal language model: its weights lack {missing}")
+    model = trunk_of(model) if trunk else model
+    if sharding is not None:
+        sharding.prepare(model)
     fuse_gelu(model)
     disable_noise(model, dropout=not args.dropout)
     return model

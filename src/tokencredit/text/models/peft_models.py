@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from tokencredit.errors import ConfigError
+from tokencredit.sharding import within
 from tokencredit.text.models.architecture import trunk_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -242,6 +243,10 @@ def active_adapter(lm: PreTrainedModel) -> str:
 
 def probe_logits(lm: PreTrainedModel) -> Tensor:
     """Logits of up to four tokens, computed by trunk and output projection as in training."""
+    return within(lm, _probe_logits, lm)
+
+
+def _probe_logits(lm: PreTrainedModel) -> Tensor:
     ids = torch.arange(min(4, lm.config.get_text_config().vocab_size), device=lm.device).unsqueeze(0)
     hidden = trunk_of(lm)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
     logits: Tensor = lm.get_output_embeddings()(hidden)

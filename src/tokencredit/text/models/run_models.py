@@ -17,6 +17,7 @@ from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
+from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
@@ -35,6 +36,7 @@ from tokencredit.text.models.loading import (
 )
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
+from tokencredit.text.models.sharded_loading import Sharding
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class Models:
     """Decoding with a static KV cache; None uses a growing one."""
     notes: list[str]
     """Lines for the user: resolved `auto` settings, and the origin of the critic."""
+    in_step: Processes | None = None
+    """Processes that sample in step, if `sharding.sampling` is layers."""
 
     def engine(self, budget: int | None) -> LocalEngine:
         """The local engine for the policy."""
         ends = end_ids(self.policy.lm, self.tokenizer)
-        return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding)
+        return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
 
 
 def name_of(model: torch.nn.Module) -> str:
@@ -63,14 +67,18 @@ def name_of(model: torch.nn.Module) -> str:
 
 
 def load_start(
-    args: ModelConfig, model: str | torch.nn.Module | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    args: ModelConfig,
+    model: str | torch.nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The language model that training starts from, and its tokenizer.
 
-    A loaded model is used as it is. An adapter stays on its layers until `merged` adds it to the weights.
+    A loaded model is used as it is. An adapter stays on its layers until `merged` adds it to the weights. With
+    `sharding` each process loads its part of a model that is not loaded yet.
     """
     if model is None or isinstance(model, str):
-        lm, tokenizer = load_language_model(args, tokenizer)
+        lm, tokenizer = load_language_model(args, tokenizer, sharding)
     else:
         lm = adopt(model)
         tokenizer = tokenizer or load_tokenizer(args)
@@ -104,35 +112,67 @@ def build_models(
     precision: Precision,
     peft_config: Any = None,
     named: bool = True,
+    sharding: Sharding | None = None,
 ) -> Models:
     """The policy with its critic, and the reference model, on the compute device.
 
     A new critic draws its weights from PyTorch's global generator. In bfloat16 frozen matrix weights are rounded: the
-    reference model's and, on a GPU, those under LoRA if the model was loaded by name and so belongs to the run.
+    reference model's and, on a GPU, those under LoRA if the model was loaded by name and so belongs to the run. Weights
+    that are sharded stay as they are.
 
     Raises:
         ConfigError: a critic or an adapter cannot be used, or no parameter of the policy is trainable.
     """
     lm = merged(args.model, lm)
     adapted = bool(args.model.lora.rank) or peft_config is not None or attached(lm) is not None
-    reference = ActorCritic(deepcopy(lm), compiled=args.model.compile) if args.kl.coef > 0 and not adapted else None
+    reference = None
+    if args.kl.coef > 0 and not adapted:
+        reference = ActorCritic(copied(lm, args.model, tokenizer, sharding), compiled=args.model.compile)
     skip_draws(lm, models=1 if reference is None else 2)
-    policy, notes = build_policy(lm, tokenizer, args.model, args.critic, peft_config)
+    policy, notes = build_policy(lm, tokenizer, args.model, args.critic, peft_config, sharding)
     check_trained(args.model.name, policy)
-    policy.to(precision.device)
+    _place(policy, precision.device)
     if reference is None and args.kl.coef > 0:
         switches = policy.adapter is not None and policy.adapter.hold_reference()
+        if not switches and sharding is not None:
+            raise ConfigError(
+                "run.shard is full, and the reference model cannot be the policy with its adapter switched off, since "
+                "more than the adapter is trained; freeze the rest, or set kl.coef: 0"
+            )
         reference = policy if switches else ActorCritic(deepcopy(policy.lm), compiled=args.model.compile)
     if reference is not None and reference is not policy:
-        reference.requires_grad_(False).to(precision.device)
+        reference.requires_grad_(False)
+        if sharding is not None:
+            sharding.of_frozen().apply(reference.lm)
+        _place(reference, precision.device)
     decoding, more = choose_decoding(args, policy, precision)
-    if precision.bfloat16:
+    if precision.bfloat16 and sharding is None:
         if reference is not None and reference is not policy:
             round_frozen(reference.lm)
         adapter, on_gpu = policy.adapter, precision.device.type == "cuda"
         if named and on_gpu and adapter is not None and adapter.adds and not adapter.whole:
             round_frozen(policy.lm)
-    return Models(policy, reference, tokenizer, precision, decoding, [*precision.notes, *notes, *more])
+    in_step = sharding.processes if sharding is not None and args.sharding.sampling == "layers" else None
+    return Models(policy, reference, tokenizer, precision, decoding, [*precision.notes, *notes, *more], in_step)
+
+
+def _place(model: ActorCritic, device: torch.device) -> None:
+    """Move a model to the compute device, except for sharded modules, which are there or offloaded."""
+    if not is_sharded(model.lm):
+        model.to(device)
+    elif model.critic is not None:
+        for member in model.critic.members:
+            member.head.to(device)
+
+
+def copied(
+    lm: PreTrainedModel, args: ModelConfig, tokenizer: PreTrainedTokenizerBase, sharding: Sharding | None
+) -> PreTrainedModel:
+    """A copy of a model for the reference; a sharded one is loaded again, since it cannot be copied."""
+    if sharding is None or not is_sharded(lm):
+        return deepcopy(lm)
+    with preserved():
+        return load_language_model(args, tokenizer, sharding.of_frozen())[0]
 
 
 def choose_decoding(
@@ -146,6 +186,8 @@ def choose_decoding(
     cache = args.rollout.cache
     if cache == "dynamic" or (cache == "auto" and precision.device.type != "cuda"):
         return None, []
+    if is_sharded(policy.lm):
+        return None, ["rollout.cache auto: dynamic, since the policy is sharded"]
     decoding = static_decoding(policy, precision, compiled=args.model.compile)
     if not isinstance(decoding, str):
         return decoding, []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tokencredit.errors import ConfigError, OutOfMemory
 from tokencredit.learn import rng
@@ -22,6 +23,7 @@ from tokencredit.learn.state import (
     load_trained_weights,
     nbytes,
     optimizer_state,
+    sharded_parameters,
     trainable,
     trained_weights,
 )
@@ -61,7 +63,7 @@ class OfflineTrainer:
         Raises:
             ConfigError: a setting, model, row or folder cannot be used; the message names its key.
         """
-        self.processes = Processes()
+        self.processes = Processes(args.run.timeout)
         if args.data.batch_size % self.processes.count:
             raise ConfigError(
                 f"data.batch_size is {args.data.batch_size}; it must be a multiple of the {self.processes.count} "
@@ -224,9 +226,13 @@ class OfflineTrainer:
             "origin": self.origin,
             "drawn": self.drawn,
             "weights": trained_weights(self.model.lm),
-            "optimizer": optimizer_state(self.optimizer),
+            "optimizer": optimizer_state(self.optimizer, self.model.lm),
         }
         return shared, {"random": rng.random_state()}
+
+    def sharded_tensors(self) -> dict[str, Tensor]:
+        """The sharded parameters, by name."""
+        return sharded_parameters(self.model.lm)
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the run loop's protocol)
         """Restore the result of `state`, with its second part under `process`.
@@ -242,7 +248,7 @@ class OfflineTrainer:
             )
         try:
             load_trained_weights(self.model.lm, state["weights"])
-            load_optimizer_state(self.optimizer, state["optimizer"])
+            load_optimizer_state(self.optimizer, self.model.lm, state["optimizer"])
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
         self.drawn = state["drawn"]

@@ -53,7 +53,7 @@ class Tasks:
             column: column of the prompts, if there is one; environments receive it as `prompt`.
 
         Raises:
-            ConfigError: there are no rows.
+            ConfigError: there are no rows, no such column, or another one named `prompt` beside it.
         """
         if rows is not None and len(rows) == 0:
             raise ConfigError(f"{name} has no rows; give at least one, or leave it out")
@@ -61,7 +61,10 @@ class Tasks:
         self.kept = range(1 if rows is None else len(rows))
         """Indices of the rows in use: all of them."""
         columns = [] if rows is None else column_names(rows)
-        self.other_columns = [name for name in columns if name not in (column, "prompt")]
+        if column != "prompt" and (column not in columns or "prompt" in columns):
+            wrong = "has another column 'prompt'" if column in columns else f"has only {', '.join(columns)}"
+            raise ConfigError(f"the column of prompts is {column!r}, and {name} {wrong}; name one column of prompts")
+        self.other_columns = [name for name in columns if name != column]
         self._sources = {name: name for name in self.other_columns} | ({"prompt": column} if column in columns else {})
         self.columns = list(self._sources)
         """Names of the columns that environments receive."""
@@ -79,7 +82,7 @@ class Tasks:
     def values(self, column: str) -> list[Any]:
         """The distinct values of a column of texts; empty without it."""
         rows = [] if self.rows is None or column not in self.columns else self.rows
-        return list(dict.fromkeys(row[column] for row in rows))
+        return list(dict.fromkeys(row.get(column) for row in rows))
 
     def dropped(self) -> None:
         """None: no row is dropped."""

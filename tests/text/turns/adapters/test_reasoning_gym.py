@@ -8,6 +8,7 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.turns.adapters.reasoning_gym import AGAIN
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.episode import Reply
+from tokencredit.text.turns.worlds.calculator import evaluate
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install tokencredit[reasoning-gym]")
 
@@ -19,7 +20,7 @@ def begun(name="chain_sum", row=None, seeds=(7,), **kwargs):
 
 
 def solution(question):
-    return str(eval(re.search(r"problem: (.*) =", question).group(1)))
+    return str(evaluate(re.search(r"problem: (.*) =", question).group(1)))
 
 
 def test_a_question_per_seed_and_the_verifiers_score():

@@ -1,0 +1,173 @@
+"""Load language models sharded, so that no process ever holds a whole one, and shard models that are whole already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import AutoConfig, PreTrainedModel
+
+from tokencredit.errors import ConfigError
+from tokencredit.processes import Processes
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import ShardingConfig
+from tokencredit.sharding import allow_within, is_sharded, shard
+from tokencredit.text.models.architecture import layers_name, trunk_of
+
+GATHERED_ALONE = "free_full_weight"
+"""Transformers' name for a module whose weights are gathered for its own pass and freed after it."""
+
+
+class Plan(dict[str, str]):
+    """A sharding plan that replaces a model's own, where Transformers would merge the two."""
+
+    def __ror__(self, other: dict[str, str]) -> dict[str, str]:  # type: ignore[override]
+        return dict(self)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the models of a run are sharded over the processes of its job."""
+
+    settings: ShardingConfig
+    processes: Processes
+    frozen: bool = False
+    """The models are not trained, so they may be offloaded."""
+
+    @classmethod
+    def of(cls, args: PPOConfig, processes: Processes) -> Sharding | None:
+        """The sharding of a run; None if `run.shard` is none, or if there is one process, which holds everything.
+
+        Raises:
+            ConfigError: a setting does not work with `run.shard`.
+        """
+        if args.run.shard == "none":
+            return None
+        if args.sharding.offload == "frozen" and processes.device.type == "cpu":
+            raise ConfigError("sharding.offload is frozen, and this run is on a CPU already; leave it out")
+        distributed_config()
+        if processes.count == 1:
+            return None
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type != processes.device.type:
+            raise ConfigError(
+                f"run.shard is full, and this job is on the {processes.device.type} (ACCELERATE_USE_CPU) of a machine "
+                f"with {accelerator.type}, where Transformers would shard; hide that too (CUDA_VISIBLE_DEVICES=)"
+            )
+        return cls(args.sharding, processes)
+
+    def of_frozen(self) -> Sharding:
+        """The same for models that are not trained."""
+        return replace(self, frozen=True)
+
+    def options(self, kind: Any, folder: str, args: ModelConfig, *, trunk: bool = False) -> dict[str, Any]:
+        """Arguments of `kind.from_pretrained(folder)` that load a model sharded.
+
+        Args:
+            kind: an Auto class, or the model's own.
+            folder: of the model.
+            args: may trust remote code.
+            trunk: shard the trunk alone, of which the rest of the model is dropped.
+        """
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+        with torch.device("meta"):
+            if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+                skeleton = kind(config)
+            else:
+                skeleton = kind.from_config(config, trust_remote_code=args.trust_remote_code)
+        names = self.names(skeleton)
+        if trunk:
+            names = [*names, _name_of(skeleton, trunk_of(skeleton))]
+        plan = Plan(dict.fromkeys(names, GATHERED_ALONE))
+        offload = {"fsdp_cpu_offload": True} if self.offloads else {}
+        return {"distributed_config": distributed_config()(fsdp_size=self.processes.count, fsdp_plan=plan, **offload)}
+
+    @property
+    def offloads(self) -> bool:
+        """True if the models are kept on the CPU between their passes."""
+        return self.frozen and self.settings.offload == "frozen"
+
+    def names(self, model: PreTrainedModel) -> list[str]:
+        """Names of the modules that are gathered one at a time, with * for a number."""
+        if self.settings.layers is not None:
+            return named(model, self.settings.layers)
+        trunk = model if model.get_output_embeddings() is None else trunk_of(model)
+        layers = layers_name(trunk)
+        if layers is None:
+            raise ConfigError(
+                f"run.shard is full, and {type(model).__name__} has no single list of its layers; name the modules "
+                "to gather one at a time in sharding.layers, such as [model.layers.*]"
+            )
+        return [".".join(filter(None, [_name_of(model, trunk), layers, "*"]))]
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Prepare a model, or a trunk, that was loaded with `options`."""
+        allow_within(model, self.settings.reshard_after_forward)
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Shard a model that is whole in every process, in place, unless it is sharded; adapters stay whole."""
+        if is_sharded(model):
+            return
+        names, own = self.names(model), set(getattr(model, "peft_config", ()))
+        parts = [module for name, module in model.named_modules() if {name, wildcard(name)} & set(names)]
+        adapters = {p for name, p in model.named_parameters() if own & set(name.split("."))}
+        offload = {"offload_policy": CPUOffloadPolicy()} if self.offloads else {}
+        reshard = self.settings.reshard_after_forward
+        shard(model, parts, reshard_after_forward=reshard, ignored_params=adapters, **offload)
+        plan = Plan(dict.fromkeys(names, GATHERED_ALONE))
+        # `save_pretrained` gathers weights if it finds this.
+        model.config.distributed_config = distributed_config()(fsdp_size=self.processes.count, fsdp_plan=plan)
+
+
+def distributed_config() -> Any:
+    """Transformers' `DistributedConfig`.
+
+    Raises:
+        ConfigError: this version of Transformers cannot load models sharded.
+    """
+    try:
+        from transformers import DistributedConfig
+
+        DistributedConfig(fsdp_size=1)
+    except (ImportError, TypeError) as error:
+        raise ConfigError(
+            "run.shard is full, which needs a version of Transformers with DistributedConfig(fsdp_size=…): "
+            "pip install --upgrade transformers"
+        ) from error
+    return DistributedConfig
+
+
+def named(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The names, with * for a number, that modules of a model have; without a prefix that only the whole model has.
+
+    Raises:
+        ConfigError: a name is no module's.
+    """
+    known = {name for module, _ in model.named_modules() for name in (module, wildcard(module)) if name}
+    found = []
+    for name in names:
+        parts = name.split(".")
+        match = next((x for start in range(len(parts)) if (x := ".".join(parts[start:])) in known), None)
+        if match is None:
+            lists = sorted(x for x in known if x.endswith(".*"))
+            raise ConfigError(
+                f"sharding.layers has {name!r}, which names no module of {type(model).__name__}; there are lists of "
+                f"modules such as {', '.join(lists)}"
+            )
+        found.append(match)
+    return found
+
+
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    """The name of a module inside a model; empty for the model itself."""
+    return next(str(name) for name, module in model.named_modules() if module is part)
+
+
+def wildcard(name: str) -> str:
+    """A module's name with * for each number, as in Transformers' plans."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,0 +1,56 @@
+"""Runs of several processes under torchrun, in which processes die at chosen places and the job goes on by itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.files import read_events
+
+DYING = Path(__file__).with_name("dying.py")
+COMMAND = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "6"]
+COMMAND += ["--run.trackers", "[]", "--run.show_every", "0", "--ppo.minibatches", "1", "--kl.target", "1"]
+COMMAND += ["--run.iterations", "6", "--run.save_every", "2"]
+COMMAND += ["--eval.every", "2", "--eval.samples", "8", "--eval.max_new_tokens", "4"]
+
+
+def death(place, rank, *, visit=1, after=0.0, signal="SIGKILL"):
+    """A plan of `helpers.dying`: the end of a process, seconds after it comes to a place for the n-th time in a start;
+    with None at the end of that visit."""
+    return {"place": place, "rank": rank, "visit": visit, "after": after, "signal": signal}
+
+
+def torchrun(folder, *arguments, deaths=(), restarts=0, timeout=600.0, **variables):
+    """Train with two processes; returns the exit code and all output."""
+    plans = folder.with_name(f"{folder.name}-deaths")
+    plans.mkdir(parents=True, exist_ok=True)
+    for number, plan in enumerate(deaths):
+        (plans / f"{number:03d}.json").write_text(json.dumps(plan))
+    # The agent waits so long for a stopped process to end before it kills it.
+    launcher = ["--standalone", "--nproc_per_node", "2", "--max-restarts", str(restarts), "--shutdown-timeout", "3"]
+    paths = [str(DYING.parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launcher, str(DYING), *map(str, arguments)],
+        env=os.environ
+        | {"ACCELERATE_USE_CPU": "true", "DEATHS": str(plans), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        timeout=timeout,
+    )
+    left = [file.name for file in plans.glob("*.json")]
+    assert not left, f"did not happen: {left}\n{done.stdout[-3000:]}"
+    return done.returncode, done.stdout
+
+
+def train(folder, *arguments, **options):
+    """Train with two processes into a folder."""
+    return torchrun(folder, *COMMAND, "--run.dir", folder, *arguments, **options)
+
+
+def restarts(folder):
+    """The events of a run that say why it was restarted."""
+    events = read_events(folder) if (folder / "events.jsonl").exists() else []
+    return [event for event in events if event.startswith("restarted by the launcher")]

@@ -1,0 +1,71 @@
+"""A program for two processes: where a run's parts meet. Arguments: a model's folder, and a folder for results."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from helpers.sharded_cases import SMALL
+from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.errors import ConfigError
+from tokencredit.processes import Processes
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.world import TEXT
+from tokencredit.text.audit.continuations import run_in_all
+from tokencredit.text.audit.running import audit_run
+from tokencredit.text.rewards.calls import RewardError
+
+
+def run_settings(model, folder):
+    """Settings of a run that the command can audit, with more samples than one process has rows."""
+    own = {"model.name": str(model), "run.dir": str(folder), "run.save_every": 1, "run.samples": 7, "optim.eps": 1e-4}
+    return SMALL | own | {"run.iterations": 2, "run.trackers": [], "run.show_every": 0, "ppo.micro_batch_tokens": None}
+
+
+def audited(model, folder):
+    """Trains with sharded models; returns the rewards that an audit of the run finds."""
+    config = PPOConfig.from_dict(run_settings(model, folder) | {"run.shard": "full"})
+    PPOTrainer(args=config).train()
+    audit = audit_run(folder, config, AuditConfig(every=1, completions=2, continuations=2, states=1))
+    return [sample["reward"] for sample in audit["samples"]]
+
+
+def failed(processes):
+    """The error in each process if a reward of a continuation fails in the second one."""
+
+    def work():
+        if not processes.main:
+            raise RewardError("the service is down")
+
+    try:
+        run_in_all(processes, SimpleNamespace(), work)
+    except RewardError as error:
+        return str(error)
+
+
+def folders(processes, folder):
+    """The folder that each process chooses if none is given, and the error of one that it does not see."""
+    os.chdir(folder)
+    chosen = RunRecord(PPOConfig().run, processes, TEXT).folder.path
+    here = folder / f"machine {processes.rank}"
+    here.mkdir()
+    os.chdir(here)  # as on two machines, with a folder of the same name
+    config = PPOConfig.from_dict({"run.dir": "run", "run.trackers": []})
+    try:
+        RunRecord(config.run, processes, TEXT).begin(config, reserve=0, weights=0)
+    except ConfigError as error:
+        return str(chosen), str(error)
+
+
+def main(model, folder):
+    processes = Processes(timeout=300)
+    results = {"audit": audited(model, folder / "run"), "failed": failed(processes)}
+    results["chosen"], results["unseen"] = folders(processes, folder)
+    (folder / f"{processes.rank}.json").write_text(json.dumps(results))
+    processes.close()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

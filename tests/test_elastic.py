@@ -1,0 +1,70 @@
+"""Two processes under torchrun: killed and stopped ones, and mistakes that no restart cures."""
+
+import re
+
+import pytest
+import torch
+
+from chaos import assert_same
+from helpers.elastic import COMMAND, death, restarts, torchrun, train
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
+]
+SHORT = ("--run.iterations", "4")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run left in peace."""
+    folder = tmp_path_factory.mktemp("elastic") / "whole"
+    code, said = train(folder, *SHORT)
+    assert code == 0, said
+    return folder
+
+
+def test_a_job_goes_on_after_killed_and_stopped_processes_as_if_nothing_had_been(whole, tmp_path, monkeypatch):
+    """Without run.dir: all starts agree on one folder."""
+    monkeypatch.chdir(tmp_path)
+    deaths = [death("update", 1, visit=2), death("save", 0, signal="SIGSTOP")]
+    code, said = torchrun(tmp_path / "run", *COMMAND, *SHORT, "--run.timeout", 10, deaths=deaths, restarts=2)
+    assert code == 0, said
+    (run,) = (tmp_path / "runs").iterdir()
+    assert_same(whole, run)
+    killed, stopped = restarts(run)
+    assert re.search(r"process 1 \(pid \d+ on \S+\) ended without a message, as if killed", killed)
+    named = r"process 0 \(pid \d+ on \S+\) gave no sign of life for 10 seconds \(run\.timeout\)"
+    assert re.search(named, stopped)
+    assert len(re.findall(rf"^tokencredit: {named}", said, re.MULTILINE)) == 1, "one process says it, once"
+    assert "Traceback" not in said
+    assert not list(run.rglob(".*.part")), "nothing half written is left"
+
+
+def test_the_folder_of_another_run_is_refused(whole):
+    files = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    code, said = train(whole, *SHORT)
+    assert code != 0
+    assert len(re.findall("^tokencredit: run.dir .* holds a run or other files already", said, re.MULTILINE)) == 1
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == files
+
+
+JUDGE = """
+import os
+
+def judge(completions, **columns):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("the service of process 1 is down")
+    return [0.0 for _ in completions]
+"""
+
+
+def test_a_reward_that_fails_in_one_process_stops_both_and_saves_and_no_restart_tries_again(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    reward = f"[{{function: '{tmp_path / 'judge.py'}:judge', retries: 0}}]"
+    code, said = train(tmp_path / "run", *SHORT, "--reward", reward, restarts=1)
+    assert code != 0
+    for reason in ("a reward could not be computed in another process", ".*the service of process 1 is down"):
+        assert len(re.findall(f"^tokencredit: stopped in iteration 1: {reason}", said, re.MULTILINE)) == 1, reason
+    assert (tmp_path / "run" / "policy").is_dir()
+    assert len(re.findall("^tokencredit: not tried again after the error of an earlier start", said, re.MULTILINE)) == 1

@@ -1,0 +1,56 @@
+"""Where the parts of a run of several processes meet."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from helpers.commands import TWO_PROCESSES, python
+from helpers.seams import run_settings
+from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.runs.jsonl import read_samples
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+
+
+@pytest.fixture(scope="module")
+def results(model_folders, tmp_path_factory):
+    """Folder and results of both processes of `helpers.seams`."""
+    folder = tmp_path_factory.mktemp("seams")
+    done = python(*TWO_PROCESSES, "-m", "helpers.seams", model_folders["gpt2"], folder, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@slow
+def test_all_processes_audit_a_run_of_sharded_models(results):
+    for result in results[1]:
+        assert len(result["audit"]) == 1
+        assert math.isfinite(result["audit"][0])
+
+
+@slow
+def test_a_reward_of_a_continuation_that_fails_stops_all_processes(results):
+    assert results[1][1]["failed"] == "the service is down"
+    assert results[1][0]["failed"] == "a reward could not be computed in another process, whose message says why"
+
+
+@slow
+def test_all_processes_choose_one_folder(results):
+    assert results[1][0]["chosen"] == results[1][1]["chosen"]
+
+
+@slow
+def test_a_folder_that_one_process_does_not_see_is_refused_at_the_start(results):
+    for result in results[1]:
+        assert result["unseen"].startswith("run.dir 'run' of process 0 is not there in process 1; give a folder that")
+
+
+@slow
+def test_samples_are_the_first_rows_of_the_batch_of_all_processes(results, model_folders, tmp_path):
+    PPOTrainer(args=PPOConfig.from_dict(run_settings(model_folders["gpt2"], tmp_path / "run"))).train()
+    one, two = (read_samples(folder / "run" / "samples.jsonl", {1}) for folder in (tmp_path, results[0]))
+    assert len(one) == 7
+    assert [sample["token_ids"] for sample in two] == [sample["token_ids"] for sample in one]

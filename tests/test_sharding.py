@@ -1,0 +1,178 @@
+"""Sharded models: two processes, each with half of the weights, compute what whole models do."""
+
+import json
+import sys
+from copy import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from helpers.commands import TWO_PROCESSES, python
+from helpers.files import read_metrics
+from helpers.models import SHAPE, random_lm
+from helpers.rewards import vowels
+from helpers.sharded_cases import CASES, run_settings
+from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.processes import Processes
+from tokencredit.text.models.sharded_loading import Sharding, named
+from tokencredit.text.rewards.calls import RewardError
+
+EXACT = ("ids", "logprobs", "values", "ref_logprobs", "advantages", "loss", "bootstrap", "alone", "gradient")
+NEEDS_GLOO = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def models(model_folders, tokenizer, tmp_path_factory):
+    """A folder of small models, an adapter and one whose trunk is inside a wrapper among them."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("gpt2", "llama", "qwen3"):
+        (folder / name).symlink_to(model_folders[name])
+    random_lm("opt", tokenizer, **SHAPE, ffn_dim=48, word_embed_proj_dim=32).save_pretrained(folder / "opt")
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "llama"), config).save_pretrained(folder / "adapter")
+    for name in ("opt", "adapter"):
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(models, tmp_path_factory):
+    """Folder and results of both processes of `helpers.sharded_cases`."""
+    folder = tmp_path_factory.mktemp("sharded")
+    done = python(*TWO_PROCESSES, "-m", "helpers.sharded_cases", models, folder, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, [json.loads((folder / f"results-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@slow
+@NEEDS_GLOO
+@pytest.mark.parametrize("case", [*CASES, "from Python"])
+def test_rollouts_losses_and_gradients_equal_those_of_whole_models(results, case):
+    for result in results[1]:
+        numbers = result[case]
+        assert {name: x for name, x in numbers.items() if name in EXACT and not x < 1e-6} == {}
+        assert numbers["gradients"] > 4
+        if case == "from Python":
+            continue
+        assert numbers["sharded"], "the models are sharded"
+        assert numbers["reference"], "the reference is sharded, or the policy itself"
+        assert numbers["same origin"], "the fingerprint does not depend on sharding"
+        assert numbers["saved alike"], "policy/ does not depend on sharding"
+        assert numbers["without tokens"] == 0, "all trained tensors have a gradient, of 0, without acted tokens"
+
+
+@slow
+@NEEDS_GLOO
+def test_the_trunk_of_each_separate_critic_is_sharded_by_itself(results):
+    case = results[1][0]
+    assert case["separate"]["sharded"] == ["FSDPLlamaForCausalLM", "FSDPLlamaModel"]
+    assert case["wrapped"]["sharded"] == ["FSDPOPTForCausalLM", "FSDPOPTDecoder"]
+    assert case["ensemble"]["sharded"] == ["FSDPGPT2LMHeadModel", "FSDPGPT2Model", "FSDPGPT2Model"]
+
+
+@slow
+@NEEDS_GLOO
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("merged critic", "with its adapter merged; with sharded weights give a full model as critic.name"),
+        ("bias", "run.shard is full, and the adapter has bias 'all'"),
+        ("pissa", "run.shard is full, and the adapter has an initialization from the weights"),
+    ],
+)
+def test_adapters_that_read_whole_weights_are_refused(results, case, words):
+    assert words in results[1][0]["refusals"][case]
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory):
+    """Folder of the same run in one process, which `run.shard: full` allows."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    args = PPOConfig.from_dict(run_settings(models) | {"run.shard": "full", "run.dir": str(folder)})
+    trainer = PPOTrainer(None, vowels, args)
+    assert "run.shard full: one process, which holds the models whole" in trainer.notes
+    trainer.train()
+    return folder
+
+
+@slow
+@NEEDS_GLOO
+@pytest.mark.parametrize("sampling", ["gathered", "layers"])
+def test_a_run_trains_as_in_one_process(results, alone, sampling):
+    one, two = read_metrics(alone), read_metrics(results[0] / sampling)
+    for expected, got in zip(one, two, strict=True):
+        for name in ("reward", "kl", "length", "value_loss", "grad_norm", "eval/reward"):
+            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    for file in ("policy/model.safetensors", "policy/critic/model.safetensors", "best/model.safetensors"):
+        weights, expected = load_file(results[0] / sampling / file), load_file(alone / file)
+        for name, x in expected.items():
+            torch.testing.assert_close(weights[name], x, atol=1e-4, rtol=1e-4, msg=file)
+
+
+def test_audits_and_continuations_need_gathered_weights():
+    layers = {"run.shard": "full", "sharding.sampling": "layers"}
+    for own in ({"audit.every": 1}, {"critic.continuations": 1}, {"env.factory": "builtin:grid"}):
+        with pytest.raises(ConfigError, match=r"sharding\.sampling is layers"):
+            PPOConfig.from_dict(layers | own)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model.compile": True}, "model.compile is True, and run.shard is full"),
+        ({"model.adapter": "merge"}, "model.adapter is merge, and run.shard is full"),
+        ({"rollout.cache": "static"}, "rollout.cache is static, and run.shard is full"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        PPOConfig.from_dict({"run.shard": "full"} | settings)
+
+
+def test_names_of_layers_are_those_of_modules(model_folders):
+    model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
+    assert named(model, ["model.layers.*"]) == ["model.layers.*"]
+    assert named(model.model, ["model.layers.*.mlp"]) == ["layers.*.mlp"], "a critic's trunk has no prefix"
+    with pytest.raises(ConfigError, match=r"'transformer\.h\.\*', which names no module of LlamaForCausalLM"):
+        named(model, ["transformer.h.*"])
+
+
+def test_an_old_transformers_and_an_accelerator_that_is_not_used_are_refused(monkeypatch):
+    args, pair = PPOConfig.from_dict({"run.shard": "full"}), copy(Processes())
+    pair.count = 2
+    assert Sharding.of(args, Processes()) is None, "one process holds everything"
+    assert Sharding.of(PPOConfig(), pair) is None
+    other = torch.device("cuda" if pair.device.type == "cpu" else "cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: other)
+    with pytest.raises(ConfigError, match=r"where Transformers would shard; hide that too"):
+        Sharding.of(args, pair)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"needs a version of Transformers with DistributedConfig"):
+        Sharding.of(args, pair)
+
+
+def test_after_an_error_in_perhaps_one_process_a_sharded_policy_is_not_gathered(tmp_path, monkeypatch):
+    trainer, saved, events = PPOTrainer(None, vowels, PPOConfig.from_dict({"run.dir": str(tmp_path / "run")})), [], []
+    monkeypatch.setattr("tokencredit.text.trainer.write_final_report", lambda record: None)
+    monkeypatch.setattr(trainer.record, "end", lambda stopped_by, save, in_all: saved.append(save is not None))
+    monkeypatch.setattr(trainer.record, "event", events.append)
+    trainer.sharded = trainer.record.failed = True
+    for reason in ("a file that could not be written", TooManyBadSteps.stopped_by, RewardError.stopped_by):
+        trainer.finish(reason)
+    assert saved == [False, True, True], "all processes stop for bad steps, and for a reward that fails in one of them"
+    assert events == ["the policy is sharded, so it is not saved after this error"]
+
+
+def test_nothing_is_offloaded_on_a_cpu(tmp_path):
+    args = PPOConfig.from_dict({"run.shard": "full", "sharding.offload": "frozen", "run.dir": str(tmp_path / "run")})
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match=r"sharding\.offload is frozen, and this run is on a CPU already"):
+        PPOTrainer(None, vowels, args)
