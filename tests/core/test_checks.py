@@ -18,6 +18,7 @@ CREDIT = {"rewards": ROWS, "values": ROWS, **WHERE}
 LAST = torch.tensor([[False, False, True]] * 2)
 SCORES = {"rewards": ROWS, "mask": MASK, "terminated": LAST, "truncated": LAST}
 RATIOS = {"logprobs": ROWS, "old_logprobs": ROWS, "mask": MASK}
+BEHAVIOR = {"logprobs": ROWS, "behavior_logprobs": ROWS, "mask": MASK}
 KL = {"logprobs": ROWS, "ref_logprobs": ROWS, "mask": MASK}
 STATES = {"hidden": torch.zeros(2, 3, 4), "weight": torch.zeros(5, 4), "bias": torch.zeros(5), "mask": MASK}
 TARGETS = {"targets": torch.zeros(2, 3, dtype=torch.int64)}
@@ -34,7 +35,13 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     **dict.fromkeys(("token_logprobs", "token_stats", "token_loss"), STATES | TARGETS),
     "token_kl": STATES | {"ref_hidden": torch.zeros(2, 3, 4), "ref_weight": torch.zeros(5, 4)},
     "clipped_surrogate": RATIOS | {"advantages": ROWS},
+    "sequence_surrogate": RATIOS | {"advantages": ROWS},
     "ratio_stats": RATIOS,
+    **dict.fromkeys(("importance_ratios", "correction"), BEHAVIOR),
+    "correction_stats": BEHAVIOR | {"weights": ROWS},
+    "divergence_mask": BEHAVIOR | {"advantages": ROWS},
+    "interpolated_logprobs": {"behavior_logprobs": ROWS, "logprobs": ROWS, "age": ROWS.long()},
+    "weighted_policy_gradient": {"logprobs": ROWS, "advantages": ROWS, "weights": ROWS, "mask": MASK},
     "value_loss": {"values": ROWS, "old_values": ROWS, "returns": ROWS, "mask": MASK},
     "smoothed_histogram": {"targets": ROWS, "edges": EDGES},
     "histogram_loss": {"logits": torch.zeros(2, 3, 4), "returns": ROWS, "edges": EDGES},

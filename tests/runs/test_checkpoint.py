@@ -188,3 +188,18 @@ def test_a_write_that_fails_is_an_os_error(tmp_path):
     (tmp_path / "tensors").write_text("in the way")
     with pytest.raises(OSError, match="tensors"):
         write_checkpoint(tmp_path, SHARED, OWN, Processes())
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+def test_a_signal_while_tensors_are_written_or_read_is_no_failed_file(signal, folder, tmp_path, monkeypatch):
+    """PyTorch's checkpoints wrap any exception of a process into one of theirs."""
+
+    def interrupted(*_arguments):
+        raise signal
+
+    monkeypatch.setattr("torch.distributed.checkpoint.hf_storage.HuggingFaceStorageReader.read_data", interrupted)
+    with pytest.raises(signal):
+        read(folder)
+    monkeypatch.setattr("torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter.write_data", interrupted)
+    with pytest.raises(signal):
+        write_checkpoint(tmp_path, SHARED, OWN, Processes())

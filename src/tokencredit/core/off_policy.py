@@ -19,7 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_choice, require_flags, require_not_negative, require_rows, require_shape
+from tokencredit.core.checks import (
+    require_choice,
+    require_flags,
+    require_not_negative,
+    require_rows,
+    require_shape,
+    require_tensors,
+)
 from tokencredit.core.losses import MAX_LOG_RATIO, Clip, clip_range
 from tokencredit.core.masked import at_least_float32, zero_outside
 
@@ -100,6 +107,7 @@ def correction(
     require_not_negative("low", low)
     if not high > low:
         raise ValueError(f"high is {high}; it must be above low, {low}")
+    require_rows("logprobs", logprobs)
     ratios = importance_ratios(logprobs.detach(), behavior_logprobs, mask, level=level)
     if outside == "clip":
         return zero_outside(ratios.clamp(low, high), mask)
@@ -120,6 +128,7 @@ def interpolated_logprobs(behavior_logprobs: Tensor, logprobs: Tensor, age: Tens
     Raises:
         ValueError: shapes differ.
     """
+    require_tensors(behavior_logprobs=behavior_logprobs)
     require_shape("logprobs", logprobs, behavior_logprobs.shape)
     require_shape("age", age, behavior_logprobs.shape)
     share = 1 - 1 / age.clamp(min=1).to(torch.float32)
@@ -146,8 +155,10 @@ def weighted_policy_gradient(logprobs: Tensor, advantages: Tensor, weights: Tens
     Raises:
         ValueError: shapes differ.
     """
+    require_rows("logprobs", logprobs)
     require_shape("advantages", advantages, logprobs.shape)
     require_shape("weights", weights, logprobs.shape)
+    require_flags("mask", mask, logprobs.shape)
     factor = zero_outside(weights.detach(), mask) * zero_outside(advantages.detach(), mask)
     return -factor * zero_outside(logprobs, mask)
 
@@ -172,6 +183,8 @@ def sequence_surrogate(
         The loss of each token, 0 outside the mask. Reduce it by sequence.
     """
     low, high = clip_range(clip)
+    require_rows("logprobs", logprobs)
+    require_shape("old_logprobs", old_logprobs, logprobs.shape)
     require_shape("advantages", advantages, logprobs.shape)
     ratio = importance_ratios(logprobs.detach(), old_logprobs, mask, level="geometric")
     own = zero_outside(logprobs, mask)
@@ -216,6 +229,7 @@ def divergence_mask(
     below, above = limit if isinstance(limit, tuple) else (limit, limit)
     require_not_negative("limit", below)
     require_not_negative("limit", above)
+    require_rows("logprobs", logprobs)
     require_shape("advantages", advantages, logprobs.shape)
     ratios = importance_ratios(logprobs.detach(), behavior_logprobs, mask)
     now, then = (
@@ -261,6 +275,7 @@ class CorrectionStats:
 @torch.no_grad()
 def correction_stats(weights: Tensor, logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> CorrectionStats:
     """Statistics of weights from `correction`, see `CorrectionStats`; all `[batch, time]`."""
+    require_rows("logprobs", logprobs)
     require_shape("weights", weights, logprobs.shape)
     ratios = importance_ratios(logprobs, behavior_logprobs, mask)
     weights = zero_outside(weights, mask)

@@ -45,7 +45,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Proces
         with _quiet():
             save(dict(tensors), storage_writer=writer, no_dist=processes.count == 1)
     except CheckpointException as error:  # not an `Exception`
-        rank, (failure, _) = next(iter(error.failures.items()))
+        rank, failure = _first_failure(error.failures)
         if isinstance(failure, OSError):
             raise failure from error
         raise OSError(errno.EIO, f"process {rank}: {type(failure).__name__}: {failure}", str(folder)) from error
@@ -92,8 +92,16 @@ def read_tensors(
         with _quiet():
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=processes.count == 1)
     except CheckpointException as error:
-        raise DamagedTensors(str(next(iter(error.failures.values()))[0])) from error
+        raise DamagedTensors(str(_first_failure(error.failures)[1])) from error
     return tensors
+
+
+def _first_failure(failures: Mapping[int, tuple[BaseException, Any]]) -> tuple[int, Exception]:
+    """The first failure with its rank; raises what is no `Exception`, such as Ctrl-C, which PyTorch wraps too."""
+    for failure, _ in failures.values():
+        if not isinstance(failure, Exception):
+            raise failure
+    return next((rank, failure) for rank, (failure, _) in failures.items() if isinstance(failure, Exception))
 
 
 def _checked(name: str, shape: Shape, stored: Mapping[str, Any]) -> torch.dtype:

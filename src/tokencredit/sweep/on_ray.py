@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.sweep.job import NOT_SHARED, SHARE, JobFolder, command
@@ -68,20 +69,29 @@ class Ray:
         probe = home / f".probe-{os.getpid()}"
         probe.write_text("", encoding="utf-8")
         try:
-            seen = self.ray.remote(num_cpus=0, max_retries=0)(sees)
+            look = self.ray.remote(num_cpus=0, max_retries=0)(sees)
             strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-            tasks = [seen.options(scheduling_strategy=one).remote(str(probe.absolute())) for one in strategies]
-            answers = self.ray.get(tasks)
+            tasks = [look.options(scheduling_strategy=one).remote(str(probe.absolute())) for one in strategies]
+            answers = [self.answer(task) for task in tasks]
         except self.ray.exceptions.RayTaskError as error:
             raise ConfigError(f"a node of the Ray cluster cannot run Tokencredit: {error.cause}") from error
         finally:
             probe.unlink()
-        without = [node["NodeManagerAddress"] for node, there in zip(nodes, answers, strict=True) if not there]
+        there = [(node, seen) for node, seen in zip(nodes, answers, strict=True) if seen is not None]
+        without = [node["NodeManagerAddress"] for node, seen in there if not seen]
         if without:
             raise ConfigError(f"{str(home.absolute())!r} is not on {', '.join(without)}; {SHARE}")
         enough = {"CPU": self.resources.cores, "GPU": self.resources.gpus}
-        if not any(all(node["Resources"].get(kind, 0) >= count for kind, count in enough.items()) for node in nodes):
+        if not any(all(node["Resources"].get(kind, 0) >= count for kind, count in enough.items()) for node, _ in there):
             say(f"no node of the Ray cluster has {self.resources}; the runs wait until one joins")
+
+    def answer(self, task: Any) -> bool | None:
+        """What `sees` found; None of a node that has left: the cluster lists nodes for a while after they died."""
+        gone = (self.ray.exceptions.TaskUnschedulableError, self.ray.exceptions.NodeDiedError)
+        try:
+            return bool(self.ray.get(task))
+        except gone:
+            return None
 
     def start(self, run: Run) -> Job:
         """A task that trains the run."""
