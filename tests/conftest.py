@@ -99,6 +99,7 @@ def model_folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
 def browser():
     """Debian's chromium, without a screen; without it, CI fails and other machines skip."""
     from selenium import webdriver
+    from selenium.webdriver.support.ui import WebDriverWait
 
     if not (which("chromium") and which("chromedriver")):
         missing = "no chromium or no chromedriver on the PATH; on Debian: apt-get install chromium chromium-driver"
@@ -108,6 +109,14 @@ def browser():
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(which("chromedriver")))
+
+    class Chrome(webdriver.Chrome):
+        def get(self, url):
+            """Open a page and wait for it: chromedriver 150 may return before a second local page is there."""
+            super().get(url)
+            there = "return location.href === new URL(arguments[0]).href && document.readyState === 'complete'"
+            WebDriverWait(self, 60, 0.05).until(lambda found: found.execute_script(there, url))
+
+    driver = Chrome(options, webdriver.ChromeService(which("chromedriver")))
     yield driver
     driver.quit()

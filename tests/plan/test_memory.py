@@ -16,6 +16,7 @@ from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.plan import memory as formulas
 from tokencredit.plan.memory import Batch, Setup, memory
 from tokencredit.plan.shape import HALF, projection
+from tokencredit.runs import tensor_files
 from tokencredit.text.engines import dynamic_kv_cache
 from tokencredit.text.models import actor_critic
 from tokencredit.text.models.loading import fuse_gelu
@@ -24,6 +25,8 @@ CPU = Setup(device="cpu", dtype="float32", static_cache=False)
 
 
 def test_constants_are_those_of_the_code():
+    for name in ("FILES", "SMALLEST_FILE", "LARGEST_FILE"):
+        assert getattr(formulas, name) == getattr(tensor_files, name)
     assert formulas.CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS, "cuda": logprobs.CHUNK_LOGITS_ON_ACCELERATORS}
     assert formulas.MIN_CHUNK == logprobs.MIN_CHUNK
     assert formulas.SHORT == actor_critic.SHORT

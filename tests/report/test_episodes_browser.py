@@ -93,6 +93,7 @@ def test_the_scale_and_the_figures_are_of_acted_tokens(page):
 
 def test_other_estimators_credit_the_same_turns(page):
     browser = page(grid())
+    assert complaints(browser) == []
     first = all_of(browser, "#alternatives .sample")[0]
     assert "mean 0.11, deviation 0.13" in first.text
     assert [credit.text for credit in first.find_elements(By.CLASS_NAME, "credit")] == ["credit +0.079", "credit +0.38"]

@@ -69,7 +69,7 @@ def test_its_files_are_json_and_safetensors(folder):
 
 
 def test_large_states_are_written_file_by_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "FILE_BYTES", 50)
+    monkeypatch.setattr(tensor_files, "SMALLEST_FILE", 50)
     write_checkpoint(tmp_path, SHARED, OWN, Processes())
     assert {path.name[-15:-12] for path in (tmp_path / "tensors").iterdir()} == {"003"}, "of three"
     assert len(list((tmp_path / "tensors").iterdir())) == 3

@@ -34,8 +34,10 @@ SPARE_TOKENS = 64
 LARGE = 2**25
 """Bytes from which the C library (glibc) takes a tensor's memory from the kernel, and returns it when it is freed. It
 keeps the memory of smaller ones for tensors to come, so their highest sum stays resident."""
+FILES, SMALLEST_FILE, LARGEST_FILE = 64, 2**26, 2**30
+"""Number and bytes of a checkpoint's files; `runs.tensor_files` has them too, and a test holds them equal."""
 SERIALIZED = 2
-"""Copies of a checkpoint's file in RAM while it is written: 472 MB were measured for tensors of 240 MB."""
+"""Copies of a checkpoint's file in RAM while it is written: 472 MB were measured for a file of 240 MB."""
 EXPERIENCE = (9, 47)
 """Bytes kept per prompt token and per sampled token, padding included: ids and mask; and for sampled tokens uniform
 number, log-probs of policy and reference, values, KL, rewards, advantages, returns and their masks."""
@@ -347,10 +349,15 @@ def freed_bytes(shape: Shape, batch: Batch, setup: Setup, moment: Mapping[str, f
     """Bytes that a process on a CPU still holds at the peak of an update, though their tensors have been freed."""
     if setup.device != "cpu" or setup.shard == "full":
         return 0.0
+    small, large = small_and_large_bytes(shape, batch, setup)
+    return small + large - sum(moment.values())
+
+
+def small_and_large_bytes(shape: Shape, batch: Batch, setup: Setup) -> tuple[float, float]:
+    """Highest sums of an update's tensors below and above `LARGE`; they need not meet."""
     moments = update_moments(shape, batch, setup)
     large = [large_bytes(shape, x, setup) for x in moments]
-    small = [sum(x.values()) - y for x, y in zip(moments, large, strict=True)]
-    return max(small) + max(large) - sum(moment.values())
+    return max(sum(x.values()) - y for x, y in zip(moments, large, strict=True)), max(large)
 
 
 def sampling_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
@@ -383,12 +390,17 @@ def scoring_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
     return parts
 
 
-def saving_bytes(shape: Shape, setup: Setup) -> dict[str, float]:
-    """Bytes of a checkpoint's file of one process, which PyTorch's writer makes in RAM, twice, before it writes it.
+def saving_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
+    """Bytes of one of a checkpoint's files, which PyTorch's writer makes in RAM, twice, before it writes it, and what
+    the C library kept of the update's small tensors.
 
-    It holds the weights and moments of a process's part; parts that all processes have are divided among them.
+    Files hold the weights and moments of a process's part; parts that all processes have are divided among them.
     """
-    return {"checkpoint": SERIALIZED * 3 * FLOAT * trained_parameters(shape, setup) / setup.processes}
+    total = 3 * FLOAT * trained_parameters(shape, setup)
+    largest = 0 if setup.lora_rank else FLOAT * projection(shape)
+    file = min(max(total // FILES, SMALLEST_FILE, largest), max(LARGEST_FILE, largest), total)
+    small, _ = small_and_large_bytes(shape, batch, setup)
+    return {"a file of the checkpoint": SERIALIZED * file / setup.processes, "freed, not returned": small}
 
 
 def memory(shape: Shape, batch: Batch, setup: Setup) -> Parts:
@@ -403,7 +415,7 @@ def memory(shape: Shape, batch: Batch, setup: Setup) -> Parts:
         "rollout": sampling_bytes(shape, batch, setup),
         "scoring": scoring_bytes(shape, batch, setup),
         "update": update | ({"freed, not returned": freed} if freed else {}),
-        "save": saving_bytes(shape, setup) if setup.device == "cpu" else {},
+        "save": saving_bytes(shape, batch, setup) if setup.device == "cpu" else {},
     }
 
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from tokencredit.processes import Processes
 
-FILE_BYTES = 2**30
-"""Bytes of tensors per file, of all processes together: PyTorch copies a whole file in memory before it writes it."""
+FILES, SMALLEST_FILE, LARGEST_FILE = 64, 2**26, 2**30
+"""A checkpoint has about so many files of tensors, each of so many bytes of all processes together: PyTorch holds a
+whole file in memory, twice, before it writes it."""
 Shape = tuple[int, ...]
 
 
@@ -53,10 +54,12 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Proces
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The number, from 1, of each tensor's file; each process writes files of these numbers."""
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    limit = min(max(total // FILES, SMALLEST_FILE), LARGEST_FILE)
     numbers, number, size = {}, 1, 0
     for name, tensor in tensors.items():
         more = tensor.numel() * tensor.element_size()
-        if size and size + more > FILE_BYTES:
+        if size and size + more > limit:
             number, size = number + 1, 0
         size += more
         numbers[name] = number
