@@ -180,7 +180,12 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         ]
     ],
     *[
-        ("text", {"ppo.loss": loss, f"ppo.{key}": value}, f"ppo.{key}", f"without ppo.loss: {needs}")
+        (
+            "text",
+            {"ppo.loss": loss, f"ppo.{key}": value} | ({"ppo.clip": 3e-4} if loss == "gspo" else {}),
+            f"ppo.{key}",
+            f"without ppo.loss: {needs}",
+        )
         for loss, key, value, needs in [
             ("gspo", "dual_clip", 3.0, "clip"),
             ("cispo", "dual_clip", 3.0, "clip"),
