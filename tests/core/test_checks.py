@@ -36,7 +36,7 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     "token_kl": STATES | {"ref_hidden": torch.zeros(2, 3, 4), "ref_weight": torch.zeros(5, 4)},
     "clipped_surrogate": RATIOS | {"advantages": ROWS},
     "sequence_surrogate": RATIOS | {"advantages": ROWS},
-    "ratio_stats": RATIOS,
+    "ratio_stats": RATIOS | {"clipped": MASK},
     **dict.fromkeys(("importance_ratios", "correction"), BEHAVIOR),
     "correction_stats": BEHAVIOR | {"weights": ROWS},
     "divergence_mask": BEHAVIOR | {"advantages": ROWS},

@@ -206,6 +206,8 @@ def test_ratio_stats_by_hand():
     log_ratio = torch.tensor([2.0, 0.5, 1.1, 1.0, 9.0]).log()
     metrics = ratio_stats(log_ratio, torch.zeros(5), mask, clip=(0.2, 1.5)).metrics()
     assert metrics["clip_fraction"] == 0.25  # 0.5 is below 0.8; 2 is not above 2.5
+    others = ratio_stats(log_ratio, torch.zeros(5), mask, clipped=torch.ones(5, dtype=torch.bool)).metrics()
+    assert others == metrics | {"clip_fraction": 1.0}
     assert metrics["ratio_mean"] == pytest.approx((2.0 + 0.5 + 1.1 + 1.0) / 4)
     assert metrics["ratio_max"] == pytest.approx(2.0)
     assert metrics["ratio_min"] == pytest.approx(0.5)

@@ -82,6 +82,7 @@ def test_every_value_in_the_text_is_one_that_the_setting_may_have():
         "advantage.estimator": {"critic.kind": "separate"},
         "critic.kind": {"advantage.estimator": "reward_to_go"},
         "kl.place": None,  # of texts
+        "ppo.loss": None,
         "env.id": None,
     }
     given = re.findall(r"`([a-z_]+(?:\.[a-z_]+)?): ([^`]+)`", PAGE)

@@ -14,7 +14,14 @@ from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.minibatches import minibatches
-from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyOutputs
+from tokencredit.learn.objective import (
+    CriticOutputs,
+    Objective,
+    Passes,
+    PolicyOutputs,
+    SequenceObjective,
+    WeightedObjective,
+)
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.state import sharded_parameters
 from tokencredit.learn.update import UpdateSettings
@@ -35,6 +42,8 @@ CASES = {
     "a few places": ({"value_places": (0.3, 0.9)}, {"critic_epochs": 1}),
     "constant reduction": ({"reduction": "constant"}, {"minibatches": 6}),
     "by sequence": ({"reduction": "sequence"}, {"minibatches": 6}),
+    "GSPO": ({"kind": SequenceObjective, "clip": 0.05}, {"micro_batch_tokens": 16}),
+    "DPPO": ({"kind": partial(WeightedObjective, divergence="tv", divergence_limit=0.05)}, {"micro_batch_tokens": 16}),
 }
 """Settings of the objective and of the update."""
 SEPARATE = {
@@ -121,6 +130,8 @@ def experience_of(seed, processes):
 
 
 def learner_of(processes, objective, settings):
+    objective = dict(objective)
+    kind = objective.pop("kind", Objective)
     torch.manual_seed(0)
     policy = TablePolicy()
 
@@ -134,7 +145,7 @@ def learner_of(processes, objective, settings):
         policy,
         torch.optim.SGD(policy.parameters(), lr=0.5),
         Passes(evaluate, critic, ("states",)),
-        Objective(**{"clip": 0.2, "value_clip": 0.3, "entropy_coef": 0.01} | objective),
+        kind(**{"clip": 0.2, "value_clip": 0.3, "entropy_coef": 0.01} | objective),
         UpdateSettings(**{"epochs": 2, "minibatches": 3, "max_grad_norm": 1.0} | settings),
         schedule("constant"),
         torch.Generator().manual_seed(3),

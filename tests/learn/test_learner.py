@@ -7,12 +7,21 @@ import pytest
 import torch
 from torch import nn
 
+from tokencredit.core.logprobs import token_loss
 from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.core.whitening import whiten
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
-from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss, Objective, Passes, PolicyOutputs
+from tokencredit.learn.objective import (
+    CriticOutputs,
+    MicroBatchLoss,
+    Objective,
+    Passes,
+    PolicyOutputs,
+    SequenceObjective,
+    WeightedObjective,
+)
 from tokencredit.learn.optim import schedule
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings, ratios
 from tokencredit.processes import Processes
@@ -547,7 +556,7 @@ def test_a_buffer_of_other_batches_helps_a_critic_that_one_batch_misleads():
 
 
 @dataclass(frozen=True)
-class SequenceObjective(Objective):
+class ByRow(Objective):
     """A surrogate clipped at each sequence's ratio (π / π_old)^(1 / length): Zheng et al. 2025 (arXiv 2507.18071)."""
 
     additive = False
@@ -571,7 +580,7 @@ def away(experience):
 @pytest.mark.parametrize("tokens", [None, 2 * TIME])
 def test_a_loss_may_be_nonlinear_in_a_sequences_logprob(world, tokens):
     policy, experience = world[0], away(world[1])
-    objective = SequenceObjective(value_coef=0.0, reduction="sequence")
+    objective = ByRow(value_coef=0.0, reduction="sequence")
     losses, gradients, _ = backward((policy, experience), objective, micro_batch_tokens=tokens)
     distribution = torch.distributions.Categorical(logits=policy.logits[experience.inputs["states"]])
     logprobs, mask = distribution.log_prob(experience.inputs["actions"]), experience.mask
@@ -633,3 +642,75 @@ def test_a_micro_batch_without_a_count_weighs_each_token_1(world):
     total, parts = loss.complete(policy(experience.inputs, loss))
     torch.testing.assert_close(total, -experience.advantages[experience.mask].sum())
     torch.testing.assert_close(parts["policy_loss"], total.detach())
+
+
+LOSSES = {
+    "clip": Objective(clip=0.2, value_coef=0.0),
+    "gspo": SequenceObjective(clip=0.1, value_coef=0.0),
+    "cispo": WeightedObjective(clip=(0.2, 0.5), value_coef=0.0),
+    "dppo_tv": WeightedObjective(divergence="tv", divergence_limit=0.15, value_coef=0.0),
+    "dppo_kl": WeightedObjective(divergence="kl", divergence_limit=0.12, value_coef=0.0),
+}
+each_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "losses", "clipped"),
+    [
+        ("clip", [-1.2, -1.2, 1.6], None),
+        ("gspo", [-1.1, -1.1, 1.8], [True, True, True]),  # mean ratios √2.4 and 0.5
+        ("cispo", [-1.2 * math.log(0.6), -1.5 * math.log(0.5), math.log(0.2)], [False, True, False]),
+        ("dppo_tv", [-1.2 * math.log(0.6), 0.0, 0.0], [False, True, True]),  # changes of 0.1, 0.25 and −0.2
+        ("dppo_kl", [-1.2 * math.log(0.6), 0.0, math.log(0.2)], [False, True, False]),  # 0.02, 0.131 and 0.105 nats
+    ],
+)
+def test_each_loss_by_hand(name, losses, clipped):
+    """Ratios 1.2, 2 and 0.5; the last number of each tensor is padding."""
+    mask = torch.tensor([[True, True], [True, False]])
+    old, now = torch.tensor([[0.5, 0.25], [0.4, 0.1]]).log(), torch.tensor([[0.6, 0.5], [0.2, 0.9]]).log()
+    advantages = torch.tensor([[1.0, 1.0], [-2.0, 9.0]])
+    rows = Experience({}, mask, mask.sum(1), old, None, advantages, advantages)
+    acted = mask.flatten().nonzero().squeeze(1)
+    found = LOSSES[name].token_losses(TokenStats(now[mask], None, None), rows, acted)
+    torch.testing.assert_close(found, {"policy_loss": torch.tensor(losses)})
+    shown = LOSSES[name].clipped(now, rows)
+    assert clipped == (None if shown is None else shown[mask].tolist())
+
+
+@each_loss
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_the_first_gradient_of_each_loss_is_the_policy_gradient(name, reduction, world):
+    policy, experience = world
+    _, gradients, records = backward(world, replace(LOSSES[name], reduction=reduction))
+    distribution = torch.distributions.Categorical(logits=policy.logits[experience.inputs["states"]])
+    logprobs = distribution.log_prob(experience.inputs["actions"])
+    loss = -(token_weights(experience.mask, by=reduction) * experience.advantages * logprobs).sum()
+    torch.testing.assert_close(gradients[0], torch.autograd.grad(loss, policy.logits)[0])
+    assert ratios(records, 0.2, Processes()).metrics()["clip_fraction"] == 0
+
+
+@each_loss
+def test_micro_batches_change_no_gradient_of_any_loss(name, world):
+    elsewhere = world[0], away(world[1])
+    losses, expected, whole = backward(elsewhere, LOSSES[name])
+    in_parts, gradients, records = backward(elsewhere, LOSSES[name], micro_batch_tokens=2 * TIME)
+    assert len(records) > 1
+    torch.testing.assert_close(gradients, expected)
+    torch.testing.assert_close(in_parts, losses)
+    shares = [ratios(each, 0.2, Processes()).metrics()["clip_fraction"] for each in (records, whole)]
+    assert shares[0] == shares[1]
+
+
+@each_loss
+def test_chunks_of_the_vocabulary_projection_change_no_gradient_of_any_loss(name, world):
+    rows, width = away(world[1]), 4
+    weight, states = torch.randn(ACTIONS, width), torch.randn(ROWS, TIME, width)
+    found = []
+    for chunk in (3, 512):
+        leaves = [x.clone().requires_grad_() for x in (states, weight)]
+        loss = MicroBatchLoss(LOSSES[name], rows, [10.0, 10.0])
+        options = {"mask": rows.mask, "chunk": chunk, "additive": loss.additive}
+        total, _ = token_loss(*leaves, rows.inputs["actions"], loss, **options)
+        found.append((total.detach(), *torch.autograd.grad(total, leaves)))
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0][1].abs().sum() > 0

@@ -77,6 +77,8 @@ def test_ratio_and_clipping_by_hand():
     assert data_of(whitened)["credit"][0]["numbers"]["clipped"] == [0.0, 0.0, 0.0]  # all are below the mean
     wider = data_of(render(made([sample()], ppo={"clip": 0.2, "clip_high": 0.4})))["credit"][0]["numbers"]
     assert wider["clipped"] == [0.0, 0.0, 0.0]
+    other = data_of(render(made([sample()], ppo={"clip": 0.2, "loss": "dppo_tv"})))["credit"][0]["numbers"]
+    assert "clipped" not in other, "another loss clips no token by its ratio"
 
 
 def test_a_setting_that_is_null_counts_as_missing():

@@ -341,6 +341,13 @@ def test_a_clipped_gradient_is_a_finding_only_where_the_policy_hardly_moves(chan
     assert "always_clipped" not in names([*rows[:39], rows[39] | {"grad_norm": 1.0}], CONFIG | config)
 
 
+@pytest.mark.parametrize(("loss", "named"), [("clip", True), ("gspo", False), ("cispo", False), ("dppo_tv", False)])
+@pytest.mark.parametrize(("finding", "share"), [("clip_high", 0.6), ("clip_low", 0.0)])
+def test_the_clip_fraction_is_judged_only_for_ppos_own_loss(finding, share, loss, named):
+    rows = [row | {"clip_fraction": share} for row in healthy()]
+    assert (finding in names(rows, CONFIG | {"ppo": CONFIG["ppo"] | {"loss": loss}})) == named
+
+
 def test_healthy_episodes_have_nothing():
     rows = [row | {key: column(i) for key, column in of_episodes().items()} for i, row in enumerate(healthy())]
     assert names(rows) == []

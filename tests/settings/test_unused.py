@@ -179,6 +179,29 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("target_kl", 0.1),
         ]
     ],
+    *[
+        (
+            "text",
+            {"ppo.loss": loss, f"ppo.{key}": value} | ({"ppo.clip": 3e-4} if loss == "gspo" else {}),
+            f"ppo.{key}",
+            f"without ppo.loss: {needs}",
+        )
+        for loss, key, value, needs in [
+            ("gspo", "dual_clip", 3.0, "clip"),
+            ("cispo", "dual_clip", 3.0, "clip"),
+            ("dppo_tv", "dual_clip", 3.0, "clip"),
+            ("dppo_tv", "clip", 0.1, "clip, gspo, cispo"),
+            ("dppo_kl", "clip_high", 0.3, "clip, gspo, cispo"),
+            ("clip", "divergence_limit", 0.1, "dppo_tv, dppo_kl"),
+            ("cispo", "divergence_limit", 0.1, "dppo_tv, dppo_kl"),
+        ]
+    ],
+    (
+        "text",
+        {"ppo.loss": "cispo", "ppo.clip": 0.1, "ppo.clip_high": 4.0},
+        "ppo.clip",
+        "with ppo.loss: cispo and ppo.clip_high",
+    ),
     ("text", {"kl.coef": 0.0, "kl.place": "loss"}, "kl.place", "without kl.coef"),
     ("text", {"kl.coef": 0.0, "kl.estimator": "k3"}, "kl.estimator", "without kl.coef"),
     ("text", {"kl.coef": 0.0, "kl.horizon": 100.0}, "kl.horizon", "without kl.target"),
@@ -343,7 +366,7 @@ def test_every_setting_with_a_need_stands_in_the_table():
         (name, key) for name, world in WORLDS.items() for key, rule in _rules(world.config).items() if rule.needs
     }
     # Estimators and algorithms that only the other world has; a value is always its default; rows from Python.
-    never = {("text", f"ppo.{key}") for key in ("epochs", "minibatches", "clip", "clip_high", "dual_clip", "target_kl")}
+    never = {("text", f"ppo.{key}") for key in ("epochs", "minibatches", "target_kl")}
     never.add(("control", "advantage.gamma"))
     never |= {(world.name, "eval.every") for world in OFFLINE}  # rows from Python; tests/text/offline
     assert declared - tested - never == {("text", key) for key in flat(FROM_PYTHON | OF_TURNS)}

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tokencredit.learn.experience import length_batches
+from tokencredit.learn.objective import SequenceObjective, WeightedObjective
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, RolloutConfig, RunConfig, UpdateConfig
@@ -72,6 +74,19 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
         PASS: steps * micro_batches,
         GRADIENT: steps * micro_batches,  # on a CPU alone
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [SequenceObjective, WeightedObjective, partial(WeightedObjective, divergence="tv")])
+def test_another_loss_waits_no_more(kind, batch, counts):
+    trainer, _, experience = batch
+    learner = trainer.learner
+    learner.objective = kind(**vars(learner.objective))
+    with counts() as counted:
+        learner.update(experience)
+    steps = EPOCHS * MINIBATCHES
+    every = {CUT: steps, STEP: steps, PASS: steps, GRADIENT: steps}
+    assert by_file(counted) == {COUNTS: EPOCHS, UPDATE: 2, RATIOS: 1} | every
 
 
 def test_a_step_of_the_critic_alone_waits_as_often(batch, counts):

@@ -343,17 +343,34 @@ class RatioStats:
 
 
 @torch.no_grad()
-def ratio_stats(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None, *, clip: Clip = 0.2) -> RatioStats:
-    """Statistics of r = π / π_old over the acted tokens, see `RatioStats`; arguments as in `clipped_surrogate`."""
-    require_tensors(logprobs=logprobs, mask=mask)
+def ratio_stats(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor | None = None,
+    *,
+    clip: Clip = 0.2,
+    clipped: Tensor | None = None,
+) -> RatioStats:
+    """Statistics of r = π / π_old over the acted tokens, see `RatioStats`.
+
+    Args:
+        logprobs: as in `clipped_surrogate`, like `old_logprobs`, `mask` and `clip`.
+        old_logprobs: log π_old.
+        mask: bool.
+        clip: the clip range outside which a token counts as clipped.
+        clipped: bool, the tokens that another loss has clipped; None for those outside the clip range.
+    """
+    require_tensors(logprobs=logprobs, mask=mask, clipped=clipped)
     low, high = clip_range(clip)
     if mask is None:
         mask = torch.ones_like(logprobs, dtype=torch.bool)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     ratio = log_ratio.exp()
-    clipped = ((ratio < low) | (ratio > high)) & mask
+    if clipped is None:
+        clipped = (ratio < low) | (ratio > high)
+    require_flags("clipped", clipped, logprobs.shape)
     zeros = torch.zeros_like(log_ratio)
-    sums = torch.stack([mask.sum(), clipped.sum(), k1(zeros, log_ratio).sum(), k3(zeros, log_ratio).sum()])
+    sums = torch.stack([mask.sum(), (clipped & mask).sum(), k1(zeros, log_ratio).sum(), k3(zeros, log_ratio).sum()])
     below = torch.full_like(ratio, -torch.inf)
     extremes = torch.stack([torch.where(mask, ratio, below).max(), torch.where(mask, -ratio, below).max()])
     return RatioStats(sums, extremes)

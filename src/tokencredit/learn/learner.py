@@ -249,7 +249,8 @@ class Learner:
         if not real:
             total, parts = 0 * total, {name: 0 * x for name, x in parts.items()}
         self.processes.backward(total)
-        return StepRecord(total.detach(), parts, outputs.logprobs, part.logprobs, part.mask & real)
+        clipped = self.objective.clipped(outputs.logprobs, part)
+        return StepRecord(total.detach(), parts, outputs.logprobs, part.logprobs, part.mask & real, clipped)
 
     @torch.no_grad()
     def _locate(self, part: Minibatch) -> NonFiniteUpdate:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tokencredit.core.kl import kl_estimate
 from tokencredit.core.losses import (
     Clip,
+    clip_range,
     clipped_surrogate,
     histogram_loss,
     reduction_count,
@@ -23,6 +24,13 @@ from tokencredit.core.losses import (
     token_weights,
     value_loss,
     weighted_sum,
+)
+from tokencredit.core.off_policy import (
+    correction,
+    divergence_mask,
+    importance_ratios,
+    sequence_surrogate,
+    weighted_policy_gradient,
 )
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
@@ -92,7 +100,8 @@ class Loss(NamedTuple):
 class Objective:
     """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL); see `core.losses` for each term.
 
-    A different loss overrides `token_losses`; with `additive` false it receives all tokens of the rows in one call.
+    A different policy loss overrides `surrogate` and `clipped`; with `additive` false it receives all tokens of the
+    rows in one call.
     """
 
     clip: Clip = 0.2
@@ -143,13 +152,21 @@ class Objective:
             at: indices of the tokens in its flattened `[batch, time]` tensors.
         """
         assert now.logprobs is not None
-        old_logprobs, advantages = rows.logprobs.flatten()[at], rows.advantages.flatten()[at]
         kl = now.kl
         if self.kl_estimator is not None and rows.ref_logprobs is not None:
             kl = kl_estimate(self.kl_estimator, now.logprobs, rows.ref_logprobs.flatten()[at])
-        surrogate = clipped_surrogate(now.logprobs, old_logprobs, advantages, clip=self.clip, dual_clip=self.dual_clip)
+        surrogate = self.surrogate(now.logprobs, rows, at)
         parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
         return {name: losses for name, losses in parts.items() if losses is not None}
+
+    def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
+        """The policy loss at acted tokens, from their log-probs; `rows` and `at` as in `token_losses`."""
+        old_logprobs, advantages = rows.logprobs.flatten()[at], rows.advantages.flatten()[at]
+        return clipped_surrogate(logprobs, old_logprobs, advantages, clip=self.clip, dual_clip=self.dual_clip)
+
+    def clipped(self, logprobs: Tensor, rows: Experience) -> Tensor | None:  # noqa: ARG002  (others read them)
+        """Tokens in the metric `clip_fraction`, bool `[batch, time]`; None for those whose ratio is outside `clip`."""
+        return None
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """The policy's part of the loss, from the weighted sums of `token_losses`."""
@@ -157,6 +174,58 @@ class Objective:
         if "entropy_in_update" in parts and self.entropy_coef != 0:
             loss = loss - self.entropy_coef * parts["entropy_in_update"]
         return loss + self.kl_coef * parts["kl_in_update"] if "kl_in_update" in parts else loss
+
+
+@dataclass(frozen=True)
+class SequenceObjective(Objective):
+    """GSPO: the surrogate of a row's mean ratio, `core.off_policy.sequence_surrogate`."""
+
+    additive = False
+
+    def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
+        """The policy loss of all acted tokens of the rows."""
+        flat = logprobs.new_zeros(rows.mask.numel()).index_copy(0, at, logprobs)
+        losses = sequence_surrogate(
+            flat.view(rows.mask.shape), rows.logprobs, rows.advantages, rows.mask, clip=self.clip
+        )
+        return losses.flatten()[at]
+
+    def clipped(self, logprobs: Tensor, rows: Experience) -> Tensor:
+        """All tokens of the rows whose mean ratio is outside `clip`."""
+        low, high = clip_range(self.clip)
+        ratios = importance_ratios(logprobs, rows.logprobs, rows.mask, level="geometric")
+        return (ratios < low) | (ratios > high)
+
+
+@dataclass(frozen=True)
+class WeightedObjective(Objective):
+    """CISPO and DPPO: the policy gradient with weights, `core.off_policy.weighted_policy_gradient`."""
+
+    divergence: str | None = None
+    """Divergence that masks a token in DPPO, of `core.off_policy.DIVERGENCES`; None for CISPO."""
+    divergence_limit: float = 0.2
+
+    def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
+        """The policy loss at acted tokens."""
+        now, old, advantages = (
+            x.unsqueeze(0) for x in (logprobs, rows.logprobs.flatten()[at], rows.advantages.flatten()[at])
+        )
+        mask = torch.ones_like(now, dtype=torch.bool)
+        weights = self._weights(now, old, advantages, mask)
+        return weighted_policy_gradient(now, advantages, weights, mask).squeeze(0)
+
+    def clipped(self, logprobs: Tensor, rows: Experience) -> Tensor:
+        """Tokens whose weight is bounded (CISPO) or masked (DPPO)."""
+        if self.divergence is None:
+            return importance_ratios(logprobs, rows.logprobs, rows.mask) > clip_range(self.clip)[1]
+        return self._weights(logprobs, rows.logprobs, rows.advantages, rows.mask) == 0
+
+    def _weights(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        if self.divergence is None:  # no lower bound, as in the paper
+            return correction(logprobs, old_logprobs, mask, outside="clip", high=clip_range(self.clip)[1])
+        return divergence_mask(
+            logprobs, old_logprobs, advantages, mask, divergence=self.divergence, limit=self.divergence_limit
+        )
 
 
 class MicroBatchLoss:

@@ -68,13 +68,15 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 class StepRecord(NamedTuple):
-    """Loss, terms and log-probabilities of a micro-batch, without gradients."""
+    """Loss, terms, log-probabilities and clipped tokens of a micro-batch, without gradients."""
 
     loss: Tensor
     parts: dict[str, Tensor]
     logprobs: Tensor
     old_logprobs: Tensor
     mask: Tensor
+    clipped: Tensor | None = None
+    """As `Objective.clipped` returns it."""
 
 
 def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processes: Processes) -> dict[str, float]:
@@ -95,7 +97,8 @@ def ratios(record: Sequence[StepRecord], clip: Clip, processes: Processes) -> Ra
     logprobs, old_logprobs, mask = (
         torch.cat([getattr(micro, name) for micro in record]) for name in ("logprobs", "old_logprobs", "mask")
     )
-    stats = ratio_stats(logprobs, old_logprobs, mask, clip=clip)
+    parts = [micro.clipped for micro in record if micro.clipped is not None]
+    stats = ratio_stats(logprobs, old_logprobs, mask, clip=clip, clipped=torch.cat(parts) if parts else None)
     return RatioStats(processes.sum(stats.sums), processes.max(stats.extremes))
 
 

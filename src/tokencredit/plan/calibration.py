@@ -72,7 +72,9 @@ class Timings:
 class SumOfLogprobs:
     """A loss of the updates' cost."""
 
-    additive = True
+    def __init__(self, additive: bool):
+        """Store `PolicyLoss.additive` of the run's loss; if false, several chunks are projected twice."""
+        self.additive = additive
 
     def __call__(self, now: TokenStats, at: slice) -> Tensor:  # noqa: ARG002  (the PolicyLoss protocol)
         """The sum of the log-probs."""
@@ -132,14 +134,14 @@ def timed(work: Work, processes: Processes, layers: int, rows: int) -> Timings:
     precision = Precision(setup.dtype, processes.device)
     policy, reference = build(work, precision, layers)
     inputs = random_inputs(work, replace(batch, rows=rows), processes.device)
-    clock = Clock(processes)
+    clock, loss = Clock(processes), SumOfLogprobs(additive=config.ppo.loss != "gspo")
 
     def scored(model: ActorCritic) -> Callable[[], Any]:
         return lambda: model.logprobs(inputs, config.rollout.temperature)
 
     def train() -> None:
         with precision.autocast():
-            outputs = policy(inputs, config.rollout.temperature, SumOfLogprobs(), config.ppo.entropy_coef > 0)
+            outputs = policy(inputs, config.rollout.temperature, loss, config.ppo.entropy_coef > 0)
         (outputs.policy_loss + (0 if outputs.values is None else outputs.values.sum())).backward()
 
     def train_critic() -> None:

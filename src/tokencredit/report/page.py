@@ -175,7 +175,7 @@ def credit(run: Run) -> list[dict[str, Any]]:
     if len(numbers) > limit:
         numbers = [numbers[round(i * (len(numbers) - 1) / (limit - 1))] for i in range(limit)]
     advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
-    clip = ppo.get("clip")
+    clip = ppo.get("clip") if ppo.get("loss") in (None, "clip") else None  # other losses clip no token by its ratio
     kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
     whitened = advantage.get("whiten") not in (None, False, "none")  # False in runs of older versions
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
@@ -242,7 +242,8 @@ def shown(
 ) -> dict[str, Any]:
     """One sample of the credit view: escaped texts, and a list of numbers per quantity and acted token.
 
-    Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss. With
+    Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss, or
+    another loss. With
     whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`. An audited completion
     has true values and their standard errors.
     """

@@ -37,7 +37,7 @@ SHOWN_METRICS = {
     "margin": ("margin", "score of the chosen completion minus that of the rejected one"),
     "eval/loss": ("held-out loss", "the loss on rows that are not trained on"),
     "eval/accuracy": ("held-out accuracy", "the accuracy on rows that are not trained on"),
-    "clip_fraction": ("clipped", "share of the update's probability ratios outside the clip range"),
+    "clip_fraction": ("clipped", "share of the update's tokens or steps that the loss clips or masks"),
 }
 """Metrics of an iteration's line, by key: label and meaning."""
 

@@ -350,7 +350,8 @@ def _why(conditions: list[Condition]) -> str:
     """The reason that a setting has no effect when none of these conditions holds."""
     words = {False: "without", True: "with"}
     lists = {negated: [str(x) for x in conditions if x.negated is negated] for negated in words}
-    return " and ".join(f"{words[negated]} {' or '.join(names)}" for negated, names in lists.items() if names)
+    joints = {False: " or ", True: " and "}  # none of these holds; all of those are set
+    return " and ".join(f"{words[negated]} {joints[negated].join(names)}" for negated, names in lists.items() if names)
 
 
 @cache

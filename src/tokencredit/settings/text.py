@@ -34,6 +34,9 @@ from tokencredit.settings.training import (
 )
 from tokencredit.settings.trl import refuse_trl_names
 
+TOKEN_CLIP = 0.2
+"""Default of `ppo.clip`, for the ratio of a token; `ppo.loss: gspo` refuses it, since nothing would be clipped."""
+
 
 @refuse_trl_names
 @dataclass
@@ -109,6 +112,11 @@ class PPOConfig:
         if self.ppo.minibatches > size:
             raise ConfigError(
                 f"ppo.minibatches is {self.ppo.minibatches}; it must be at most rollout.batch_size, {size}"
+            )
+        if self.ppo.loss == "gspo" and self.ppo.clip >= TOKEN_CLIP:
+            raise ConfigError(
+                f"ppo.clip is {self.ppo.clip}, and ppo.loss is gspo, whose mean ratio of a completion hardly moves "
+                f"that far; it must be below {TOKEN_CLIP}, such as ppo.clip: 0.0003 with ppo.clip_high: 0.0004"
             )
         self.rollout.check_lengths("rollout")
         self.eval.check_lengths("eval")

@@ -214,6 +214,21 @@ class PPOSettings:
 class UpdateConfig(PPOSettings):
     """The PPO update."""
 
+    clip: float = setting(0.2, needs=("loss: clip, gspo, cispo", "loss: not cispo or not clip_high"), above=0, below=1)
+    """Clip range of the ratio to the sampling policy: [1 − clip, 1 + clip]. gspo needs a far smaller one, such as
+    3e-4; cispo has only the upper side."""
+    clip_high: float | None = setting(None, needs="loss: clip, gspo, cispo", above=0)
+    """Upper clip range, 1 + clip_high, if it should differ; null for clip."""
+    dual_clip: float | None = setting(None, needs="loss: clip", above=1)
+    """Dual clip: limit of the loss where the advantage is negative, in multiples of the advantage, such as 3; null for
+    none."""
+    loss: Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl"] = "clip"
+    """Policy loss. clip is PPO's, which clips the ratio of a token; gspo clips the mean ratio of a completion; cispo
+    weighs the policy gradient by the ratio up to a bound; dppo_tv and dppo_kl mask tokens whose probability has changed
+    too far."""
+    divergence_limit: float | None = setting(None, needs="loss: dppo_tv, dppo_kl", above=0)
+    """Largest change of a token's probability (dppo_tv), or KL of that change in nats (dppo_kl), before the token is
+    masked; null for 0.15 and 0.05."""
     reduction: Literal["token", "sequence", "constant"] = "token"
     """Loss reduction: mean over all tokens (token), mean of per-completion means (sequence), or sum over tokens divided
     by batch size × longest completion (constant)."""
@@ -225,6 +240,9 @@ class UpdateConfig(PPOSettings):
         """Arguments of `learn.objective.Objective`."""
         return super().objective(critic) | {"reduction": self.reduction}
 
+
+DIVERGENCE_LIMITS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
+"""Defaults of `ppo.divergence_limit`, those of DPPO's authors (arXiv 2602.04879)."""
 
 ADAPTED = (1e-5, 10.0)
 """Range of an adapted `kl.coef`."""

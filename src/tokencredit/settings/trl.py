@@ -119,7 +119,7 @@ TRL = {
     "log_completions": "run.samples",
     "model_init_kwargs": NONE,
     "generation_batch_size": NONE,
-    "importance_sampling_level": NONE,
+    "importance_sampling_level": "ppo.loss",
     "sync_ref_model": NONE,
     "use_liger_kernel": NONE,
 }

@@ -12,7 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.learner import Learner
-from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
+from tokencredit.learn.objective import (
+    CriticOutputs,
+    Objective,
+    Passes,
+    PolicyLoss,
+    PolicyOutputs,
+    SequenceObjective,
+    WeightedObjective,
+)
 from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.state import trainable
 from tokencredit.learn.update import UpdateSettings
@@ -20,6 +28,7 @@ from tokencredit.processes import Processes
 from tokencredit.settings.data import DefaultReward
 from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import DIVERGENCE_LIMITS
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.engines.local import LocalEngine
@@ -350,14 +359,22 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
 
 def build_objective(args: PPOConfig) -> Objective:
     """Build the objective of a run's updates; the trainer sets its KL coefficient before each."""
-    kl = args.kl
-    return Objective(
+    kl, loss = args.kl, args.ppo.loss
+    options: dict[str, Any] = {
         **args.ppo.objective(args.critic),
-        kl_estimator=kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
-        horizon=args.rollout.max_new_tokens,
-        value_places=tuple(args.critic.places or ()),
-        value_horizon=args.env.max_turns if args.advantage.unit == "turn" else None,
-    )
+        "kl_estimator": kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
+        "horizon": args.rollout.max_new_tokens,
+        "value_places": tuple(args.critic.places or ()),
+        "value_horizon": args.env.max_turns if args.advantage.unit == "turn" else None,
+    }
+    if loss == "clip":
+        return Objective(**options)
+    if loss == "gspo":
+        return SequenceObjective(**options)
+    if loss == "cispo":
+        return WeightedObjective(**options)
+    limit = args.ppo.divergence_limit or DIVERGENCE_LIMITS[loss]
+    return WeightedObjective(**options, divergence=loss.removeprefix("dppo_"), divergence_limit=limit)
 
 
 def build_update(args: PPOConfig) -> UpdateSettings:

@@ -42,6 +42,11 @@ def _single_step(run: Evidence) -> bool:
     return steps == 1 or run.setting("algorithm") == "policy_gradient"
 
 
+def _clips_tokens(run: Evidence) -> bool:
+    """True if the loss is PPO's, whose clip fraction shows the size of the steps; others clip more, or mask less."""
+    return run.setting("ppo.loss") in (None, "clip")
+
+
 def mismatch(run: Evidence) -> Finding | None:
     """Sampling and training disagree on the probability of the same tokens."""
     limit = ROUNDING_IN_BFLOAT16 if run.setting("model.dtype") == "bfloat16" else ROUNDING
@@ -182,7 +187,7 @@ def entropy_collapse(run: Evidence) -> Finding | None:
 
 def clip_high(run: Evidence) -> Finding | None:
     """Most tokens leave the clip range."""
-    if len(run) < WINDOW or not run.last("clip_fraction") > 0.4:
+    if len(run) < WINDOW or not _clips_tokens(run) or not run.last("clip_fraction") > 0.4:
         return None
     return Finding(
         "clip_high",
@@ -196,7 +201,9 @@ def clip_high(run: Evidence) -> Finding | None:
 
 def clip_low(run: Evidence) -> Finding | None:
     """No ratio reaches the clip range."""
-    if len(run) < SETTLED or _single_step(run) or not run.mean("clip_fraction", slice(None)) < 1e-4:
+    if len(run) < SETTLED or _single_step(run) or not _clips_tokens(run):
+        return None
+    if not run.mean("clip_fraction", slice(None)) < 1e-4:
         return None
     return Finding(
         "clip_low",
@@ -323,7 +330,7 @@ def always_clipped(run: Evidence) -> Finding | None:
     norms = run.values("grad_norm", slice(-2 * SETTLED, None))
     if limit is None or len(norms) < 2 * SETTLED or not min(norms) > CLIPPED_AWAY * limit:
         return None
-    if _single_step(run) or not run.mean("clip_fraction", slice(None)) < 0.01:
+    if _single_step(run) or not _clips_tokens(run) or not run.mean("clip_fraction", slice(None)) < 0.01:
         return None
     return Finding(
         "always_clipped",

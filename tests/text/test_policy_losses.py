@@ -1,0 +1,61 @@
+"""`ppo.loss`: from settings to objectives, and short runs that train and resume with each loss."""
+
+import pytest
+
+from helpers.files import read_metrics
+from tokencredit.cli import main
+from tokencredit.errors import ConfigError
+from tokencredit.learn.objective import Objective, SequenceObjective, WeightedObjective
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.setup import build_objective
+
+SMALL = ["--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "8"]
+SMALL += ["--ppo.epochs", "2", "--ppo.minibatches", "2", "--run.show_every", "0"]
+SMALL += ["--optim.schedule", "constant", "--optim.warmup", "0", "--optim.lr", "0.001"]
+GSPO = {"ppo.loss": "gspo", "ppo.clip": 3e-4, "ppo.clip_high": 4e-4}
+
+
+def objective(settings):
+    return build_objective(PPOConfig.from_dict(settings))
+
+
+def test_settings_choose_the_objective():
+    assert type(objective({})) is Objective
+    assert (gspo := objective(GSPO)) == SequenceObjective(**vars(gspo))
+    assert gspo.clip == (3e-4, 4e-4)
+    assert not gspo.additive
+    assert objective({"ppo.loss": "cispo"}).clip == (0.2, 0.2)
+    for loss, divergence, limit in [("cispo", None, 0.2), ("dppo_tv", "tv", 0.15), ("dppo_kl", "kl", 0.05)]:
+        made = objective({"ppo.loss": loss})
+        assert isinstance(made, WeightedObjective)
+        assert made.divergence == divergence
+        assert divergence is None or made.divergence_limit == limit
+    assert objective({"ppo.loss": "dppo_kl", "ppo.divergence_limit": 0.01}).divergence_limit == 0.01
+
+
+def test_gspo_needs_a_clip_range_of_its_own():
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig.from_dict({"ppo.loss": "gspo"})
+    assert str(caught.value) == (
+        "ppo.clip is 0.2, and ppo.loss is gspo, whose mean ratio of a completion hardly moves that far; it must be "
+        "below 0.2, such as ppo.clip: 0.0003 with ppo.clip_high: 0.0004"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "dppo_tv", "dppo_kl"])
+def test_a_run_trains_and_resumes_with_each_loss(loss, tmp_path):
+    options = [f"--{key}={value}" for key, value in GSPO.items()] if loss == "gspo" else ["--ppo.loss", loss]
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    assert main(["train", *SMALL, *options, "--run.iterations", "2", "--run.dir", whole]) == 0
+    assert main(["train", *SMALL, *options, "--run.iterations", "1", "--run.dir", parts]) == 0
+    assert main(["train", "--resume", parts, "--run.iterations", "2"]) == 0
+    names = ("reward", "policy_loss", "grad_norm", "clip_fraction", "ratio_max")
+    expected, found = (
+        [{name: row[name] for name in names} for row in read_metrics(tmp_path / x)] for x in (whole, parts)
+    )
+    assert found == expected
+    assert all(row["grad_norm"] > 0 for row in found)
+    assert any(row["ratio_max"] > 1 for row in found)
+    if loss == "gspo":
+        assert 0 < found[0]["clip_fraction"] <= 1
