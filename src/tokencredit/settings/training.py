@@ -242,7 +242,7 @@ class UpdateConfig(PPOSettings):
 
 
 DIVERGENCE_LIMITS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
-"""Defaults of `ppo.divergence_limit`, those of DPPO's authors (arXiv 2602.04879)."""
+"""Defaults of `ppo.divergence_limit`: those of verl's example of DPPO."""
 
 ADAPTED = (1e-5, 10.0)
 """Range of an adapted `kl.coef`."""
