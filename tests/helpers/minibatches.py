@@ -172,7 +172,7 @@ def separate_learner(processes, adapter=False, optimizer="adamw", **settings):
     return Learner(
         policy,
         build_optimizer([{"params": trained, "lr": 0.05, "weight_decay": 0.01}], optimizer, hidden=hidden),
-        Passes(evaluate, critic, ("states",)),
+        Passes(evaluate, critic, ("states",), separate_critic=True),
         Objective(clip=0.2, value_clip=0.3, entropy_coef=0.01),
         UpdateSettings(**{"epochs": 2, "minibatches": 6, "max_grad_norm": 0.5, "micro_batch_tokens": 8} | settings),
         schedule("constant"),

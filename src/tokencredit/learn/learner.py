@@ -67,7 +67,7 @@ class Learner:
         self.wrapped = processes.wrap(model)
         self.lockstep = processes if sharded_in(model) else None
         """The processes, if all must make equal numbers of passes."""
-        self._evaluate = passes.evaluate
+        self._evaluate, self.separate_critic = passes.evaluate, passes.separate_critic
         self.critic = CriticSteps(passes, optimizer, settings, generator, processes, self.lockstep, self._locate)
         self.histograms = histogram_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -245,12 +245,17 @@ class Learner:
     def _pass(self, part: Experience, loss: MicroBatchLoss, real: bool) -> StepRecord:
         """Run a forward and a backward pass; without an effect if the rows are not real."""
         outputs = self._evaluate(self.wrapped, part.inputs, loss)
-        total, parts = loss.complete(outputs)
-        if not real:
-            total, parts = 0 * total, {name: 0 * x for name, x in parts.items()}
-        self.processes.backward(total)
+        losses = loss.complete(outputs)
+        factor = 1 if real else 0
+        terms = [losses.total]
+        if self.separate_critic and self.lockstep is not None and losses.critic is not None:
+            terms = [losses.policy, losses.critic]  # one after the other, so that gathered weights do not meet
+        for term in terms:
+            self.processes.backward(factor * term)
+        parts = {name: factor * x for name, x in losses.parts.items()}
         clipped = self.objective.clipped(outputs.logprobs, part)
-        return StepRecord(total.detach(), parts, outputs.logprobs, part.logprobs, part.mask & real, clipped)
+        total = factor * losses.total.detach()
+        return StepRecord(total, parts, outputs.logprobs, part.logprobs, part.mask & real, clipped)
 
     @torch.no_grad()
     def _locate(self, part: Minibatch) -> NonFiniteUpdate:
@@ -261,7 +266,7 @@ class Learner:
             place = min(number, rows - 1)
             row = part.experience.select(slice(place, place + 1))
             loss = MicroBatchLoss(self.objective, row)
-            _, parts = loss.complete(self._evaluate(self.model, row.inputs, loss))
+            parts = loss.complete(self._evaluate(self.model, row.inputs, loss)).parts
             names, finite = list(parts), [bool(x.isfinite()) for x in parts.values()]
             if not all(finite) and first == (-1, -1):
                 first = int(part.rows[place]), finite.index(False)

@@ -87,13 +87,22 @@ class Passes(NamedTuple):
     without a critic."""
     critic_inputs: tuple[str, ...] = ()
     """Names of the inputs that the critic reads."""
+    separate_critic: bool = False
+    """True if policy and critic have no trained parameter in common."""
 
 
 class Loss(NamedTuple):
-    """The loss of a micro-batch, and its terms before their coefficients, by metric name."""
+    """The loss of a micro-batch as a sum of the policy's and the critic's part, with their gradients, and its terms
+    before their coefficients, by metric name."""
 
-    total: Tensor
+    policy: Tensor
+    critic: Tensor | None
     parts: dict[str, Tensor]
+
+    @property
+    def total(self) -> Tensor:
+        """The loss."""
+        return self.policy if self.critic is None else self.policy + self.critic
 
 
 @dataclass(frozen=True)
@@ -268,12 +277,12 @@ class MicroBatchLoss:
 
     def complete(self, now: PolicyOutputs) -> Loss:
         """The whole loss, with its gradient; the terms carry none."""
-        loss, parts = now.policy_loss, dict(self.parts)
+        critic, parts = None, dict(self.parts)
         if now.values is not None and self.rows.values is not None:
             value = self.value_loss(CriticOutputs(now.values, now.histogram))
-            loss = loss + self.objective.value_coef * value
+            critic = self.objective.value_coef * value
             parts["value_loss"] = value.detach()
-        return Loss(loss, parts)
+        return Loss(now.policy_loss, critic, parts)
 
     def value_loss(self, now: CriticOutputs) -> Tensor:
         """The critic's part, before its coefficient, with its gradient."""

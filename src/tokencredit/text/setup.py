@@ -331,7 +331,7 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
     return Learner(
         policy,
         optimizer,
-        Passes(evaluate, critic, critic_inputs),
+        Passes(evaluate, critic, critic_inputs, separate_critic=args.critic.kind == "separate"),
         build_objective(args),
         build_update(args),
         schedule(**optim.rates(args.run.iterations)),
