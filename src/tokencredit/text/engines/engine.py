@@ -35,6 +35,9 @@ class Rollout:
     """Entropy of the distribution behind each log-prob, in nats; None without filters, where −log-prob estimates it."""
     turn_ends: Tensor | None = None
     """True at the last token of each turn; None if completions are single turns."""
+    behavior_logprobs: Tensor | None = None
+    """Log-prob with which the engine drew each token, by its own arithmetic and after filters such as top_p; None where
+    that is `logprobs`."""
 
     def inputs(self) -> dict[str, Tensor]:
         """Inputs of `ActorCritic` for evaluating these responses again."""
