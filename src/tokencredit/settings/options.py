@@ -16,7 +16,7 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MOST_SEED, SamplingConfig
+from tokencredit.settings.training import MOST_SEED, EngineName, SamplingConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
@@ -54,6 +54,8 @@ class ScoringOptions:
     """Min-p sampling; null for the run's, or none."""
     stop: list[str] | None = None
     """Stop strings; null for the run's, or none."""
+    engine: EngineName | None = None
+    """Sampling engine; null for local, whatever the run's was (docs/engines.md)."""
     dtype: Literal["float32", "bfloat16", "auto"] | None = None
     """Compute dtype; null for the run's, or auto, which is bfloat16 where that is faster."""
     trust_remote_code: bool = False
@@ -112,9 +114,17 @@ class ScoringOptions:
         model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
         seed = config.seed if self.seed is None else self.seed
         config = replace(config, seed=seed, model=model, reward=self.reward or config.reward)
+        config = with_engine(config, self.engine or "local")
         if no_code:
             refuse_foreign_code(config)
         return config
+
+
+def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
+    """The configuration with another sampling engine."""
+    if engine == config.rollout.engine:
+        return config
+    return replace(config, rollout=replace(config.rollout, engine=engine, cache="auto"))
 
 
 def flag(key: str) -> str:

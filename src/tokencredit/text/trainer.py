@@ -130,7 +130,7 @@ class PPOTrainer:
         self.sharded = is_sharded(self.policy.lm)
         if args.run.shard == "full" and not self.sharded:
             self.notes.append("run.shard full: one process, which holds the models whole")
-        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments)
+        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
         self.auditor: Auditor | None = None
