@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class ContinuousSampler:
             return
         ends = list(self.end_ids) if settings.stop_at_eos else []
         results = {str(number): _Progress(request, settings, self.tokenizer) for number, request in enumerate(requests)}
-        with preserved(), _quiet(), self._manager(requests, settings) as manager:
+        with preserved(), _quiet(), _spared(), self._manager(requests, settings) as manager:
             for name, progress in results.items():
                 manager.add_request(
                     progress.request.tokens,
@@ -137,6 +138,16 @@ class _Progress:
         if not output.is_finished():
             return None
         return Completion(ids, logprobs, truncated=ids[-1] not in ends)
+
+
+@contextmanager
+def _spared() -> Iterator[None]:
+    """Spare the objects of the process from garbage collection: a manager's end collects twice, 0.3 s each."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -88,10 +88,10 @@ class Probe:
 
     def _cause(self, repeated: float, fresh: float, tolerance: float) -> str:
         """The likely cause of a difference."""
-        if self.unmoved:
-            return "it gives the same log-probs as before the sync, so the sync changed nothing"
         if fresh <= tolerance < repeated:
             return "only texts that it has seen before differ, so it kept keys and values of earlier weights"
+        if self.unmoved:
+            return "it gives the same log-probs as before the sync, so the sync changed nothing"
         if max(repeated, fresh) < TOLERANCE_BFLOAT16:
             return "so small a difference is one of dtypes: it may compute, or keep its weights, in fewer bits"
         return "some weights did not arrive, or it holds another model"
