@@ -14,6 +14,7 @@ from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.data import PromptsConfig, RewardTerm
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MOST_SEED, SamplingConfig
@@ -111,7 +112,8 @@ class ScoringOptions:
         trust = self.trust_remote_code or model.trust_remote_code
         model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
         seed = config.seed if self.seed is None else self.seed
-        config = replace(config, seed=seed, model=model, reward=self.reward or config.reward)
+        reward, no_update = self.reward or config.reward, OffPolicyConfig()
+        config = replace(config, seed=seed, model=model, reward=reward, off_policy=no_update)
         if no_code:
             refuse_foreign_code(config)
         return config
