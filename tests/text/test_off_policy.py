@@ -10,6 +10,7 @@ from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
 from tokencredit.cli import main
 from tokencredit.core.off_policy import correction
+from tokencredit.core.truncation import truncated_logprobs
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
@@ -22,6 +23,7 @@ from tokencredit.text.batch import behavior_metrics
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.sampling import logits_warpers
 from tokencredit.text.models import precision
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.scoring_passes import ReferenceOutputs
@@ -138,6 +140,22 @@ def test_commands_that_only_sample_ask_for_no_other_logprobs():
     run = PPOConfig.from_dict({"model.dtype": "bfloat16", "off_policy.correct": "clip"})
     config = EvaluateOptions(dtype="float32").configure(Source("runs/first", run, scored=True), ())
     assert config.model.dtype == "float32"
+
+
+@pytest.mark.slow
+def test_on_the_support_of_the_draws_the_mean_ratio_of_a_rollout_is_1(tmp_path):
+    filters = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    trainer = PPOTrainer(args=text_config(tmp_path, rollout=replace(NUCLEUS, batch_size=64, **filters)))
+    rollout = trainer.collect().rollout
+    with torch.no_grad():
+        logits = trainer.policy.logits(trainer.policy.response_hidden(rollout.inputs()))[rollout.mask] / 0.7
+    left = logits
+    for warper in logits_warpers(trainer.args.rollout):
+        left = warper(None, left)
+    behavior, targets = rollout.behavior_logprobs[rollout.mask], rollout.response_ids[rollout.mask]
+    ratio = (truncated_logprobs(logits, targets, left.isfinite()) - behavior).exp()
+    assert float(ratio.mean()) == pytest.approx(1.0, abs=1e-3)
+    assert (rollout.logprobs[rollout.mask] - behavior).exp().mean() < 0.95
 
 
 def trained(folder, iterations=1, **groups):
