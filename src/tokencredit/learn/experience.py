@@ -39,6 +39,7 @@ class Experience:
     lengths: Tensor
     """`[batch]`, int64: tokens or steps of each row in a forward pass."""
     logprobs: Tensor
+    """Log-probs under the policy around which the update clips."""
     values: Tensor | None
     """None without a critic."""
     advantages: Tensor
