@@ -204,6 +204,7 @@ def test_an_engine_may_round_otherwise(dtype, rounding, mismatch):
     assert "off_policy.correct" in diagnose(rows, config)[0].advice
     corrected = config | {"off_policy": {"proximal": "recomputed", "correct": "clip"}}
     assert "off_policy.correct" not in diagnose(rows, corrected)[0].advice
+    assert names([row | {"age_max": 1.0} for row in rows], config) == [], "drawn with the weights of an earlier update"
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_new_tokens": 5}])

@@ -15,7 +15,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
-from tokencredit.settings.options import EvaluateOptions
+from tokencredit.settings.options import EvaluateOptions, with_engine
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import OptimConfig, RolloutConfig, UpdateConfig
@@ -113,15 +113,15 @@ def test_metrics_by_hand(tokenizer):
 def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_path):
     (key, value), *_ = changes.items()
     told = (
-        f"{key} is {value}, and tokens are drawn with the log-probs of training: sampling has no filters, and the "
-        "dtype of the passes (model.dtype) is float32; leave it out"
+        f"{key} is {value}, and tokens are drawn with the log-probs of training: rollout.engine is local, without "
+        "filters, and the dtype of its passes (model.dtype) float32; leave it out"
     )
     for rollout in ({}, {"rollout.top_p": 1.0}, {"eval.top_p": 0.5}):
         with pytest.raises(ConfigError) as caught:
             PPOConfig.from_dict({"model.dtype": "float32", **rollout, **changes})
         assert str(caught.value) == told
-    for others in ({"model.dtype": "bfloat16"}, {"model.dtype": "float32", "rollout.min_new_tokens": 2}):
-        PPOConfig.from_dict(others | changes)
+    for others in ({"model.dtype": "bfloat16"}, {"rollout.min_new_tokens": 2}, {"rollout.engine": "continuous"}):
+        PPOConfig.from_dict({"model.dtype": "float32"} | others | changes)
     monkeypatch.setattr(precision, "choose_for_machine", lambda *_: (False, "as timed"))
     args = PPOConfig.from_dict({"model.dtype": "auto", "run.dir": str(tmp_path / "run")} | changes)
     with pytest.raises(ConfigError) as caught:
@@ -140,6 +140,10 @@ def test_commands_that_only_sample_ask_for_no_other_logprobs():
     run = PPOConfig.from_dict({"model.dtype": "bfloat16", "off_policy.correct": "clip"})
     config = EvaluateOptions(dtype="float32").configure(Source("runs/first", run, scored=True), ())
     assert config.model.dtype == "float32"
+    run = PPOConfig.from_dict(
+        {"model.dtype": "float32", "rollout.engine": "continuous", "off_policy.proximal": "behavior"}
+    )
+    assert with_engine(run).rollout.engine == "local"
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ from tokencredit.commands.options import Seed
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.options import EvaluateOptions
+from tokencredit.settings.options import EvaluateOptions, with_engine
 from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.source import Source, read_policy_config, read_source
+from tokencredit.settings.training import EngineName
 
 
 def generate_parser() -> Parser:
@@ -35,6 +36,7 @@ def generate_parser() -> Parser:
     )
     parser.add_argument("--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's.")
     parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    parser.add_argument("--engine", type=EngineName, default="local", help="Sampling engine (docs/engines.md).")
     return parser
 
 
@@ -51,7 +53,8 @@ def generate(options: Namespace) -> None:
     from tokencredit.text.policy import Policy
 
     disable_progress_bar()
-    policy = Policy(Path(options.run), config, "base" if options.base else "policy", critic=False)
+    which = "base" if options.base else "policy"
+    policy = Policy(Path(options.run), with_engine(config, options.engine), which, critic=False)
     longest = options.max_new_tokens or config.rollout.max_new_tokens
     if config.several_turns() and options.prompt is None:
         console = Console(highlight=False)

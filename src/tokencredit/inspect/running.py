@@ -17,6 +17,7 @@ from tokencredit.inspect.question import Text, refuse_overlap, token_ids
 from tokencredit.inspect.results import Pair, compare, rounded
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.options import with_engine
 from tokencredit.settings.source import read_policy_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import PromptBatch
@@ -65,7 +66,7 @@ def inspect_run(
         ConfigError: a model cannot be loaded or read, the two have other shapes, or a word is several tokens.
     """
     started = time.perf_counter()
-    policy = Policy(run, config)
+    policy = Policy(run, with_engine(config))
     tokenizer = policy.tokenizer
     up_ids, down_ids = token_ids(tokenizer, "--up", up), token_ids(tokenizer, "--down", down)
     refuse_overlap(up_ids, down_ids, tokenizer)

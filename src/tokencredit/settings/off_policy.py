@@ -7,7 +7,7 @@ from typing import Literal
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.training import RolloutConfig
 
 
 @dataclass
@@ -28,7 +28,7 @@ class OffPolicyConfig:
     high: float = setting(2.0, needs="correct: not none", above=0)
     """Upper bound of the weights."""
 
-    def check(self, rollout: SamplingConfig, dtype: str) -> None:
+    def check(self, rollout: RolloutConfig, dtype: str) -> None:
         """Raise `ConfigError` for bounds out of order, or for settings that can change nothing.
 
         Args:
@@ -41,11 +41,12 @@ class OffPolicyConfig:
             value = getattr(self, key)
             if value != default and not draws_otherwise(rollout, dtype):
                 raise ConfigError(
-                    f"off_policy.{key} is {value}, and tokens are drawn with the log-probs of training: sampling has "
-                    f"no filters, and the dtype of the passes (model.dtype) is {dtype}; leave it out"
+                    f"off_policy.{key} is {value}, and tokens are drawn with the log-probs of training: "
+                    f"rollout.engine is {rollout.engine}, without filters, and the dtype of its passes (model.dtype) "
+                    f"{dtype}; leave it out"
                 )
 
 
-def draws_otherwise(rollout: SamplingConfig, dtype: str) -> bool:
+def draws_otherwise(rollout: RolloutConfig, dtype: str) -> bool:
     """True if the engine may draw tokens with other log-probs than training's, so that rollouts hold both."""
-    return bool(rollout.filters()) or dtype != "float32"
+    return bool(rollout.filters()) or dtype != "float32" or rollout.engine != "local"

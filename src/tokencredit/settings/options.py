@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
@@ -17,7 +17,7 @@ from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MOST_SEED, SamplingConfig
+from tokencredit.settings.training import MOST_SEED, EngineName, SamplingConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
@@ -55,6 +55,8 @@ class ScoringOptions:
     """Min-p sampling; null for the run's, or none."""
     stop: list[str] | None = None
     """Stop strings; null for the run's, or none."""
+    engine: EngineName | None = None
+    """Sampling engine; null for local, whatever the run's was (docs/engines.md)."""
     dtype: Literal["float32", "bfloat16", "auto"] | None = None
     """Compute dtype; null for the run's, or auto, which is bfloat16 where that is faster."""
     trust_remote_code: bool = False
@@ -114,9 +116,18 @@ class ScoringOptions:
         seed = config.seed if self.seed is None else self.seed
         reward, no_update = self.reward or config.reward, OffPolicyConfig()
         config = replace(config, seed=seed, model=model, reward=reward, off_policy=no_update)
+        config = with_engine(config, self.engine or "local")
         if no_code:
             refuse_foreign_code(config)
         return config
+
+
+def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
+    """The configuration with another sampling engine, and without corrections for it: nothing is trained with it."""
+    if engine == config.rollout.engine:
+        return config
+    changed: dict[str, Any] = {"engine": engine, "cache": "auto", "max_age": 0, "stale_cache": "recompute"}
+    return replace(config, rollout=replace(config.rollout, **changed), off_policy=OffPolicyConfig())
 
 
 def flag(key: str) -> str:

@@ -144,6 +144,7 @@ class PPOConfig:
         self._check_filters()
         self.off_policy.check(self.rollout, self.model.dtype)
         self._check_overlong()
+        self._check_engine()
         self._check_sharding()
         if self.several_turns():
             self.check_turns()
@@ -163,6 +164,24 @@ class PPOConfig:
                 raise ConfigError(
                     f"{key} is {value:g}, and sampling is filtered by {' and '.join(filters)}; filtered samples do "
                     "not estimate the KL: set kl.estimator: full with kl.place: reward, or sample without filters"
+                )
+
+    def _check_engine(self) -> None:
+        """Raise `ConfigError` for settings that the sampling engine does not have."""
+        engine = self.rollout.engine
+        if engine == "local":
+            return
+        if self.run.shard != "none":
+            raise ConfigError(
+                f"rollout.engine is {engine}, and run.shard is {self.run.shard}; sharded models are sampled from by "
+                "engine local only: leave one of them out"
+            )
+        lengths = {"rollout": self.rollout.min_new_tokens, "eval": self.eval.min_new_tokens}
+        for group, shortest in lengths.items():
+            if engine == "continuous" and shortest:
+                raise ConfigError(
+                    f"{group}.min_new_tokens is {shortest}, which Transformers' continuous batching does not have; set "
+                    "rollout.engine: local, or leave it out"
                 )
 
     def _check_sharding(self) -> None:

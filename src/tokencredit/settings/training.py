@@ -15,6 +15,8 @@ from tokencredit.settings.model import CriticTraining
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
+EngineName = Literal["local", "continuous", "vllm"]
+
 MOST_SEED = 2**62
 """Largest seed; PyTorch must accept 2 · seed + 1 too."""
 ESTIMATOR_SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
@@ -91,7 +93,17 @@ class RolloutConfig(SamplingConfig):
     """Completions per iteration, over all processes."""
     per_prompt: int = setting(1, at_least=1)
     """Completions per prompt; must divide batch_size."""
-    cache: Literal["auto", "dynamic", "static"] = "auto"
+    engine: EngineName = "local"
+    """Sampling engine, also of evaluations and audits. `local` samples with the model itself, the same bits for the
+    same seed. `continuous` is Transformers' continuous batching, `vllm` is vLLM in this process; their weights are
+    checked after each update, and their rollouts are the same in distribution only (docs/engines.md)."""
+    max_age: int = setting(0, needs="engine: continuous", at_least=0)
+    """Most updates between the drawing of a token and its use. Above 0, so many batches are sampled ahead, while the
+    policy learns and rewards and tools are waited for; rollouts then depend on timing (docs/engines.md)."""
+    stale_cache: Literal["recompute", "keep"] = setting("recompute", needs="max_age")
+    """After an update, compute the keys and values of completions on their way again, or keep those of the earlier
+    weights."""
+    cache: Literal["auto", "dynamic", "static"] = setting("auto", needs="engine: local")
     """KV cache of sampling, also in evaluations and audits. `dynamic` grows with the completions. `static` is allocated
     at full size, so that a GPU replays each step as a CUDA graph. `auto` is static on a GPU if the model supports it,
     else dynamic."""

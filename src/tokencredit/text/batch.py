@@ -65,6 +65,9 @@ class Batch:
         }
         if scored.episodes is not None:
             metrics |= episode_metrics(scored.episodes, processes, mask.device)
+        if rollout.age is not None:
+            oldest = float(processes.max(rollout.age.max()))
+            metrics |= {"age_mean": float(processes.sum(rollout.age.sum())) / tokens, "age_max": oldest}
         if self.masks:
             metrics["masked"] = 1 - in_loss / tokens
         if rollout.behavior_logprobs is not None:
@@ -128,6 +131,8 @@ class Batch:
         }
         if episode is not None:
             sample |= {"mask": rollout.mask[row, :length].int().tolist(), **episode_record(episode)}
+        if rollout.age is not None:
+            sample["age"] = rollout.age[row, :length].tolist()
         if rollout.values is not None:
             sample["values"] = numbers(rollout.values)
         if scored.bootstrap is not None and rollout.truncated[row]:

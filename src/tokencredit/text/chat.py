@@ -17,6 +17,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.runs.untrusted import accept_any_bytes, visible, visible_lines
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.options import with_engine
 from tokencredit.settings.source import Source
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch, Prompts
@@ -111,7 +112,7 @@ def load_speaker(
     )
     return Speaker(
         source.name + (" (base)" if which == "base" else ""),
-        build_pipeline(source.config, models, [], processes),
+        build_pipeline(with_engine(source.config), models, [], processes),
         sampling,
         PromptsConfig(
             add_bos=source.config.prompts.add_bos, chat_template_kwargs=source.config.prompts.chat_template_kwargs

@@ -13,6 +13,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.runs.resuming import given_in_python
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.options import with_engine
 from tokencredit.settings.source import read_policy_config, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import SamplingConfig
@@ -20,6 +21,7 @@ from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
@@ -121,7 +123,7 @@ class Policy:
             raise ConfigError(f"the run was begun in Python with {', '.join(lost)}, which its folder does not hold")
         config = self.config
         environments = load_environments(config.env, config.tools)
-        assert isinstance(self.pipeline.engine, LocalEngine)
+        assert isinstance(self.pipeline.engine, LocalEngine | RequestEngine)
         player = build_player(config, self.pipeline.engine, environments)
         tasks = evaluation_tasks(replace(config, seed=seed)).batch(0, n)
         settings = self._sampling(max_new_tokens, temperature)
@@ -215,7 +217,7 @@ def load(run: str | Path, which: str = "policy") -> Policy:
     Raises:
         ConfigError: the folder holds no run, or the run has no such policy.
     """
-    return Policy(Path(run), read_policy_config(Path(run)), which)
+    return Policy(Path(run), with_engine(read_policy_config(Path(run))), which)
 
 
 def _row(tensor: Tensor) -> list[float]:

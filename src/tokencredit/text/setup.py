@@ -32,6 +32,7 @@ from tokencredit.settings.training import DIVERGENCE_LIMITS
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import Models
@@ -275,14 +276,25 @@ def build_pipeline(
     terms: list[Term],
     processes: Processes,
     environments: Environments | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Pipeline:
     """Build a run's pipeline from its models, reward terms and environments.
 
+    Args:
+        args: the configuration.
+        models: the models.
+        terms: the reward terms.
+        processes: the job.
+        environments: the environments and tools; None if a completion is one turn.
+        report: called with a line for each event of the engine; None for `print`.
+
     Raises:
-        ConfigError: the tokenizer's chat template does not fit the environment or the tools.
+        ConfigError: the tokenizer's chat template does not fit the environment or the tools; or the sampling engine is
+            not installed.
+        RunStopped: the sampling engine does not take the model.
     """
     budget = args.ppo.micro_batch_tokens
-    engine = models.engine(budget)
+    engine = models.engine(budget, args.rollout.engine, report or print)
     return Pipeline(
         models.policy,
         models.reference,
@@ -297,7 +309,7 @@ def build_pipeline(
     )
 
 
-def build_player(args: PPOConfig, engine: LocalEngine, environments: Environments) -> Player:
+def build_player(args: PPOConfig, engine: LocalEngine | RequestEngine, environments: Environments) -> Player:
     """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
     framings = Framings.build(engine.tokenizer, environments, args.prompts, engine.end_ids)
     room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)

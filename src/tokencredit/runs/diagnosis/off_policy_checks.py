@@ -24,9 +24,10 @@ def filters_of(run: Evidence) -> list[str]:
 
 
 def engine_mismatch(run: Evidence) -> Finding | None:
-    """The engine draws tokens from another distribution than the trained model's, and not by the run's filters."""
+    """The engine draws tokens from another distribution than the trained model's, and neither the run's filters nor the
+    age of its weights explain it."""
     limit = ROUNDING_KL if run.setting("model.dtype") == "float32" else ROUNDING_KL_IN_BFLOAT16
-    if filters_of(run) or not run.last("behavior_kl") > limit:
+    if filters_of(run) or run.last("age_max") > 0 or not run.last("behavior_kl") > limit:
         return None
     corrected = run.setting("off_policy.correct") not in (None, "none")
     return Finding(

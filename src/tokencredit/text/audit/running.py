@@ -10,6 +10,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn import rng
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration, given_in_python
+from tokencredit.settings.options import with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.pipeline import UnusableBatch
@@ -47,7 +48,7 @@ def audit_run(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: i
             "during training, with audit.every"
         )
     with rng.preserved():
-        trainer = PPOTrainer(args=replace(config, run=replace(config.run, dir=str(run))))
+        trainer = PPOTrainer(args=replace(with_engine(config), run=replace(config.run, dir=str(run))))
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
         group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,11 @@ from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import EngineName
 from tokencredit.sharding import is_sharded
+from tokencredit.text.engines.continuous import ContinuousSampler
 from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
@@ -55,10 +59,23 @@ class Models:
     in_step: Processes | None = None
     """Processes that sample in step, if `sharding.sampling` is layers."""
 
-    def engine(self, budget: int | None) -> LocalEngine:
-        """The local engine for the policy."""
+    def engine(
+        self, budget: int | None, name: EngineName = "local", report: Callable[[str], None] = print
+    ) -> LocalEngine | RequestEngine:
+        """The sampling engine of this name for the policy, whose weights it has; arguments as in `RequestEngine`.
+
+        Raises:
+            ConfigError: the engine is not installed.
+            RunStopped: it does not take the model.
+        """
         ends = end_ids(self.policy.lm, self.tokenizer)
-        return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
+        if name == "local":
+            return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
+        sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
+        engine = RequestEngine(self.policy, self.tokenizer, ends, self.precision, sampler, budget, report)
+        with preserved():
+            engine.weights_changed()
+        return engine
 
 
 def name_of(model: torch.nn.Module) -> str:
@@ -184,7 +201,7 @@ def choose_decoding(
         ConfigError: `rollout.cache` is static, and the model does not support it.
     """
     cache = args.rollout.cache
-    if cache == "dynamic" or (cache == "auto" and precision.device.type != "cuda"):
+    if args.rollout.engine != "local" or cache == "dynamic" or (cache == "auto" and precision.device.type != "cuda"):
         return None, []
     if is_sharded(policy.lm):
         return None, ["rollout.cache auto: dynamic, since the policy is sharded"]

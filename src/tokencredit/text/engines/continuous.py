@@ -1,0 +1,183 @@
+"""Transformers' continuous batching as a sampler: requests join and leave the running batch at any step."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from tokencredit.learn.rng import preserved
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.engines.detokenizer import Detokenizer
+from tokencredit.text.engines.requests import Completion, EngineFailure, Request
+from tokencredit.text.engines.sampling import STOP_CONTEXT, contains_stop
+from tokencredit.text.models.actor_critic import ActorCritic
+
+PAGE = 32
+"""Tokens per page of the cache."""
+BATCH_TOKENS = 1024
+"""Fewest tokens per step that prompts may fill."""
+POLL_SECONDS = 1.0
+"""Seconds between checks that the sampling thread is alive."""
+
+
+@dataclass
+class ContinuousSampler:
+    """A `Sampler` on the policy itself, which shares its weights: samples in their dtype, float32."""
+
+    policy: ActorCritic
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: Sequence[int]
+
+    name = "continuous"
+    shares_weights = True
+
+    def complete(
+        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
+    ) -> None:
+        """Sample all requests, each of which ends on its own; the cache lives as long as the call."""
+        if not requests:
+            return
+        ends = list(self.end_ids) if settings.stop_at_eos else []
+        results = {str(number): Progress(request, settings, self.tokenizer) for number, request in enumerate(requests)}
+        with preserved(), quiet(), spared(), self._manager(requests, settings) as manager:
+            for name, progress in results.items():
+                manager.add_request(
+                    progress.request.tokens,
+                    name,
+                    max_new_tokens=progress.request.limit,
+                    streaming=bool(settings.stop),
+                    eos_token_id=ends or -1,
+                )
+            manager.start()
+            while results:
+                output = manager.get_result(timeout=POLL_SECONDS)
+                if output is None and not manager.is_running():
+                    raise EngineFailure(f"its thread has ended: {manager.background_thread_status.fatal_error}")
+                if output is None or output.request_id not in results:
+                    continue
+                if output.error is not None:
+                    raise EngineFailure(str(output.error))
+                done = results[output.request_id].completion(output, ends)
+                if done is not None:
+                    del results[output.request_id]
+                    if not output.is_finished():
+                        manager.cancel_request(output.request_id)
+                    ended(int(output.request_id), done)
+
+    def sync(self, policy: ActorCritic) -> None:
+        """Do nothing: the weights are shared, and each call has a cache of its own."""
+
+    @contextmanager
+    def _manager(self, requests: Sequence[Request], settings: SamplingConfig) -> Iterator[Any]:
+        """A manager for this call."""
+        lm = self.policy.lm
+        attention = lm.config._attn_implementation
+        try:
+            manager = manager_of(lm, requests, settings)
+            try:
+                yield manager
+            finally:
+                if manager.is_running():
+                    manager.stop(hard_stop=True)
+                manager.destroy()
+        finally:
+            lm.set_attn_implementation(attention)
+
+
+def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *, shares_prefixes: bool = True) -> Any:
+    """A manager, not started, with a cache for these requests or, if that is too large, for as many as fit.
+
+    With `shares_prefixes` requests use keys and values of earlier ones with the same first tokens: not if weights
+    change in between.
+
+    Raises:
+        EngineFailure: the model is not supported, or memory is too small.
+    """
+    pages = sum(-(-(len(request.tokens) + request.limit) // PAGE) + 1 for request in requests)
+    generation = GenerationConfig(
+        do_sample=True,
+        temperature=settings.temperature,
+        top_k=settings.top_k or 0,
+        top_p=1.0 if settings.top_p is None else settings.top_p,
+        min_p=settings.min_p,
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_id=-1,
+    )
+    for blocks in (pages, None):
+        config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=blocks,
+            max_batch_tokens=max(BATCH_TOKENS, len(requests)),
+            max_requests_per_batch=len(requests),
+            return_logprobs=True,
+            allow_block_sharing=shares_prefixes,
+            seed=requests[0].seed,
+            auto_switch_to_flash=False,
+            drop_unsupported_processors=False,
+        )
+        try:
+            manager = lm.init_continuous_batching(generation, config)
+            manager.warmup()
+            return manager
+        except MemoryError as error:
+            failure = error
+        except (ValueError, NotImplementedError, AttributeError) as error:
+            raise EngineFailure(f"Transformers' continuous batching does not take this model: {error}") from error
+    raise EngineFailure(f"its cache does not fit into memory: {failure}")
+
+
+class Progress:
+    """The tokens of a request so far."""
+
+    def __init__(
+        self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
+    ):
+        """Start without tokens, or after those of an earlier part of the same completion."""
+        self.request, self.settings, self.tokenizer, self.before = request, settings, tokenizer, list(before)
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        if settings.stop:
+            self.detokenizer = Detokenizer(tokenizer, request.tokens[-STOP_CONTEXT:], skip_special_tokens=False)
+
+    def rest(self, before: Sequence[int]) -> Progress:
+        """The progress of the rest of the completion, after its first tokens."""
+        return Progress(self.request, self.settings, self.tokenizer, before)
+
+    def completion(self, output: Any, ends: Sequence[int]) -> Completion | None:
+        """Take over a result; returns the completion, without the part before, if it has ended."""
+        searched = len(self.ids)
+        self.ids, self.logprobs = output.generated_tokens, output.logprobs
+        for length in range(searched + 1, len(self.ids) + 1) if self.settings.stop else ():
+            if contains_stop(self.settings.stop, self.before + self.ids[:length], self.detokenizer):
+                return Completion(self.ids[:length], self.logprobs[:length], truncated=False)
+        if not output.is_finished():
+            return None
+        return Completion(self.ids, self.logprobs, truncated=self.ids[-1] not in ends)
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Spare the objects of the process from garbage collection: a manager's end collects twice, 0.3 s each."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Only errors of Transformers' log."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)

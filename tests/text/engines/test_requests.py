@@ -1,0 +1,281 @@
+"""The engine of requests, with Transformers' continuous batching as its sampler."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.continuous import ContinuousSampler
+from tokencredit.text.engines.requests import EngineFailure, RequestEngine
+from tokencredit.text.engines.sampling import logits_warpers
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.architecture import width
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.precision import Precision
+
+ENDS = list(range(60))
+TEXTS = ["This movie was really", "A film", "I did not think that the second act"]
+
+
+@pytest.fixture
+def model(model_folders):
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders["llama"])))
+    model = ActorCritic(lm, Critic(build_value_head("linear", width(lm)))).requires_grad_(False)
+    torch.nn.init.normal_(model.critic.head.weight)
+    return model
+
+
+def engine_of(model, tokenizer, sampler=None, ends=ENDS):
+    sampler = sampler or ContinuousSampler(model, tokenizer, ends)
+    return RequestEngine(model, tokenizer, ends, Precision("float32", torch.device("cpu")), sampler, report=lambda _: 0)
+
+
+def generate(engine, rows=12, limit=10, per_prompt=1, started=None, **settings):
+    prompts = Prompts(TEXTS, engine.tokenizer).batch(0, rows)
+    uniforms = torch.rand(rows, limit, generator=torch.Generator().manual_seed(0))
+    settings = SamplingConfig(**{"temperature": 0.8, "max_new_tokens": limit} | settings)
+    return engine.generate(prompts, settings, uniforms, per_prompt, started)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_its_log_probs_are_those_of_a_full_pass(name, model_folders, tokenizer):
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders[name])))
+    model = ActorCritic(lm)
+    attention = lm.config._attn_implementation
+    rollout = generate(engine_of(model, tokenizer))
+    with torch.no_grad():
+        now = model.logprobs(rollout.inputs(), 0.8)[0]
+    mask = rollout.mask
+    torch.testing.assert_close(rollout.behavior_logprobs[mask], now[mask], atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.logprobs[mask], now[mask], atol=1e-5, rtol=0)
+    assert lm.config._attn_implementation == attention
+
+
+def test_completions_end_at_an_end_or_at_the_limit(model, tokenizer):
+    rollout = generate(engine_of(model, tokenizer), rows=24)
+    lengths = rollout.mask.sum(1)
+    last = rollout.response_ids.gather(1, lengths[:, None] - 1).squeeze(1)
+    assert torch.equal(rollout.truncated, ~torch.isin(last, torch.tensor(ENDS)))
+    assert (lengths[rollout.truncated] == 10).all()
+    assert 0 < rollout.truncated.sum() < 24
+    before = rollout.response_ids[rollout.mask & (torch.arange(rollout.mask.shape[1]) < lengths[:, None] - 1)]
+    assert not torch.isin(before, torch.tensor(ENDS)).any()
+    assert rollout.values.shape == rollout.mask.shape
+    assert rollout.turn_ends is None
+
+
+def test_without_an_end_of_sequence_all_are_full_length(model, tokenizer):
+    rollout = generate(engine_of(model, tokenizer), stop_at_eos=False)
+    assert rollout.mask.all()
+    assert rollout.truncated.all()
+
+
+def test_a_text_can_end_a_completion(model, tokenizer):
+    stop = [chr(letter) for letter in range(ord("a"), ord("i"))]
+    rollout = generate(engine_of(model, tokenizer), rows=24, stop=stop, stop_at_eos=False)
+    texts = rollout.texts(tokenizer)
+    ended = [any(mark in text for mark in stop) for text in texts]
+    assert rollout.truncated.tolist() == [not end for end in ended]
+    assert any(ended)
+    for row, length in enumerate(rollout.response_lengths().tolist()):
+        shorter = tokenizer.decode(rollout.response_ids[row, : length - 1])
+        assert not any(mark in shorter for mark in stop)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}])
+def test_with_filters_the_draw_has_the_log_prob_of_the_filtered_distribution(filters, model, tokenizer):
+    rollout = generate(engine_of(model, tokenizer), **filters)
+    now = model(rollout.inputs(), temperature=0.8, entropy=True)
+    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)
+    mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
+    logits = model.lm(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    logits = logits[:, rollout.prompt_ids.shape[1] - 1 : -1] / 0.8
+    scores = logits.flatten(0, 1)
+    for warper in logits_warpers(SamplingConfig(**filters)):
+        scores = warper(ids, scores)
+    filtered = scores.log_softmax(-1).view_as(logits).gather(-1, rollout.response_ids[..., None]).squeeze(-1)
+    acted = rollout.mask
+    torch.testing.assert_close(rollout.behavior_logprobs[acted], filtered[acted], atol=1e-4, rtol=0)
+    torch.testing.assert_close(rollout.entropy[acted], now.entropy[acted], atol=1e-5, rtol=0)
+    assert (rollout.behavior_logprobs >= rollout.logprobs - 1e-5)[acted].all()
+
+
+def test_tokens_come_as_often_as_their_probability(model, tokenizer):
+    rows = 600
+    prompts = Prompts(TEXTS[:1], tokenizer).batch(0, rows)
+    uniforms = torch.rand(rows, 1, generator=torch.Generator().manual_seed(1))
+    settings = SamplingConfig(temperature=0.6, max_new_tokens=1)
+    rollout = engine_of(model, tokenizer).generate(prompts, settings, uniforms)
+    probs = (model.lm(prompts.ids[:1]).logits[0, -1] / 0.6).softmax(-1)
+    counts = torch.bincount(rollout.response_ids[:, 0], minlength=len(probs)).double()
+    likely = probs > 0.01
+    assert likely.sum() > 5
+    deviations = (counts - rows * probs) / (rows * probs * (1 - probs)).sqrt()
+    assert deviations[likely].abs().max() < 4
+
+
+def test_started_completions_are_continued(model, tokenizer):
+    started = [torch.tensor([70, 71]), torch.tensor([]).long(), torch.tensor([72])]
+    rollout = generate(engine_of(model, tokenizer), rows=3, started=started)
+    for row, tokens in enumerate(started):
+        assert rollout.response_ids[row, : len(tokens)].tolist() == tokens.tolist()
+    assert rollout.mask.sum(1).max() <= 10
+    now = model(rollout.inputs(), temperature=0.8)
+    torch.testing.assert_close(rollout.logprobs[rollout.mask], now.logprobs[rollout.mask], atol=1e-5, rtol=0)
+
+
+def test_turns_equal_a_full_pass_over_the_whole_text(model, tokenizer):
+    engine = engine_of(model, tokenizer)
+    rows = list(range(4))
+    uniforms = torch.rand(4, 40, generator=torch.Generator().manual_seed(0))
+    settings = SamplingConfig(temperature=0.8, max_new_tokens=40)
+    conversation = engine.converse(Prompts(TEXTS, tokenizer).batch(0, 4), settings, uniforms)
+    ended = []
+    conversation.sample(rows, [[]] * 4, [5] * 4, ended.append)
+    turn, cut = conversation.turn(2)
+    assert 1 <= len(turn) <= 5
+    assert cut == (turn[-1] not in ENDS)
+    conversation.sample([2, 0], [[70, 71, 72], [73]], [4, 6], ended.append)
+    conversation.sample(rows[1:], [[74]] * 3, [5] * 3, ended.append)
+    assert sorted(ended) == [0, 0, 1, 1, 2, 2, 2, 3, 3]
+    rollout = conversation.rollout()
+    now = model(rollout.inputs(), temperature=0.8)
+    mask = rollout.mask
+    torch.testing.assert_close(rollout.behavior_logprobs[mask], now.logprobs[mask], atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.values[mask], now.values[mask], atol=1e-4, rtol=1e-4)
+    assert (~mask).sum(1)[2] >= 4, "two observations"
+    assert rollout.turn_ends.sum(1).tolist() == [2, 2, 3, 2]
+    assert not (rollout.turn_ends & ~mask).any()
+    assert (
+        rollout.response_ids[2, : conversation.left(2) * -1 + 40].tolist()
+        == conversation.tokens(2)[-40 + conversation.left(2) :]
+    )
+
+
+class OwnWeights(ContinuousSampler):
+    """A sampler with a copy of the weights, as an engine elsewhere has, and a sync that can be broken."""
+
+    shares_weights = False
+
+    def __init__(self, model, tokenizer):
+        super().__init__(ActorCritic(deepcopy(model.lm)), tokenizer, ENDS)
+        self.broken = None
+        self.seen, self.stale = set(), None
+
+    def complete(self, requests, settings, ended):
+        for number, request in enumerate(requests):
+            old = self.stale is not None and tuple(request.tokens) in self.seen
+            one = ContinuousSampler(self.stale if old else self.policy, self.tokenizer, ENDS)
+            one.complete([request], settings, lambda _, done, number=number: ended(number, done))
+        self.seen |= {tuple(request.tokens) for request in requests}
+
+    def sync(self, policy):
+        weights = policy.lm.state_dict()
+        if self.broken == "prefix cache":
+            self.stale = deepcopy(self.policy)
+        if self.broken == "skipped":
+            return
+        if self.broken == "half":
+            weights = dict(list(weights.items())[::2])
+        if self.broken == "dtype":
+            weights = {name: x.bfloat16().float() for name, x in weights.items()}
+        self.policy.lm.load_state_dict(weights, strict=False)
+
+
+def changed(model, size):
+    """Change all weights a little, as an update does."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.lm.parameters():
+        parameter.data += size * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("broken", "size", "cause"),
+    [
+        ("skipped", 0.05, "the sync changed nothing"),
+        ("skipped", 1e-5, "the sync changed nothing"),
+        ("half", 0.05, "some weights did not arrive"),
+        ("dtype", 0.05, "in fewer bits|did not arrive"),
+        ("prefix cache", 0.05, "only texts that it has seen before differ"),
+    ],
+)
+def test_a_sync_that_failed_is_found(broken, size, cause, model, tokenizer):
+    engine = engine_of(model, tokenizer, OwnWeights(model, tokenizer))
+    engine.weights_changed()
+    changed(model, size)
+    engine.weights_changed()
+    changed(model, size)
+    engine.sampler.broken = broken
+    with pytest.raises(RunStopped, match=rf"engine continuous are not the policy's .*{cause}.*Nothing was learned"):
+        engine.weights_changed()
+
+
+def test_syncs_without_a_change_are_no_failure(model, tokenizer):
+    engine = engine_of(model, tokenizer, OwnWeights(model, tokenizer))
+    for _ in range(3):
+        engine.weights_changed()
+    changed(model, 1e-9)
+    engine.weights_changed()
+
+
+class Failing(ContinuousSampler):
+    """Fails after the first completion, as often as it is told."""
+
+    shares_weights = False
+
+    def __init__(self, model, tokenizer, failures):
+        super().__init__(model, tokenizer, ENDS)
+        self.failures, self.asked = failures, []
+
+    def complete(self, requests, settings, ended):
+        self.asked.append(len(requests))
+        if self.failures and settings.max_new_tokens == 10:
+            self.failures -= 1
+            super().complete(requests[:1], settings, ended)
+            raise EngineFailure("the connection was lost")
+        super().complete(requests, settings, ended)
+
+
+def test_after_a_failure_the_rest_is_asked_for_again(model, tokenizer):
+    events = []
+    engine = engine_of(model, tokenizer, Failing(model, tokenizer, 1))
+    engine.report = events.append
+    rollout = generate(engine)
+    assert engine.sampler.asked == [12, 4, 11], "the probe of another sync is between them"
+    assert events == ["rollout.engine continuous failed, and is asked again: the connection was lost"]
+    now = model(rollout.inputs(), temperature=0.8)
+    torch.testing.assert_close(rollout.logprobs[rollout.mask], now.logprobs[rollout.mask], atol=1e-5, rtol=0)
+
+
+def test_a_second_failure_ends_the_run(model, tokenizer):
+    engine = engine_of(model, tokenizer, Failing(model, tokenizer, 2))
+    with pytest.raises(RunStopped, match=r"failed twice in a row: the connection was lost; .* rollout\.engine: local"):
+        generate(engine)
+
+
+def test_the_random_numbers_of_the_process_stay_as_they_were(model, tokenizer):
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    generate(engine_of(model, tokenizer))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
+        ({"run.shard": "full"}, r"run\.shard is full"),
+        ({"rollout.min_new_tokens": 2}, r"rollout\.min_new_tokens is 2"),
+        ({"eval.min_new_tokens": 2}, r"eval\.min_new_tokens is 2"),
+    ],
+)
+def test_settings_that_the_engine_lacks_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig.from_dict({"rollout.engine": "continuous"} | settings)
