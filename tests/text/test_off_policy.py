@@ -13,6 +13,7 @@ from tokencredit.core.off_policy import correction
 from tokencredit.core.truncation import truncated_logprobs
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
+from tokencredit.runs.diagnosis.off_policy_checks import ROUNDING_KL
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.options import EvaluateOptions, with_engine
@@ -221,6 +222,19 @@ def test_in_bfloat16_tokens_are_drawn_by_another_pass(tmp_path):
     assert moved["policy_loss"] != plain["policy_loss"]
     scored = trainer.collect()
     assert torch.equal(trainer.credit.give(scored)[1].logprobs, scored.rollout.behavior_logprobs)
+
+
+@pytest.mark.slow
+def test_another_engine_in_float32_has_weights_of_1_up_to_rounding(tmp_path):
+    rollout = replace(NUCLEUS, engine="continuous")
+    clip = OffPolicyConfig(correct="clip")
+    _, (row,) = trained(tmp_path / "whole", rollout=replace(rollout, top_p=None), off_policy=clip)
+    assert abs(row["behavior_kl"]) < ROUNDING_KL
+    expected = {"behavior_ratio": 1, "weight_mean": 1, "weight_zero": 0, "weight_ess": 1}
+    assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    _, (row,) = trained(tmp_path / "nucleus", rollout=rollout, off_policy=clip)
+    assert 0.9 <= row["weight_mean"] < 0.999, "the probability of the nucleus"
+    assert row["first_ratio_error"] < 1e-4
 
 
 @pytest.mark.slow
