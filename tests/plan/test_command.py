@@ -71,9 +71,17 @@ def test_a_file_holds_settings_and_no_options_of_the_command(capsys, tmp_path):
 
 
 def test_parts_of_a_configuration_that_have_no_plan_are_named():
-    plan = planned({"eval.every": 2, "audit.every": 3, "critic.pretrain": 1, "rollout.stop_at_eos": True})
+    settings = {"eval.every": 2, "audit.every": 3, "critic.pretrain": 1, "rollout.stop_at_eos": True}
+    plan = planned(settings | {"rollout.engine": "continuous"})
     text = "\n".join(plan.work.assumptions)
-    for part in ("every completion has 12 tokens", "time of reward functions", "eval.every", "audit.every", "pretrain"):
+    for part in (
+        "every completion has 12 tokens",
+        "time of reward functions",
+        "eval.every",
+        "audit.every",
+        "pretrain",
+        "engine continuous",
+    ):
         assert part in text
 
 

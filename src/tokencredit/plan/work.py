@@ -157,6 +157,7 @@ def plan_setup(config: PPOConfig, model: Planned, options: Options, padded: bool
 
 def unplanned(config: PPOConfig) -> list[str]:
     """Lines about parts of a run that are not planned."""
+    engine = config.rollout.engine
     models = [source for kind, source in (term.source() for term in config.reward) if kind != "function"]
     parts = {
         f"memory and time of the reward models {', '.join(models)}": bool(models),
@@ -167,6 +168,7 @@ def unplanned(config: PPOConfig) -> list[str]:
         "continuations (critic.continuations)": config.critic.continuations > 0,
         "pretraining of the critic (critic.pretrain)": config.critic.pretrain > 0,
         "torch.compile (model.compile)": config.model.compile,
+        f"memory and time of the sampling engine {engine} (rollout.engine)": engine != "local",
     }
     left_out = [part for part, used in parts.items() if used]
     return [f"not planned: {', '.join(left_out)}"] if left_out else []
