@@ -102,6 +102,7 @@ def of_episodes(**changes):
 DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
     "engine_mismatch": {"behavior_kl": lambda i: 0.05},
+    "stale_samples": {"behavior_kl": lambda i: 0.2, "age_max": lambda i: 4.0, "age_mean": lambda i: 3.5},
     "negative_kl": {"kl": lambda i: -2.0},
     "no_step": {"bad_steps": lambda i: 1, "loss": lambda i: math.nan},
     "not_moved": {"kl": lambda i: 1e-6 * (-1) ** i},
@@ -204,7 +205,9 @@ def test_an_engine_may_round_otherwise(dtype, rounding, mismatch):
     assert "off_policy.correct" in diagnose(rows, config)[0].advice
     corrected = config | {"off_policy": {"proximal": "recomputed", "correct": "clip"}}
     assert "off_policy.correct" not in diagnose(rows, corrected)[0].advice
-    assert names([row | {"age_max": 1.0} for row in rows], config) == [], "drawn with the weights of an earlier update"
+    old = {"age_max": 1.0, "age_mean": 1.0}
+    assert names([row | old for row in rows], config) == [], "drawn with the weights of an earlier update"
+    assert names([row | old | {"behavior_kl": 0.08} for row in rows], config) == []
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_new_tokens": 5}])

@@ -14,7 +14,7 @@ from tokencredit.runs.diagnosis.episode_checks import (
     tools_fail,
 )
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
-from tokencredit.runs.diagnosis.off_policy_checks import engine_mismatch, truncated_support
+from tokencredit.runs.diagnosis.off_policy_checks import engine_mismatch, stale_samples, truncated_support
 from tokencredit.runs.history import WINDOW
 
 Check = Callable[[Evidence], Finding | None]
@@ -378,6 +378,7 @@ def still_warming(run: Evidence) -> Finding | None:
 CHECKS: tuple[Check, ...] = (
     mismatch,
     engine_mismatch,
+    stale_samples,
     negative_kl,
     no_step,
     not_moved,
