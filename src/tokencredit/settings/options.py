@@ -124,7 +124,7 @@ def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
     """The configuration with another sampling engine."""
     if engine == config.rollout.engine:
         return config
-    return replace(config, rollout=replace(config.rollout, engine=engine, cache="auto"))
+    return replace(config, rollout=replace(config.rollout, engine=engine, engine_memory=None, cache="auto"))
 
 
 def flag(key: str) -> str:
