@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
@@ -124,7 +124,9 @@ def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
     """The configuration with another sampling engine."""
     if engine == config.rollout.engine:
         return config
-    return replace(config, rollout=replace(config.rollout, engine=engine, engine_memory=None, cache="auto"))
+    changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
+    changed |= {"max_age": 0, "stale_cache": "recompute"}
+    return replace(config, rollout=replace(config.rollout, **changed))
 
 
 def flag(key: str) -> str:

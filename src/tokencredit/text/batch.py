@@ -61,6 +61,9 @@ class Batch:
         }
         if scored.episodes is not None:
             metrics |= episode_metrics(scored.episodes, processes, mask.device)
+        if rollout.age is not None:
+            oldest = float(processes.max(rollout.age.max()))
+            metrics |= {"age_mean": float(processes.sum(rollout.age.sum())) / tokens, "age_max": oldest}
         if self.masks:
             metrics["masked"] = 1 - in_loss / tokens
         if rollout.values is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -179,8 +180,21 @@ class Pipeline:
             UnusableBatch: a log-probability, value or reward is not finite, in any process.
             RewardError: a reward could not be computed.
         """
+        sample = partial(self.sample, prompts, settings, uniforms, per_prompt)
+        return self.complete(sample, settings, values=values, bootstrap=bootstrap, stage=stage)
+
+    def complete(
+        self,
+        sample: Callable[[], Sampled],
+        settings: SamplingConfig,
+        *,
+        values: bool = False,
+        bootstrap: bool = False,
+        stage: Stage = no_stage,
+    ) -> Scored:
+        """Score the completions that `sample` returns; other arguments and errors as in `collect`."""
         with stage("rollout") as results:
-            sampled = self.sample(prompts, settings, uniforms, per_prompt)
+            sampled = sample()
             rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():

@@ -32,6 +32,7 @@ from tokencredit.settings.trl import refuse_arguments
 from tokencredit.settings.world import TEXT
 from tokencredit.sharding import is_sharded
 from tokencredit.text import setup
+from tokencredit.text.ahead import SamplesAhead
 from tokencredit.text.audit.auditing import Auditor
 from tokencredit.text.audit.targets import continuation_targets
 from tokencredit.text.batch import Batch
@@ -46,7 +47,7 @@ from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.sharded_loading import Sharding
-from tokencredit.text.pipeline import Scored, UnusableBatch
+from tokencredit.text.pipeline import Sampled, Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.rewards.calls import RewardError
 from tokencredit.text.scoring_passes import rollout_logprobs
@@ -141,6 +142,8 @@ class PPOTrainer:
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
+        self.ahead = SamplesAhead(self.pipeline, self.stream, args.rollout) if args.rollout.max_age else None
+        """Sampling in the background; None samples when a batch is needed."""
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
         self.told: set[str] = set()
@@ -166,7 +169,11 @@ class PPOTrainer:
         with rng.preserved():
             rng.set_torch_state(self.rng)
             trained = nbytes(trainable(self.policy))
-            return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
+            try:
+                return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
+            finally:
+                if self.ahead is not None:
+                    self.ahead.close()
 
     def overview(self) -> Iterator[tuple[str, str]]:
         """Model, prompts, reward, device and folder: pairs of a label and a text."""
@@ -227,13 +234,9 @@ class PPOTrainer:
             UnusableBatch: a log-probability, value or reward is not finite.
             RewardError: a reward could not be computed.
         """
-        settings = self.args.rollout
-        prompts, uniforms = self.stream.next_batch()
-        scored = self.pipeline.collect(
-            prompts,
-            settings,
-            uniforms,
-            settings.per_prompt,
+        scored = self.pipeline.complete(
+            self._sample if self.ahead is None else self.ahead.next,
+            self.args.rollout,
             values=True,
             bootstrap=self.args.advantage.bootstrap,
             stage=self.stages,
@@ -243,6 +246,11 @@ class PPOTrainer:
                 self.told.add(metric)
                 self.record.event(line)
         return scored
+
+    def _sample(self) -> Sampled:
+        """Sample the next batch from the current policy."""
+        prompts, uniforms = self.stream.next_batch()
+        return self.pipeline.sample(prompts, self.args.rollout, uniforms, self.args.rollout.per_prompt)
 
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
         """Train policy and critic on a batch, only the critic during its warm-up; returns the update's metrics."""
@@ -255,6 +263,8 @@ class PPOTrainer:
                 experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch.scored)
             )
         self.pipeline.engine.weights_changed()
+        if self.ahead is not None:
+            self.ahead.weights_changed()
         return metrics
 
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
@@ -302,7 +312,7 @@ class PPOTrainer:
     def _loop_state(self) -> State:
         """Resumable state other than the learner's."""
         return {
-            **self.stream.state_dict(),
+            **(self.ahead or self.stream).state_dict(),
             "pretrained": self.pretrained or {},
             "credit": self.credit.state_dict(),
             "random": rng.random_state(),
@@ -332,6 +342,8 @@ class PPOTrainer:
     def _restore(self, state: State) -> None:
         """Restore the state from `_loop_state`."""
         self.stream.load_state_dict(state)
+        if self.ahead is not None:
+            self.ahead.clear()
         self.pretrained = state.get("pretrained", {})
         self.credit.load_state_dict(state["credit"])
         rng.set_random_state(state["random"])

@@ -161,6 +161,8 @@ def test_turns_equal_a_full_pass_over_the_whole_text(model, tokenizer):
 class OwnWeights(ContinuousSampler):
     """A sampler with a copy of the weights, as an engine elsewhere has, and a sync that can be broken."""
 
+    shares_weights = False
+
     def __init__(self, model, tokenizer):
         super().__init__(ActorCritic(deepcopy(model.lm)), tokenizer, ENDS)
         self.broken = None
@@ -224,6 +226,8 @@ def test_syncs_without_a_change_are_no_failure(model, tokenizer):
 
 class Failing(ContinuousSampler):
     """Fails after the first completion, as often as it is told."""
+
+    shares_weights = False
 
     def __init__(self, model, tokenizer, failures):
         super().__init__(model, tokenizer, ENDS)

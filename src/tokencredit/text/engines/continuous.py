@@ -36,6 +36,7 @@ class ContinuousSampler:
     end_ids: Sequence[int]
 
     name = "continuous"
+    shares_weights = True
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
@@ -44,8 +45,8 @@ class ContinuousSampler:
         if not requests:
             return
         ends = list(self.end_ids) if settings.stop_at_eos else []
-        results = {str(number): _Progress(request, settings, self.tokenizer) for number, request in enumerate(requests)}
-        with preserved(), _quiet(), _spared(), self._manager(requests, settings) as manager:
+        results = {str(number): Progress(request, settings, self.tokenizer) for number, request in enumerate(requests)}
+        with preserved(), quiet(), spared(), self._manager(requests, settings) as manager:
             for name, progress in results.items():
                 manager.add_request(
                     progress.request.tokens,
@@ -75,73 +76,94 @@ class ContinuousSampler:
 
     @contextmanager
     def _manager(self, requests: Sequence[Request], settings: SamplingConfig) -> Iterator[Any]:
-        """A manager with a cache for all requests or, if that is too large, for as many as fit into memory."""
-        lm: Any = self.policy.lm
-        pages = sum(-(-(len(request.tokens) + request.limit) // PAGE) + 1 for request in requests)
-        generation = GenerationConfig(
-            do_sample=True,
-            temperature=settings.temperature,
-            top_k=settings.top_k or 0,
-            top_p=1.0 if settings.top_p is None else settings.top_p,
-            min_p=settings.min_p,
-            max_new_tokens=settings.max_new_tokens,
-            eos_token_id=-1,
-        )
-        for blocks in (pages, None):
-            config = ContinuousBatchingConfig(
-                page_size=PAGE,
-                num_blocks=blocks,
-                max_batch_tokens=max(BATCH_TOKENS, len(requests)),
-                max_requests_per_batch=len(requests),
-                return_logprobs=True,
-                seed=requests[0].seed,
-                auto_switch_to_flash=False,
-                drop_unsupported_processors=False,
-            )
-            attention = lm.config._attn_implementation
-            try:
-                manager = lm.init_continuous_batching(generation, config)
-                manager.warmup()
-                break
-            except MemoryError as error:
-                lm.set_attn_implementation(attention)
-                if blocks is None:
-                    raise EngineFailure(f"its cache does not fit into memory: {error}") from error
-            except (ValueError, NotImplementedError, AttributeError) as error:
-                lm.set_attn_implementation(attention)
-                raise EngineFailure(f"Transformers' continuous batching does not take this model: {error}") from error
+        """A manager for this call."""
+        lm = self.policy.lm
+        attention = lm.config._attn_implementation
         try:
-            yield manager
+            manager = manager_of(lm, requests, settings)
+            try:
+                yield manager
+            finally:
+                if manager.is_running():
+                    manager.stop(hard_stop=True)
+                manager.destroy()
         finally:
-            if manager.is_running():
-                manager.stop(hard_stop=True)
-            manager.destroy()
             lm.set_attn_implementation(attention)
 
 
-class _Progress:
+def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *, shares_prefixes: bool = True) -> Any:
+    """A manager, not started, with a cache for these requests or, if that is too large, for as many as fit.
+
+    With `shares_prefixes` requests use keys and values of earlier ones with the same first tokens: not if weights
+    change in between.
+
+    Raises:
+        EngineFailure: the model is not supported, or memory is too small.
+    """
+    pages = sum(-(-(len(request.tokens) + request.limit) // PAGE) + 1 for request in requests)
+    generation = GenerationConfig(
+        do_sample=True,
+        temperature=settings.temperature,
+        top_k=settings.top_k or 0,
+        top_p=1.0 if settings.top_p is None else settings.top_p,
+        min_p=settings.min_p,
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_id=-1,
+    )
+    for blocks in (pages, None):
+        config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=blocks,
+            max_batch_tokens=max(BATCH_TOKENS, len(requests)),
+            max_requests_per_batch=len(requests),
+            return_logprobs=True,
+            allow_block_sharing=shares_prefixes,
+            seed=requests[0].seed,
+            auto_switch_to_flash=False,
+            drop_unsupported_processors=False,
+        )
+        try:
+            manager = lm.init_continuous_batching(generation, config)
+            manager.warmup()
+            return manager
+        except MemoryError as error:
+            failure = error
+        except (ValueError, NotImplementedError, AttributeError) as error:
+            raise EngineFailure(f"Transformers' continuous batching does not take this model: {error}") from error
+    raise EngineFailure(f"its cache does not fit into memory: {failure}")
+
+
+class Progress:
     """The tokens of a request so far."""
 
-    def __init__(self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase):
-        self.request, self.stops, self.searched = request, settings.stop, 0
-        if self.stops:
+    def __init__(
+        self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
+    ):
+        """Start without tokens, or after those of an earlier part of the same completion."""
+        self.request, self.settings, self.tokenizer, self.before = request, settings, tokenizer, list(before)
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        if settings.stop:
             self.detokenizer = Detokenizer(tokenizer, request.tokens[-STOP_CONTEXT:], skip_special_tokens=False)
 
+    def rest(self, before: Sequence[int]) -> Progress:
+        """The progress of the rest of the completion, after its first tokens."""
+        return Progress(self.request, self.settings, self.tokenizer, before)
+
     def completion(self, output: Any, ends: Sequence[int]) -> Completion | None:
-        """The completion, if a result ends it."""
-        ids: list[int] = output.generated_tokens
-        logprobs: list[float] = output.logprobs
-        for length in range(self.searched + 1, len(ids) + 1) if self.stops else ():
-            if contains_stop(self.stops, ids[:length], self.detokenizer):
-                return Completion(ids[:length], logprobs[:length], truncated=False)
-        self.searched = len(ids)
+        """Take over a result; returns the completion, without the part before, if it has ended."""
+        searched = len(self.ids)
+        self.ids, self.logprobs = output.generated_tokens, output.logprobs
+        for length in range(searched + 1, len(self.ids) + 1) if self.settings.stop else ():
+            if contains_stop(self.settings.stop, self.before + self.ids[:length], self.detokenizer):
+                return Completion(self.ids[:length], self.logprobs[:length], truncated=False)
         if not output.is_finished():
             return None
-        return Completion(ids, logprobs, truncated=ids[-1] not in ends)
+        return Completion(self.ids, self.logprobs, truncated=self.ids[-1] not in ends)
 
 
 @contextmanager
-def _spared() -> Iterator[None]:
+def spared() -> Iterator[None]:
     """Spare the objects of the process from garbage collection: a manager's end collects twice, 0.3 s each."""
     gc.freeze()
     try:
@@ -151,7 +173,7 @@ def _spared() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Only errors of Transformers' log."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)

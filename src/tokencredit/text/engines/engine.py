@@ -38,6 +38,10 @@ class Rollout:
     behavior_logprobs: Tensor | None = None
     """Log-prob with which the engine drew each token, by its own arithmetic and after filters such as top_p; None where
     that is `logprobs`."""
+    versions: Tensor | None = None
+    """Version of the weights that drew each token, −1 elsewhere; None if they did not change while it was sampled."""
+    age: Tensor | None = None
+    """Updates of the policy since each token was drawn, 0 elsewhere; None if there were none."""
 
     def inputs(self) -> dict[str, Tensor]:
         """Inputs of `ActorCritic` for evaluating these responses again."""

@@ -48,6 +48,8 @@ class Completion(NamedTuple):
     """Log-prob with which each token was drawn, by the sampler's own arithmetic, after filters such as top_p."""
     truncated: bool
     """True if the limit ended it."""
+    versions: list[int] | None = None
+    """The version of the weights that drew each token, if they change while it is sampled."""
 
 
 class EngineFailure(RuntimeError):
@@ -59,6 +61,8 @@ class Sampler(Protocol):
 
     name: str
     """Its name in `rollout.engine`."""
+    shares_weights: bool
+    """True if its weights are the policy's own, so that there is nothing to sync."""
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
@@ -96,6 +100,8 @@ class RequestEngine:
     """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
     report: Callable[[str], None] = print
     """Called with a line for each event, such as a failure after which the sampler is asked again."""
+    deferred: bool = False
+    """Leave log-probs of a full pass to a later call of `exact`: the policy is learning."""
     probe: Probe | None = None
     """What the last sync was proven with; None before the first."""
 
@@ -124,6 +130,8 @@ class RequestEngine:
     ) -> None:
         """Ask the sampler; after a failure sync it and ask once more for the requests that have not ended.
 
+        With `deferred` there is no second try, since the weights may be those of half an update.
+
         Raises:
             RunStopped: it failed twice.
         """
@@ -133,7 +141,7 @@ class RequestEngine:
             del left[numbers[index]]
             ended(numbers[index], completion)
 
-        for last in (False, True):
+        for last in (True,) if self.deferred else (False, True):
             numbers = list(left)
             try:
                 self.sampler.complete([left[number] for number in numbers], settings, partial(take, numbers))
@@ -141,8 +149,8 @@ class RequestEngine:
             except EngineFailure as failure:
                 if last:
                     raise RunStopped(
-                        f"rollout.engine {self.sampler.name} failed twice in a row: {failure}; the run can be resumed "
-                        "when it works again, or with rollout.engine: local"
+                        f"rollout.engine {self.sampler.name} failed{'' if self.deferred else ' twice in a row'}: "
+                        f"{failure}; the run can be resumed when it works again, or with rollout.engine: local"
                     ) from failure
                 self.report(f"rollout.engine {self.sampler.name} failed, and is asked again: {failure}")
                 self.weights_changed()
@@ -165,11 +173,13 @@ class RequestEngine:
         return replace(rollout, behavior_logprobs=rollout.logprobs, **outputs)
 
     def weights_changed(self) -> None:
-        """Sync the sampler with the policy's weights, and prove it.
+        """Sync the sampler with the policy's weights, and prove it; shared ones are proven once.
 
         Raises:
             RunStopped: the sampler failed, or its log-probs are not the policy's.
         """
+        if self.sampler.shares_weights and self.probe is not None:
+            return
         try:
             self.sampler.sync(self.policy)
             self.probe = Probe.sampled(self, self.probe)
@@ -195,6 +205,8 @@ class RequestConversation:
         self.logprobs: list[list[float]] = [[] for _ in range(count)]
         self.turn_starts = [0] * count
         self.truncated = [True] * count
+        self.versions: list[list[int]] = [[] for _ in range(count)]
+        """Version of the weights at each sampled token, −1 elsewhere; empty if they do not change."""
         self.ends: list[list[int]] = [[] for _ in range(count)]
         """Position of the last token of each turn."""
 
@@ -235,6 +247,9 @@ class RequestConversation:
         def take(index: int, done: Completion) -> None:
             row = rows[index]
             self._append(row, done.ids, done.logprobs, acted=True)
+            if done.versions is not None:
+                gap = len(self.ids[row]) - len(done.ids) - len(self.versions[row])
+                self.versions[row] += [-1] * gap + done.versions
             self.truncated[row] = done.truncated
             self.ends[row].append(len(self.ids[row]) - 1)
             ended(row)
@@ -245,8 +260,8 @@ class RequestConversation:
         """Do nothing: a row keeps no keys and values."""
 
     def rollout(self) -> Rollout:
-        """The rollout of all rows, with log-probs by a full forward pass."""
-        return self.engine.exact(self.sampled(), self.settings)
+        """The rollout of all rows, with log-probs by a full forward pass unless that is deferred."""
+        return self.sampled() if self.engine.deferred else self.engine.exact(self.sampled(), self.settings)
 
     def sampled(self) -> Rollout:
         """The rollout of all rows, with the sampler's log-probs."""
@@ -267,6 +282,7 @@ class RequestConversation:
             values=None,
             truncated=torch.tensor(self.truncated, device=device),
             turn_ends=padded(ends, torch.bool),
+            versions=padded(self.versions, torch.long, -1) if any(self.versions) else None,
         )
 
     def _append(self, row: int, ids: Sequence[int], logprobs: Sequence[float], *, acted: bool) -> None:

@@ -38,6 +38,7 @@ class VllmSampler:
     """
 
     name = "vllm"
+    shares_weights = False
     _alive: ClassVar[weakref.WeakSet[VllmSampler]] = weakref.WeakSet()
 
     def __init__(

@@ -1,0 +1,111 @@
+"""Training while sampling: batches are sampled ahead in the background, with weights a few updates old."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tokencredit.errors import RunStopped
+from tokencredit.settings.training import RolloutConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.data.stream import BatchStream
+from tokencredit.text.engines.background import BackgroundSampler
+from tokencredit.text.engines.requests import EngineFailure, RequestEngine
+from tokencredit.text.pipeline import Pipeline, Sampled
+from tokencredit.text.turns.tasks import TaskBatch
+
+
+class _Batch(NamedTuple):
+    state: dict[str, Any]
+    """State of the stream before the batch was drawn."""
+    sampled: Future[Sampled]
+
+
+class SamplesAhead:
+    """Batches of a stream, sampled up to `max_age` updates before they are learned from."""
+
+    def __init__(self, pipeline: Pipeline, stream: BatchStream, settings: RolloutConfig):
+        """Sample nothing yet.
+
+        Args:
+            pipeline: the run's; its engine computes log-probs and values when a batch is taken.
+            stream: prompts and uniforms.
+            settings: sampling settings, `max_age` and `stale_cache`.
+        """
+        self.run, self.stream, self.settings = pipeline, stream, settings
+        self.background: Pipeline | None = None
+        """The pipeline that samples in the background; None before the first batch."""
+        self.threads = ThreadPoolExecutor(settings.max_age + 1, "sampling")
+        self.batches: deque[_Batch] = deque()
+
+    def next(self) -> Sampled:
+        """The next batch, sampled to its end, with the age of each token, and log-probs and values of the policy.
+
+        Raises:
+            RunStopped: the sampler failed.
+        """
+        while len(self.batches) <= self.settings.max_age:
+            state = self.stream.state_dict()
+            prompts, uniforms = self.stream.next_batch()
+            self.background = self.background or self._start(prompts)
+            sample = self.background.sample
+            self.batches.append(
+                _Batch(state, self.threads.submit(sample, prompts, self.settings, uniforms, self.settings.per_prompt))
+            )
+        sampled = self.batches[0].sampled.result()
+        self.batches.popleft()
+        rollout, engine = sampled.rollout, self.run.engine
+        assert rollout.versions is not None
+        assert isinstance(engine, RequestEngine)
+        age = (self._sampler().version - rollout.versions).masked_fill(~rollout.mask, 0)
+        return sampled._replace(rollout=replace(engine.exact(rollout, self.settings), age=age))
+
+    def weights_changed(self) -> None:
+        """Give the policy's weights to the sampler."""
+        if self.background is not None:
+            self._sampler().sync(self.run.policy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the stream before the first batch that was not taken, which is sampled again after a resume."""
+        return self.batches[0].state if self.batches else self.stream.state_dict()
+
+    def clear(self) -> None:
+        """Drop all batches, since the stream was set back."""
+        self.batches.clear()
+
+    def close(self) -> None:
+        """End the background threads."""
+        if self.background is not None:
+            self._sampler().close()
+        self.threads.shutdown(cancel_futures=True)
+
+    def _start(self, prompts: PromptBatch | TaskBatch) -> Pipeline:
+        """Start the sampler, with a cache for all rows on their way if prompts are as long as these."""
+        engine, settings = self.run.engine, self.settings
+        assert isinstance(engine, RequestEngine)
+        width = prompts.ids.shape[1] if isinstance(prompts, PromptBatch) else settings.max_new_tokens
+        rows = settings.batch_size * (settings.max_age + 1)
+        try:
+            sampler = BackgroundSampler(
+                engine.policy,
+                engine.tokenizer,
+                engine.end_ids,
+                settings,
+                rows,
+                width + settings.max_new_tokens,
+                keeps_cache=settings.stale_cache == "keep",
+            )
+        except EngineFailure as failure:
+            raise RunStopped(f"rollout.engine {engine.sampler.name} cannot sample ahead: {failure}") from failure
+        background = replace(engine, sampler=sampler, deferred=True)
+        player = None if self.run.player is None else replace(self.run.player, engine=background)
+        return replace(self.run, engine=background, player=player)
+
+    def _sampler(self) -> BackgroundSampler:
+        assert self.background is not None
+        engine = self.background.engine
+        assert isinstance(engine, RequestEngine)
+        assert isinstance(engine.sampler, BackgroundSampler)
+        return engine.sampler

@@ -1,0 +1,190 @@
+"""Continuous batching in the background: sampling goes on while the policy learns, and weights change in flight."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.engines.continuous import Progress, manager_of, quiet, spared
+from tokencredit.text.engines.requests import Completion, EngineFailure, Request
+from tokencredit.text.models.actor_critic import ActorCritic
+
+POLL_SECONDS = 0.005
+"""Seconds between looks at new tokens."""
+
+
+@dataclass
+class _Flight:
+    """A request on its way."""
+
+    request: Request
+    progress: Progress
+    """Of its part since the last submission."""
+    results: queue.Queue[tuple[int, Completion | EngineFailure]]
+    index: int
+    ids: list[int] = field(default_factory=list)
+    """Tokens of the parts before."""
+    logprobs: list[float] = field(default_factory=list)
+    switches: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of a number of tokens and the version that drew the ones after it."""
+
+    def sampled(self) -> int:
+        """Number of tokens so far."""
+        return len(self.ids) + len(self.progress.ids)
+
+    def completion(self, last: Completion) -> Completion:
+        """The whole completion, from its last part."""
+        ids = self.ids + last.ids
+        versions: list[int] = []
+        for start, version in self.switches:
+            versions[start:] = [version] * (len(ids) - start)
+        return Completion(ids, self.logprobs + last.logprobs, last.truncated, versions)
+
+
+class BackgroundSampler:
+    """A `Sampler` in a thread of its own, with a copy of the policy's weights.
+
+    Several threads may call `complete` at once; all their requests share the running batch. `sync` changes the weights
+    between two steps. Each token has the version that drew it: the number of syncs before.
+    """
+
+    name = "continuous"
+    shares_weights = False
+
+    def __init__(
+        self,
+        policy: ActorCritic,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+        settings: SamplingConfig,
+        rows: int,
+        longest: int,
+        keeps_cache: bool = False,
+    ):
+        """Copy the weights, and start the thread.
+
+        Args:
+            policy: the policy.
+            tokenizer: decodes completions for stop strings.
+            end_ids: tokens that end a completion.
+            settings: sampling settings of all requests.
+            rows: most requests at a time that fit into the cache.
+            longest: most tokens of a request with its completion.
+            keeps_cache: go on with the keys and values of earlier weights after a sync; otherwise they are computed
+                again.
+
+        Raises:
+            EngineFailure: the model is not supported, or memory is too small.
+        """
+        self.lm: Any = deepcopy(policy.lm).requires_grad_(False)
+        self.tokenizer, self.settings, self.keeps_cache = tokenizer, settings, keeps_cache
+        self.ends = list(end_ids) if settings.stop_at_eos else []
+        self.version = 0
+        self.flights: dict[str, _Flight] = {}
+        self.lock = threading.Lock()
+        """Held while flights change."""
+        self.names = map(str, count())
+        self.closed = threading.Event()
+        request = Request([0] * (longest - settings.max_new_tokens), settings.max_new_tokens, 0, 0)
+        self.manager = manager_of(self.lm, [request] * rows, settings, shares_prefixes=False)
+        self.manager.start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def complete(
+        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
+    ) -> None:
+        """Sample a completion for each request, among those of other threads; `settings` are those of all."""
+        assert replace(settings) == self.settings, "all requests have the settings of the start"
+        results: queue.Queue[tuple[int, Completion | EngineFailure]] = queue.Queue()
+        with self.lock:
+            for index, request in enumerate(requests):
+                flight = _Flight(request, Progress(request, settings, self.tokenizer), results, index)
+                flight.switches.append((0, self.version))
+                self._submit(flight)
+        for _ in requests:
+            index, done = results.get()
+            if isinstance(done, EngineFailure):
+                raise done
+            ended(index, done)
+
+    def sync(self, policy: ActorCritic) -> None:
+        """Take over the policy's weights between two steps; tokens drawn from now on have the next version."""
+        with self.lock, self.manager.pause():
+            self._take_results()
+            with torch.no_grad():
+                for own, now in zip(self.lm.state_dict().values(), policy.lm.state_dict().values(), strict=True):
+                    own.copy_(now)
+            self.version += 1
+            for name, flight in list(self.flights.items()):
+                flight.switches.append((flight.sampled(), self.version))
+                if not self.keeps_cache:
+                    self._resubmit(name, flight)
+
+    def close(self) -> None:
+        """Stop the thread; requests on their way fail."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        with quiet(), spared():
+            self.manager.stop(hard_stop=True)
+            self.manager.destroy()
+        self.reader.join()
+
+    def _submit(self, flight: _Flight) -> None:
+        """Hand a request, or the rest of it, to the manager."""
+        name, request = next(self.names), flight.request
+        self.flights[name] = flight
+        self.manager.add_request(
+            request.tokens + flight.ids,
+            name,
+            max_new_tokens=request.limit - len(flight.ids),
+            streaming=True,
+            eos_token_id=self.ends or -1,
+        )
+
+    def _resubmit(self, name: str, flight: _Flight) -> None:
+        """Let the rest of a request begin anew, with keys and values of the present weights."""
+        self.manager.cancel_request(name)
+        del self.flights[name]
+        flight.ids += flight.progress.ids
+        flight.logprobs += flight.progress.logprobs
+        flight.progress = flight.progress.rest(flight.ids)
+        self._submit(flight)
+
+    def _read(self) -> None:
+        """Hand out results until the end; a failure of the thread goes to all requests."""
+        while not self.closed.wait(POLL_SECONDS) and self.manager.is_running():
+            with self.lock:
+                self._take_results()
+        cause = self.manager.background_thread_status.fatal_error or "it was closed"
+        with self.lock:
+            for flight in self.flights.values():
+                flight.results.put((flight.index, EngineFailure(f"its thread has ended: {cause}")))
+            self.flights.clear()
+
+    def _take_results(self) -> None:
+        """Take all new tokens; the caller holds the lock."""
+        while (output := self.manager.get_result(timeout=0)) is not None:
+            flight = self.flights.get(output.request_id)
+            if flight is None:  # cancelled
+                continue
+            if output.error is not None:
+                del self.flights[output.request_id]
+                flight.results.put((flight.index, EngineFailure(str(output.error))))
+                continue
+            last = flight.progress.completion(output, self.ends)
+            if last is not None:
+                del self.flights[output.request_id]
+                if not output.is_finished():
+                    self.manager.cancel_request(output.request_id)
+                flight.results.put((flight.index, flight.completion(last)))

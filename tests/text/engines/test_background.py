@@ -1,0 +1,181 @@
+"""Sampling in the background, with weights that change while tokens are drawn."""
+
+import threading
+import time
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.training import SamplingConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.background import BackgroundSampler
+from tokencredit.text.engines.continuous import ContinuousSampler
+from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.precision import Precision
+
+LIMIT, ROWS = 40, 6
+NO_END = SamplingConfig(max_new_tokens=LIMIT, stop_at_eos=False)
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def model(request, model_folders):
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders[request.param])))
+    return ActorCritic(lm).requires_grad_(False)
+
+
+@pytest.fixture
+def start(tokenizer):
+    """Start samplers, which are closed at the end."""
+    started = []
+
+    def sampler(model, settings=NO_END, keeps_cache=False, ends=()):
+        started.append(BackgroundSampler(model, tokenizer, list(ends), settings, ROWS, 64, keeps_cache))
+        return started[-1]
+
+    yield sampler
+    for each in started:
+        each.close()
+
+
+def requests(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(60, 2000, (4 + row,), generator=generator).tolist() for row in range(ROWS)]
+    return [Request(prompt, LIMIT, 0, row) for row, prompt in enumerate(prompts)]
+
+
+def logprobs_of(lm, prompt, ids):
+    """Log-probs of tokens after a prompt, by a forward pass."""
+    logits = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+
+
+def sample_while(sampler, model, settings=NO_END, syncs=2):
+    """Sample, and change the weights in between; returns the completions and the weights of each version."""
+    done, weights = {}, [deepcopy(model.lm)]
+    sampler.lm.register_forward_pre_hook(lambda *_: time.sleep(0.01))  # slower than a look at new tokens
+    asked = requests()
+    thread = threading.Thread(target=sampler.complete, args=(asked, settings, done.__setitem__))
+    thread.start()
+    generator = torch.Generator().manual_seed(1)
+    for number in range(1, syncs + 1):
+        while len(done) < ROWS and min((f.sampled() for f in list(sampler.flights.values())), default=0) < 8 * number:
+            time.sleep(0.001)
+        for parameter in model.lm.parameters():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+        sampler.sync(model)
+        weights.append(deepcopy(model.lm))
+    thread.join()
+    return [(request.tokens, done[row]) for row, request in enumerate(asked)], weights
+
+
+def test_each_token_has_the_log_prob_of_the_version_that_drew_it(model, start):
+    completions, weights = sample_while(start(model), model)
+    seen = set()
+    for prompt, done in completions:
+        assert len(done.ids) == len(done.versions) == len(done.logprobs) == LIMIT
+        assert done.versions == sorted(done.versions)
+        for version in set(done.versions):
+            expected = logprobs_of(weights[version], prompt, done.ids)
+            at = torch.tensor(done.versions) == version
+            torch.testing.assert_close(torch.tensor(done.logprobs)[at], expected[at], atol=1e-5, rtol=0)
+        seen |= set(done.versions)
+    assert seen == {0, 1, 2}
+
+
+def test_kept_keys_and_values_are_those_of_the_version_that_computed_them(model, start):
+    completions, weights = sample_while(start(model, keeps_cache=True), model)
+    assert {version for _, done in completions for version in done.versions} == {0, 1, 2}
+    apart = 0.0
+    for prompt, done in completions:
+        ids, cache, expected, begun = prompt + done.ids, DynamicCache(), [], 0
+        for version in range(3):
+            drawn = done.versions.count(version)
+            if not drawn:
+                continue
+            end = begun + (len(prompt) - 1 if begun == 0 else 0) + drawn  # the input before each token it drew
+            logits = weights[version](torch.tensor([ids[begun:end]]), past_key_values=cache).logits[0, -drawn:]
+            expected.append(logits.log_softmax(-1))
+            begun = end
+        now = torch.cat(expected).gather(-1, torch.tensor(done.ids)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(done.logprobs), now, atol=1e-5, rtol=0)
+        fresh = logprobs_of(weights[2], prompt, done.ids)
+        at = torch.tensor(done.versions) == 2
+        apart = max(apart, float((fresh - now)[at].abs().max()) if at.any() else 0.0)
+    assert apart > 1e-3, "keys and values of earlier weights make a difference"
+
+
+def test_calls_of_several_threads_share_the_batch(model, start):
+    sampler = start(model)
+    done = [{}, {}]
+    threads = [
+        threading.Thread(target=sampler.complete, args=(requests(seed), NO_END, done[seed].__setitem__))
+        for seed in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, completions in enumerate(done):
+        for row, request in enumerate(requests(seed)):
+            now = logprobs_of(model.lm, request.tokens, completions[row].ids)
+            torch.testing.assert_close(torch.tensor(completions[row].logprobs), now, atol=1e-5, rtol=0)
+
+
+def test_completions_end_where_they_should_across_a_change_of_weights(model, start, tokenizer):
+    stop = ["e", "a"]
+    settings = SamplingConfig(max_new_tokens=LIMIT, stop_at_eos=False, stop=stop)
+    completions, _ = sample_while(start(model, settings), model, settings, syncs=3)
+    for _, done in completions:
+        assert done.truncated == (not any(mark in tokenizer.decode(done.ids) for mark in stop))
+        assert not any(mark in tokenizer.decode(done.ids[:-1]) for mark in stop)
+    ends = list(range(100))
+    settings = SamplingConfig(max_new_tokens=LIMIT)
+    completions, _ = sample_while(start(model, settings, ends=ends), model, settings, syncs=1)
+    for _, done in completions:
+        assert done.truncated == (done.ids[-1] not in ends)
+        assert not set(done.ids[:-1]) & set(ends)
+
+
+def test_a_closed_sampler_fails_the_requests_on_their_way(model, start):
+    sampler = start(model)
+    failures = []
+
+    def sample():
+        try:
+            sampler.complete(requests(), NO_END, lambda *_: None)
+        except EngineFailure as failure:
+            failures.append(str(failure))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    while not sampler.flights:
+        time.sleep(0.001)
+    sampler.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(failures) == 1
+    assert "thread has ended" in failures[0]
+
+
+def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenizer):
+    settings = SamplingConfig(max_new_tokens=LIMIT, stop_at_eos=False)
+    sampler = start(model, settings)
+    precision = Precision("float32", torch.device("cpu"))
+    engine = RequestEngine(model, tokenizer, [0], precision, sampler, deferred=True)
+    prompts = Prompts(["This movie was really", "A film"], tokenizer).batch(0, 2)
+    conversation = engine.converse(prompts, settings, torch.rand(2, LIMIT))
+    conversation.sample([0, 1], [[], []], [5, 5], lambda _: None)
+    sampler.sync(model)
+    conversation.sample([1], [[70, 71]], [4], lambda _: None)
+    rollout = conversation.rollout()
+    assert rollout.versions[0].tolist() == [0] * 5 + [-1] * 6
+    assert rollout.versions[1].tolist() == [0] * 5 + [-1] * 2 + [1] * 4
+    assert torch.equal(rollout.mask, rollout.versions >= 0)
+    now = ContinuousSampler(model, tokenizer, [0])
+    exact = RequestEngine(model, tokenizer, [0], precision, now).exact(rollout, settings)
+    torch.testing.assert_close(exact.logprobs[rollout.mask], exact.behavior_logprobs[rollout.mask], atol=1e-5, rtol=0)
