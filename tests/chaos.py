@@ -332,6 +332,18 @@ def kill(place: Path, chance: random.Random, command: list[str], iterations: int
     return ", ".join(f"{n} while {moment}" for moment, n in moments.items()), place / "whole", place / "run"
 
 
+def kill_ahead(place: Path, chance: random.Random, kills: int) -> Outcome:
+    """Kill a run that samples ahead; it must go on each time, and have every iteration once."""
+    ahead = ["--rollout.engine", "continuous", "--rollout.max_age", "1", "--run.save_every", "2"]
+    command = [*TEXT, *ahead, "--run.iterations", str(10 * kills)]
+    moments = killed(place / "run", command, kills, chance)
+    finish(place / "run", command)
+    rows = metrics(place / "run")
+    assert [row["iteration"] for row in rows] == list(range(1, 10 * kills + 1))
+    assert max(row["age_max"] for row in rows) == 1
+    return f"{sum(moments.values())} of {kills}: {moments}", place / "run", place / "run"
+
+
 def ask_to_stop(place: Path, chance: random.Random, expected: int, *numbers: signal.Signals) -> Outcome:
     """Signals that a run hears."""
     full = in_peace(place, TEXT, 30)
@@ -520,6 +532,7 @@ def elastic(
 def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Outcome]]]:
     """What is done to runs, with its name in the table."""
     yield "SIGKILL, a language model", partial(kill, command=TEXT, iterations=10 * kills, kills=kills)
+    yield "SIGKILL, samples ahead", partial(kill_ahead, kills=20)
     yield "SIGKILL, agents", partial(kill, command=CONTROL, iterations=30 * kills, kills=kills // 3)
     for name, code, numbers in (
         ("SIGTERM", 0, [signal.SIGTERM]),

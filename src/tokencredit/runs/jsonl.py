@@ -39,6 +39,7 @@ PER_TOKEN = (
     "logprobs",
     "new_logprobs",
     "ref_logprobs",
+    "age",
     "values",
     "rewards",
     "advantages",
@@ -103,6 +104,7 @@ MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     "values": all_of(is_number),
     "ref_logprobs": all_of(is_number),
     "new_logprobs": all_of(is_number),
+    "age": all_of(is_count),
     "bootstrap": is_number,
     "mask": all_of(lambda value: is_count(value) and value < 2),
     "turns": all_of(is_turn),
@@ -111,7 +113,7 @@ MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(TRUTH, all_of(lambda value: value is None or is_number(value))),
 }
 """Optional fields: of a conversation (its last user message), with a critic, with a reference model, after an update,
-after a truncation, of an episode of several turns, and of audits."""
+sampled ahead, after a truncation, of an episode of several turns, and of audits."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:

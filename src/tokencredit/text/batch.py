@@ -124,6 +124,8 @@ class Batch:
         }
         if episode is not None:
             sample |= {"mask": rollout.mask[row, :length].int().tolist(), **episode_record(episode)}
+        if rollout.age is not None:
+            sample["age"] = rollout.age[row, :length].tolist()
         if rollout.values is not None:
             sample["values"] = numbers(rollout.values)
         if scored.bootstrap is not None and rollout.truncated[row]:

@@ -1,0 +1,193 @@
+"""Training while sampling: runs whose batches are sampled ahead."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.configs import quiet, text_config
+from helpers.files import read_jsonl, read_metrics
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import EvalConfig, RolloutConfig
+from tokencredit.text.callbacks import Callback
+from tokencredit.text.engines.background import BackgroundSampler
+from tokencredit.text.engines.requests import EngineFailure
+from tokencredit.text.rewards.terms import as_terms
+from tokencredit.text.trainer import PPOTrainer
+
+
+def ahead(folder, iterations=4, max_age=1, rollout=None, **groups):
+    rollout = {"batch_size": 8, "max_new_tokens": 8, "engine": "continuous", "max_age": max_age} | (rollout or {})
+    return text_config(folder, iterations, rollout=RolloutConfig(**rollout), **groups)
+
+
+def sampling_threads():
+    return [thread for thread in threading.enumerate() if "sampling" in thread.name or "generation" in thread.name]
+
+
+class Weights(Callback):
+    """Keeps what was learned from, and the weights before each update."""
+
+    def __init__(self):
+        self.rollouts, self.weights = [], []
+
+    def after_rollout(self, trainer, rollout, **_):
+        self.rollouts.append(rollout)
+        self.weights.append({name: x.clone() for name, x in trainer.policy.lm.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {},
+        {"rollout": {"per_prompt": 4, "stop": ["."], "max_new_tokens": 16}},
+        {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)), "rollout": {"temperature": 0.7}},
+    ],
+)
+@pytest.mark.parametrize("max_age", [1, 2])
+def test_tokens_are_as_old_as_they_say(groups, max_age, tmp_path):
+    seen = Weights()
+    args = ahead(tmp_path / "run", 4, max_age, **groups)
+    trainer = PPOTrainer(args=args, callbacks=[seen])
+    trainer.train()
+    metrics = read_metrics(tmp_path / "run")
+    assert metrics[0]["age_max"] == 0
+    assert [row["age_max"] for row in metrics] == pytest.approx([min(max_age, number) for number in range(4)])
+    lm = trainer.policy.lm
+    for number, rollout in enumerate(seen.rollouts):
+        assert (rollout.age[~rollout.mask] == 0).all()
+        for age in range(max_age + 1):
+            at = rollout.mask & (rollout.age == age)
+            if not at.any():
+                continue
+            lm.load_state_dict(seen.weights[number - age])
+            with torch.no_grad():
+                then = trainer.policy.logprobs(rollout.inputs(), args.rollout.temperature)[0]
+            torch.testing.assert_close(rollout.behavior_logprobs[at], then[at], atol=1e-5, rtol=0)
+        lm.load_state_dict(seen.weights[number])
+        with torch.no_grad():
+            now = trainer.policy.logprobs(rollout.inputs(), args.rollout.temperature)[0]
+        torch.testing.assert_close(rollout.logprobs[rollout.mask], now[rollout.mask], atol=1e-5, rtol=0)
+    assert not sampling_threads()
+
+
+def test_samples_have_the_age_of_each_token(tmp_path):
+    PPOTrainer(args=ahead(tmp_path / "run", 2)).train()
+    samples = read_jsonl(tmp_path / "run/samples.jsonl")
+    for sample in samples:
+        assert len(sample["age"]) == len(sample["tokens"])
+        assert max(sample["age"]) <= sample["iteration"] - 1
+    assert any(max(sample["age"]) == 1 for sample in samples if sample["iteration"] == 2)
+
+
+def test_a_run_goes_on_where_it_was_drained(tmp_path):
+    args = ahead(tmp_path / "run", run=quiet(tmp_path / "run", 6, save_every=1))
+    drawn = {}
+
+    class Stop(Callback):
+        def after_rollout(self, trainer, rollout, **_):
+            drawn.setdefault(len(trainer.record.history) + 1, []).append(rollout.prompt_ids)
+            if len(trainer.record.history) == 3 and not stopped:
+                stopped.append(True)
+                raise KeyboardInterrupt
+
+    stopped = []
+    with pytest.raises(KeyboardInterrupt):
+        PPOTrainer(args=args, callbacks=[Stop()]).train()
+    assert not sampling_threads()
+    PPOTrainer(args=args, callbacks=[Stop()]).train(resume_from_checkpoint=True)
+    metrics = read_metrics(tmp_path / "run")
+    assert [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert metrics[3]["age_max"] == 0, "the first batch after the resume has the weights of the checkpoint"
+    assert metrics[4]["age_max"] == 1
+    assert len(drawn[4]) == 2
+    assert torch.equal(*drawn[4]), "the same prompts again"
+
+
+def test_sampling_goes_on_while_rewards_are_computed(tmp_path):
+    tokens = []
+
+    def slow(completions, **_):
+        sampler = trainer.ahead._sampler()
+        before = sum(flight.sampled() for flight in list(sampler.flights.values()))
+        time.sleep(0.5)
+        flights = list(sampler.flights.values())
+        tokens.append((before, sum(flight.sampled() for flight in flights), len(flights)))
+        return [1.0] * len(completions)
+
+    trainer = PPOTrainer(args=ahead(tmp_path / "run", 3, rollout={"max_new_tokens": 24}), reward_funcs=slow)
+    trainer.train()
+    assert any(after > before or left == 0 for before, after, left in tokens)
+
+
+def test_a_failure_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    complete = BackgroundSampler.complete
+    calls = []
+
+    def failing(self, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise EngineFailure("out of pages")
+        complete(self, *args)
+
+    monkeypatch.setattr(BackgroundSampler, "complete", failing)
+    with pytest.raises(RunStopped, match=r"rollout\.engine continuous failed: out of pages; the run can be resumed"):
+        PPOTrainer(args=ahead(tmp_path / "run", 4)).train()
+    assert not sampling_threads()
+    PPOTrainer(args=ahead(tmp_path / "run", 4)).train(resume_from_checkpoint=True)
+    assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_failed_reward_is_asked_for_again_after_a_resume(tmp_path):
+    def reward(completions, **_):
+        calls.append(len(completions))
+        if fails and len(calls) > 1:
+            raise ValueError("down")
+        return [float(len(x)) for x in completions]
+
+    calls, fails = [], [True]
+    args = ahead(tmp_path / "run", 3)
+    terms = replace(as_terms(reward, torch.device("cpu"))[0], retries=0)
+    with pytest.raises(RunStopped, match="down"):
+        PPOTrainer(args=args, reward_funcs=terms).train()
+    fails.clear()
+    PPOTrainer(args=args, reward_funcs=terms).train(resume_from_checkpoint=True)
+    assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_evaluations_sample_from_the_policy_itself(tmp_path):
+    args = replace(ahead(tmp_path / "run", 2), eval=EvalConfig(every=1, samples=8, max_new_tokens=8))
+    PPOTrainer(args=args).train()
+    assert all("eval/reward" in row for row in read_metrics(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout.max_age": 1}, r"rollout\.max_age .* without rollout\.engine: continuous"),
+        ({"rollout.engine": "vllm", "rollout.max_age": 1}, r"without rollout\.engine: continuous"),
+        ({"rollout.engine": "continuous", "rollout.stale_cache": "keep"}, r"without rollout\.max_age"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig.from_dict(settings)
+
+
+def test_episodes_of_several_turns_are_played_ahead(tmp_path):
+    args = ahead(
+        tmp_path / "run",
+        3,
+        rollout={"max_new_tokens": 32},
+        model=ModelConfig(name="builtin:calculator", dtype="float32"),
+        env=EnvironmentConfig(factory="builtin:calculator"),
+        reward=[],
+    )
+    PPOTrainer(args=args).train()
+    metrics = read_metrics(tmp_path / "run")
+    assert [row["age_max"] for row in metrics] == [0, 1, 1]
