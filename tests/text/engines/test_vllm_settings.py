@@ -1,6 +1,7 @@
 """Settings that go with `rollout.engine: vllm`, and the message where vLLM is not installed; vLLM is not needed."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,21 @@ def test_settings_that_fit():
     fitting = {"rollout.min_new_tokens": 2, "kl.coef": 0.0, "eval.top_p": 0.9, "rollout.engine_memory": 0.3}
     config = PPOConfig.from_dict({"rollout.engine": "vllm"} | fitting)
     assert with_engine(config).rollout.engine_memory is None
+
+
+def test_on_a_gpu_it_sleeps_during_full_passes_and_wakes_what_is_needed():
+    calls = []
+    sampler = VllmSampler.__new__(VllmSampler)
+    sampler.device, sampler._asleep = torch.device("cuda"), []
+    sampler.llm = SimpleNamespace(
+        sleep=lambda level: calls.append(f"sleep {level}"), wake_up=lambda tags: calls.append(f"wake {tags}")
+    )
+    sampler._wake("weights", "kv_cache")
+    sampler.sleep()
+    sampler.sleep()
+    sampler._wake("weights")
+    sampler._wake("weights", "kv_cache")
+    assert calls == ["sleep 1", "wake ['weights']", "wake ['kv_cache']"]
 
 
 def test_without_vllm_the_message_says_what_to_install(tokenizer, monkeypatch):

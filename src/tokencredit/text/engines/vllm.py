@@ -112,7 +112,7 @@ class VllmSampler:
         if not _ask(self.llm.reset_prefix_cache):
             raise EngineFailure("its prefix cache could not be dropped")
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Free a GPU's memory until the next call: vLLM's weights go to the CPU, and its KV cache is dropped."""
         if self.device.type == "cuda" and not self._asleep:
             _ask(self.llm.sleep, level=1)
