@@ -1,6 +1,7 @@
 """vLLM as a sampler: its log-probs and endings, syncs that fail, adapters, failures. `make test-vllm` runs them."""
 
 import gc
+import importlib
 import os
 import sys
 import time
@@ -113,6 +114,16 @@ def test_families(family, tokenizer):
     engine.weights_changed()
     assert_equal_logprobs(generate(engine), engine.policy)
     engine.sampler.close()
+
+
+def test_a_model_that_vllm_does_not_run_is_refused_in_a_line(tokenizer, monkeypatch):
+    def refuse(**options):
+        raise ValueError("no implementation\nof this model")
+
+    monkeypatch.setattr(importlib.import_module("vllm"), "LLM", refuse)
+    message = r"^rollout\.engine is vllm, which cannot run this model: ValueError: no implementation of this model$"
+    with pytest.raises(ConfigError, match=message):
+        engine_of(policy_of(tokenizer), tokenizer)
 
 
 FILTERS = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}, {"top_k": 4, "min_p": 0.3}]

@@ -19,7 +19,14 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.sampling import STOP_CONTEXT, contains_stop
-from tokencredit.text.engines.vllm_process import classes_of, contained, own_randomness, shut_down, take_over_shutdown
+from tokencredit.text.engines.vllm_process import (
+    classes_of,
+    contained,
+    leave_groups,
+    own_randomness,
+    shut_down,
+    take_over_shutdown,
+)
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.plain_weights import plain_weights
 from tokencredit.text.models.precision import Precision
@@ -228,6 +235,8 @@ def _start(policy: ActorCritic, precision: Precision, memory: float, in_job: boo
                 **size,
             )
         except Exception as error:
+            if not (in_job or VllmSampler._alive):
+                leave_groups()
             raise ConfigError(f"rollout.engine is vllm, which cannot run this model: {_in_a_line(error)}") from error
 
 

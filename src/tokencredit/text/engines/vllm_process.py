@@ -108,6 +108,15 @@ def own_randomness(device: torch.device) -> Iterator[None]:
         yield
 
 
+def leave_groups() -> None:
+    """Destroy the process groups of a start that failed."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    with suppress(Exception):
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
 def take_over_shutdown(llm: Any) -> None:
     """Keep vLLM from shutting down at a time of its own, when it would destroy the job's process group."""
     llm.llm_engine.engine_core._finalizer.detach()
