@@ -23,7 +23,15 @@ LOSSES = ("loss", "policy_loss", "value_loss", "critic_value_loss")
 def kinds():
     """Settings of each kind of run."""
     from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-    from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, UpdateConfig
+    from tokencredit.settings.off_policy import OffPolicyConfig
+    from tokencredit.settings.training import (
+        AdvantageConfig,
+        EvalConfig,
+        KLConfig,
+        OptimConfig,
+        RolloutConfig,
+        UpdateConfig,
+    )
 
     lora = ModelConfig(dtype="float32", lora=LoraConfig(rank=4))
     critics = {"shared critic": {}, "separate critic": {"kind": "separate"}}
@@ -38,6 +46,8 @@ def kinds():
         },
         "exact KL in the loss": {"kl": KLConfig(place="loss", estimator="full")},
         "everything": {
+            "rollout": RolloutConfig(batch_size=16, max_new_tokens=12, top_p=0.9),
+            "off_policy": OffPolicyConfig(correct="clip", level="geometric", low=0.96),
             "ppo": UpdateConfig(epochs=2, minibatches=5, micro_batch_tokens=48, target_kl=0.05),
             "advantage": AdvantageConfig(whiten="minibatch"),
             "critic": CriticConfig(pretrain=2, places=[0.3, 0.6, 0.9], epochs=1, buffer=2),

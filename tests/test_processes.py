@@ -65,7 +65,9 @@ def test_evaluations_and_weights_are_those_of_one_process(runs):
     alone = read_metrics(runs / "everything" / "1")
     for run in ("2 DDP", "2 sharded", "2 sharded → 1", "2 sharded → 2 DDP"):
         for one, two in zip(alone, read_metrics(runs / "everything" / run), strict=True):
-            numbers = {name: x for name, x in one.items() if name.startswith(("eval/", "pretrain/", "reward", "kl"))}
+            starts = ("eval/", "pretrain/", "reward", "log_ratio", "behavior", "weight")
+            numbers = {name: x for name, x in one.items() if name.startswith(starts)}
+            assert {"weight_ess", "behavior_kl"} <= set(numbers)
             assert {name: two[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5), run
         weights, expected = (written(runs / "everything" / name)[1] for name in (run, "1"))
         for name, weight in expected.items():

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tokencredit.settings.model import LoraConfig as LoraConfig
     from tokencredit.settings.model import ModelConfig as ModelConfig
     from tokencredit.settings.model import TunedModelConfig as TunedModelConfig
+    from tokencredit.settings.off_policy import OffPolicyConfig as OffPolicyConfig
     from tokencredit.settings.offline import CompletionsConfig as CompletionsConfig
     from tokencredit.settings.offline import DPOConfig as DPOConfig
     from tokencredit.settings.offline import DPOLossConfig as DPOLossConfig
@@ -81,6 +82,7 @@ _NAMES = {
     "settings.offline": "CompletionsConfig DPOConfig DPOLossConfig DPOOptimConfig DPOPairsConfig HeldOutConfig "
     "OfflineOptimConfig OfflineRunConfig PairsConfig RewardModelConfig RewardModelLossConfig RewardModelStartConfig "
     "SFTConfig SFTLossConfig",
+    "settings.off_policy": "OffPolicyConfig",
     "settings.text": "PPOConfig",
     "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig "
     "ShardingConfig StopConfig UpdateConfig",

@@ -40,6 +40,7 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     **dict.fromkeys(("importance_ratios", "correction"), BEHAVIOR),
     "correction_stats": BEHAVIOR | {"weights": ROWS},
     "divergence_mask": BEHAVIOR | {"advantages": ROWS},
+    "truncated_logprobs": {"logits": torch.zeros(2, 3, 4), "support": torch.ones(2, 3, 4).bool()} | TARGETS,
     "interpolated_logprobs": {"behavior_logprobs": ROWS, "logprobs": ROWS, "age": ROWS.long()},
     "weighted_policy_gradient": {"logprobs": ROWS, "advantages": ROWS, "weights": ROWS, "mask": MASK},
     "value_loss": {"values": ROWS, "old_values": ROWS, "returns": ROWS, "mask": MASK},

@@ -38,7 +38,7 @@ def written(tmp_path_factory):
     """Metrics, fields of a sample and of the summary that a small run of each world writes."""
     folder = tmp_path_factory.mktemp("names")
     run = {"iterations": 1, "trackers": []}
-    text = {"model.dtype": "float32", "rollout": {"batch_size": 4, "max_new_tokens": 4}, "ppo": {"minibatches": 1}}
+    text = {"model.dtype": "bfloat16", "rollout": {"batch_size": 4, "max_new_tokens": 4}, "ppo": {"minibatches": 1}}
     agent = {"steps": 32, "eval": {"episodes": 1}}
     PPOTrainer(args=PPOConfig.from_dict(text | {"run": run | {"dir": str(folder / "text")}})).train()
     ControlTrainer(ControlConfig.from_dict(agent | {"run": run | {"dir": str(folder / "agent")}})).train()
@@ -83,6 +83,7 @@ def test_every_value_in_the_text_is_one_that_the_setting_may_have():
         "critic.kind": {"advantage.estimator": "reward_to_go"},
         "kl.place": None,  # of texts
         "ppo.loss": None,
+        "off_policy.correct": None,
         "env.id": None,
     }
     given = re.findall(r"`([a-z_]+(?:\.[a-z_]+)?): ([^`]+)`", PAGE)

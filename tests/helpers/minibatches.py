@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tokencredit.core.off_policy import correction
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
@@ -44,8 +45,9 @@ CASES = {
     "by sequence": ({"reduction": "sequence"}, {"minibatches": 6}),
     "GSPO": ({"kind": SequenceObjective, "clip": 0.05}, {"micro_batch_tokens": 16}),
     "DPPO": ({"kind": partial(WeightedObjective, divergence="tv", divergence_limit=0.05)}, {"micro_batch_tokens": 16}),
+    "importance weights": ({"weighted": True}, {"micro_batch_tokens": 16, "critic_epochs": 1, "critic_buffer": 2}),
 }
-"""Settings of the objective and of the update."""
+"""Settings of the objective and of the update; `weighted` is one of the experience."""
 SEPARATE = {
     "separate critic": {"micro_batch_tokens": None},
     "separate critic, micro-batches": {},
@@ -107,7 +109,7 @@ class SeparatePolicy(nn.Module):
         return PolicyOutputs(loss, logprobs.detach(), self.values(inputs["states"]), entropy.detach(), None)
 
 
-def experience_of(seed, processes):
+def experience_of(seed, processes, *, weighted=False):
     """This process's rows of a batch, no wider than its longest; one row has no token in the loss."""
     random = torch.Generator().manual_seed(seed)
     states, actions = (torch.randint(n, (ROWS, TIME), generator=random) for n in (STATES, ACTIONS))
@@ -118,6 +120,9 @@ def experience_of(seed, processes):
     inputs = {"states": states, "actions": actions, "mask": mask, "prompt_ids": prompts}
     every = mask & (torch.rand(ROWS, TIME, generator=random) < 0.7).index_fill(1, torch.tensor([0]), True)
     whole = Experience(inputs, mask, lengths.clamp(min=1), numbers[0] - 1.5, *numbers[1:], value_mask=every)
+    if weighted:
+        weights = correction(whole.logprobs, whole.logprobs + numbers[3], mask, outside="mask", low=0.5, high=2.0)
+        whole = replace(whole, weights=weights)
     shares = SHARES[processes.count]
     first = sum(shares[: processes.rank])
     own = whole.select(slice(first, first + shares[processes.rank]))
@@ -130,7 +135,7 @@ def experience_of(seed, processes):
 
 
 def learner_of(processes, objective, settings):
-    objective = dict(objective)
+    objective = {name: value for name, value in objective.items() if name != "weighted"}
     kind = objective.pop("kind", Objective)
     torch.manual_seed(0)
     policy = TablePolicy()
@@ -190,8 +195,8 @@ def updated_separately(processes, settings):
 
 def updated(processes, objective, settings):
     """Metrics of two updates, and the weights after them."""
-    learner = learner_of(processes, objective, settings)
-    metrics = [learner.update(experience_of(seed, processes)) for seed in (1, 2)]
+    learner, weighted = learner_of(processes, objective, settings), objective.get("weighted", False)
+    metrics = [learner.update(experience_of(seed, processes, weighted=weighted)) for seed in (1, 2)]
     return {"metrics": metrics, "weights": [p.tolist() for p in learner.model.parameters()]}
 
 

@@ -571,10 +571,11 @@ class ByRow(Objective):
         return {"policy_loss": losses[:, None].expand(mask.shape).flatten()[at]}
 
 
-def away(experience):
-    """The same rows, sampled by a policy that is a little off."""
+def away(experience, *, weighted=False):
+    """The same rows, sampled by a policy that is a little off; optionally with importance weights."""
     torch.manual_seed(1)
-    return replace(experience, logprobs=experience.logprobs + 0.1 * torch.randn(ROWS, TIME))
+    elsewhere = replace(experience, logprobs=experience.logprobs + 0.1 * torch.randn(ROWS, TIME))
+    return replace(elsewhere, weights=torch.rand(ROWS, TIME).round(decimals=1)) if weighted else elsewhere
 
 
 @pytest.mark.parametrize("tokens", [None, 2 * TIME])
@@ -676,6 +677,42 @@ def test_each_loss_by_hand(name, losses, clipped):
     torch.testing.assert_close(found, {"policy_loss": torch.tensor(losses)})
     shown = LOSSES[name].clipped(now, rows)
     assert clipped == (None if shown is None else shown[mask].tolist())
+    weighted = replace(rows, weights=torch.tensor([[0.5, 0.0], [2.0, 7.0]]))
+    found = LOSSES[name].token_losses(TokenStats(now[mask], None, None), weighted, acted)
+    expected = [0.5 * losses[0], 0.0, 2.0 * losses[2]]
+    torch.testing.assert_close(found, {"policy_loss": torch.tensor(expected)})
+    assert torch.equal(LOSSES[name].clipped(now, weighted), shown) if shown is not None else clipped is None
+
+
+def test_importance_weights_by_hand():
+    """They multiply the surrogate alone, and a token of weight 0 still counts in the divisor."""
+    mask = torch.tensor([[True, True], [True, False]])
+    old, now = torch.tensor([[0.5, 0.25], [0.4, 0.1]]).log(), torch.tensor([[0.6, 0.25], [0.4, 0.9]]).log()
+    advantages, values = torch.tensor([[1.0, 3.0], [-2.0, 9.0]]), torch.tensor([[1.0, 0.0], [2.0, 5.0]])
+    weights, entropy, kl = torch.tensor([[0.5, 0.0], [2.0, 7.0]]), torch.tensor([1.0, 2.0, 3.0]), torch.ones(3)
+    rows = Experience({}, mask, mask.sum(1), old, values, advantages, torch.zeros(2, 2), weights=weights)
+    loss = MicroBatchLoss(Objective(value_coef=1.0, entropy_coef=0.1, kl_coef=0.5), rows, [3.0, 3.0])
+    policy = loss(TokenStats(now[mask], entropy, kl), slice(None))
+    parts = loss.complete(PolicyOutputs(policy, now, values)).parts
+    surrogate = (-0.5 * 1.2 - 0.0 + 2.0 * 2.0) / 3
+    assert float(policy) == pytest.approx(surrogate - 0.1 * 2.0 + 0.5 * 1.0)
+    expected = {"policy_loss": surrogate, "entropy_in_update": 2.0, "kl_in_update": 1.0, "value_loss": 0.5 * 5 / 3}
+    assert {name: float(x) for name, x in parts.items()} == pytest.approx(expected)
+
+
+@each_loss
+def test_weights_of_1_change_no_bit_of_an_update(name, world):
+    policy, experience = world[0], away(world[1])
+    start, ends = [p.detach().clone() for p in policy.parameters()], []
+    for weights in (None, torch.ones(ROWS, TIME)):
+        with torch.no_grad():
+            for parameter, value in zip(policy.parameters(), start, strict=True):
+                parameter.copy_(value)
+        learner = learner_of(policy, replace(LOSSES[name], value_coef=0.5, entropy_coef=0.01), minibatches=2)
+        metrics = learner.update(replace(experience, weights=weights))
+        ends.append((metrics, [p.detach().clone() for p in policy.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
 
 
 @each_loss
@@ -691,8 +728,9 @@ def test_the_first_gradient_of_each_loss_is_the_policy_gradient(name, reduction,
 
 
 @each_loss
-def test_micro_batches_change_no_gradient_of_any_loss(name, world):
-    elsewhere = world[0], away(world[1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_micro_batches_change_no_gradient_of_any_loss(name, weighted, world):
+    elsewhere = world[0], away(world[1], weighted=weighted)
     losses, expected, whole = backward(elsewhere, LOSSES[name])
     in_parts, gradients, records = backward(elsewhere, LOSSES[name], micro_batch_tokens=2 * TIME)
     assert len(records) > 1
@@ -703,8 +741,9 @@ def test_micro_batches_change_no_gradient_of_any_loss(name, world):
 
 
 @each_loss
-def test_chunks_of_the_vocabulary_projection_change_no_gradient_of_any_loss(name, world):
-    rows, width = away(world[1]), 4
+@pytest.mark.parametrize("weighted", [False, True])
+def test_chunks_of_the_vocabulary_projection_change_no_gradient_of_any_loss(name, weighted, world):
+    rows, width = away(world[1], weighted=weighted), 4
     weight, states = torch.randn(ACTIONS, width), torch.randn(ROWS, TIME, width)
     found = []
     for chunk in (3, 512):

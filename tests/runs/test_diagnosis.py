@@ -101,6 +101,7 @@ def of_episodes(**changes):
 
 DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
+    "engine_mismatch": {"behavior_kl": lambda i: 0.05},
     "negative_kl": {"kl": lambda i: -2.0},
     "no_step": {"bad_steps": lambda i: 1, "loss": lambda i: math.nan},
     "not_moved": {"kl": lambda i: 1e-6 * (-1) ** i},
@@ -194,8 +195,40 @@ def test_a_ratio_may_be_off_by_what_the_number_format_rounds(dtype, rounding, mi
     assert names([row | {"first_ratio_error": mismatch} for row in healthy()], config) == ["mismatch"]
 
 
+@pytest.mark.parametrize(("dtype", "rounding", "mismatch"), [("float32", 1e-6, 2e-5), ("bfloat16", 1e-3, 0.01)])
+def test_an_engine_may_round_otherwise(dtype, rounding, mismatch):
+    config = CONFIG | {"model": {"dtype": dtype}}
+    assert names([row | {"behavior_kl": rounding, "behavior_ratio": 1.0} for row in healthy()], config) == []
+    rows = [row | {"behavior_kl": mismatch, "behavior_ratio": 1.0} for row in healthy()]
+    assert names(rows, config) == ["engine_mismatch"]
+    assert "off_policy.correct" in diagnose(rows, config)[0].advice
+    corrected = config | {"off_policy": {"proximal": "recomputed", "correct": "clip"}}
+    assert "off_policy.correct" not in diagnose(rows, corrected)[0].advice
+    assert names([row | {"age_max": 1.0} for row in rows], config) == [], "drawn with the weights of an earlier update"
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_new_tokens": 5}])
+def test_filters_that_leave_out_a_part_of_the_policy_are_named(filters):
+    config = CONFIG | {"rollout": {"stop_at_eos": True, **filters}}
+    rows = [row | {"behavior_kl": 0.04, "behavior_ratio": 0.96} for row in healthy()]
+    (finding,) = diagnose(rows, config)
+    assert finding.name == "truncated_support"
+    assert f"rollout.{next(iter(filters))} left had 96.0% of the probability" in finding.evidence
+    assert {"off_policy.correct", "eval"} <= set(re.findall(r"[a-z_.]+", finding.advice))
+    for corrected in ({"proximal": "recomputed", "correct": "mask"}, {"proximal": "behavior", "correct": "none"}):
+        assert names(rows, config | {"off_policy": corrected}) == []
+    assert names([row | {"behavior_ratio": 0.99} for row in rows], config) == []
+    assert names(rows, CONFIG | {"rollout": {"top_p": 1.0}}) == ["engine_mismatch"], "these are no filters of the run"
+
+
+def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
+    config = CONFIG | {"off_policy": {"proximal": "behavior", "correct": "none"}}
+    assert names(sick("mismatch"), config) == []
+
+
 def test_every_check_has_its_disease():
-    assert {check.__name__ for check in (*CHECKS, *FINAL_CHECKS)} == {*DISEASES, "still_warming"}
+    others = {"still_warming", "truncated_support"}  # of other settings, in tests of their own
+    assert {check.__name__ for check in (*CHECKS, *FINAL_CHECKS)} == {*DISEASES, *others}
 
 
 def test_a_warm_up_longer_than_the_run():

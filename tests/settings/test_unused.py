@@ -203,6 +203,16 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "ppo.clip",
         "with ppo.loss: cispo and ppo.clip_high",
     ),
+    *[
+        ("text", {f"off_policy.{key}": value}, f"off_policy.{key}", "with off_policy.correct: none")
+        for key, value in [("level", "sequence"), ("low", 0.5), ("high", 3.0)]
+    ],
+    (
+        "text",
+        {"off_policy.correct": "clip", "off_policy.proximal": "behavior"},
+        "off_policy.correct",
+        "without off_policy.proximal: recomputed",
+    ),
     ("text", {"kl.coef": 0.0, "kl.place": "loss"}, "kl.place", "without kl.coef"),
     ("text", {"kl.coef": 0.0, "kl.estimator": "k3"}, "kl.estimator", "without kl.coef"),
     ("text", {"kl.coef": 0.0, "kl.horizon": 100.0}, "kl.horizon", "without kl.target"),

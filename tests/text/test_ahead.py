@@ -30,7 +30,15 @@ def sampling_threads():
     return [thread for thread in threading.enumerate() if "sampling" in thread.name or "generation" in thread.name]
 
 
-class Weights(Callback):
+class Patient(Callback):
+    """Lets the update begin only when all batches ahead are sampled, so that ages do not depend on timing."""
+
+    def before_update(self, trainer):
+        for batch in trainer.ahead.batches:
+            batch.sampled.result()
+
+
+class Weights(Patient):
     """Keeps what was learned from, and the weights before each update."""
 
     def __init__(self):
@@ -77,7 +85,7 @@ def test_tokens_are_as_old_as_they_say(groups, max_age, tmp_path):
 
 
 def test_samples_have_the_age_of_each_token(tmp_path):
-    PPOTrainer(args=ahead(tmp_path / "run", 2)).train()
+    PPOTrainer(args=ahead(tmp_path / "run", 2), callbacks=[Patient()]).train()
     samples = read_jsonl(tmp_path / "run/samples.jsonl")
     for sample in samples:
         assert len(sample["age"]) == len(sample["tokens"])
@@ -89,7 +97,7 @@ def test_a_run_goes_on_where_it_was_drained(tmp_path):
     args = ahead(tmp_path / "run", run=quiet(tmp_path / "run", 6, save_every=1))
     drawn = {}
 
-    class Stop(Callback):
+    class Stop(Patient):
         def after_rollout(self, trainer, rollout, **_):
             drawn.setdefault(len(trainer.record.history) + 1, []).append(rollout.prompt_ids)
             if len(trainer.record.history) == 3 and not stopped:
@@ -188,6 +196,6 @@ def test_episodes_of_several_turns_are_played_ahead(tmp_path):
         env=EnvironmentConfig(factory="builtin:calculator"),
         reward=[],
     )
-    PPOTrainer(args=args).train()
+    PPOTrainer(args=args, callbacks=[Patient()]).train()
     metrics = read_metrics(tmp_path / "run")
     assert [row["age_max"] for row in metrics] == [0, 1, 1]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokencredit.core.off_policy import *
     from tokencredit.core.recurrence import *
     from tokencredit.core.rewards import *
+    from tokencredit.core.truncation import *
     from tokencredit.core.turns import *
     from tokencredit.core.vocab_projection import *
     from tokencredit.core.whitening import *
@@ -42,6 +43,7 @@ _NAMES = {
     "sequence_surrogate weighted_policy_gradient",
     "recurrence": "reverse_scan",
     "rewards": "overlong_penalty token_rewards",
+    "truncation": "truncated_logprobs",
     "turns": "Turns estimate_by_turn",
     "vocab_projection": "Linear TokenLoss TokenStats",
     "whitening": "whiten",

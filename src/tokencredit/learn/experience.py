@@ -39,6 +39,7 @@ class Experience:
     lengths: Tensor
     """`[batch]`, int64: tokens or steps of each row in a forward pass."""
     logprobs: Tensor
+    """Log-probs under the policy around which the update clips."""
     values: Tensor | None
     """None without a critic."""
     advantages: Tensor
@@ -47,6 +48,8 @@ class Experience:
     """Log-probabilities under the reference model, if the loss estimates the KL from them."""
     value_mask: Tensor | None = None
     """Bool, true at the tokens in the value loss; None for `mask`."""
+    weights: Tensor | None = None
+    """Importance weights on the policy loss, from `core.off_policy.correction`; None for 1."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -98,7 +101,8 @@ class ReturnBuffer:
         """Add an experience; evicts the oldest one from a full buffer."""
         inputs = {name: experience.inputs[name] for name in self.inputs}
         empty = _empty(experience.returns)
-        self.experiences.append(replace(experience, inputs=inputs, logprobs=empty, advantages=empty, ref_logprobs=None))
+        without = replace(experience, ref_logprobs=None, weights=None)
+        self.experiences.append(replace(without, inputs=inputs, logprobs=empty, advantages=empty))
 
     def state(self) -> list[dict[str, Any]]:
         """The experiences, oldest first, as copies: a checkpoint cannot hold tensors that share memory."""

@@ -155,6 +155,8 @@ class Objective:
     def token_losses(self, now: TokenStats, rows: Experience, at: Tensor) -> dict[str, Tensor]:
         """Each term of the policy loss at acted tokens, before its coefficient.
 
+        Importance weights (`Experience.weights`) multiply the surrogate alone; entropy and KL are unweighted.
+
         Args:
             now: statistics of the tokens, `[tokens]` each.
             rows: the micro-batch.
@@ -165,6 +167,8 @@ class Objective:
         if self.kl_estimator is not None and rows.ref_logprobs is not None:
             kl = kl_estimate(self.kl_estimator, now.logprobs, rows.ref_logprobs.flatten()[at])
         surrogate = self.surrogate(now.logprobs, rows, at)
+        if rows.weights is not None:
+            surrogate = surrogate * rows.weights.flatten()[at]
         parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
         return {name: losses for name, losses in parts.items() if losses is not None}
 

@@ -37,6 +37,7 @@ PROBLEMS = {
 PER_TOKEN = (
     "tokens",
     "logprobs",
+    "behavior_logprobs",
     "new_logprobs",
     "ref_logprobs",
     "age",
@@ -102,6 +103,7 @@ def is_turn(value: Any) -> bool:
 MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     "message": is_text,
     "values": all_of(is_number),
+    "behavior_logprobs": all_of(is_number),
     "ref_logprobs": all_of(is_number),
     "new_logprobs": all_of(is_number),
     "age": all_of(is_count),

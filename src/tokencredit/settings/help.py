@@ -99,7 +99,7 @@ def short_help(command: str, description: str, keys: Iterable[str], actions: Ite
     groups = {key.partition(".")[0]: None for key in known if "." in key}
     shown = {key.partition(".")[0] for key in keys}
     further = [group for group in groups if group not in shown]
-    more = f"These groups have more keys{', and so have ' if further else ''}{', '.join(further)}"
+    more = f"More keys of these groups{', and of ' if further else ''}{', '.join(further)}"
     return "\n".join(
         [
             f"usage: {command} [--config FILE] [--KEY VALUE ...]",

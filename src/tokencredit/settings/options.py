@@ -14,6 +14,7 @@ from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.data import PromptsConfig, RewardTerm
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MOST_SEED, EngineName, SamplingConfig
@@ -113,7 +114,8 @@ class ScoringOptions:
         trust = self.trust_remote_code or model.trust_remote_code
         model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
         seed = config.seed if self.seed is None else self.seed
-        config = replace(config, seed=seed, model=model, reward=self.reward or config.reward)
+        reward, no_update = self.reward or config.reward, OffPolicyConfig()
+        config = replace(config, seed=seed, model=model, reward=reward, off_policy=no_update)
         config = with_engine(config, self.engine or "local")
         if no_code:
             refuse_foreign_code(config)
@@ -121,12 +123,12 @@ class ScoringOptions:
 
 
 def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
-    """The configuration with another sampling engine."""
+    """The configuration with another sampling engine, and without corrections for it: nothing is trained with it."""
     if engine == config.rollout.engine:
         return config
     changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
     changed |= {"max_age": 0, "stale_cache": "recompute"}
-    return replace(config, rollout=replace(config.rollout, **changed))
+    return replace(config, rollout=replace(config.rollout, **changed), off_policy=OffPolicyConfig())
 
 
 def flag(key: str) -> str:

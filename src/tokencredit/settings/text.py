@@ -18,6 +18,7 @@ from tokencredit.settings.data import KINDS, DefaultReward, PromptsConfig, Rewar
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.training import (
     ADAPTED,
     MOST_SEED,
@@ -70,6 +71,8 @@ class PPOConfig:
     """Advantage estimation."""
     ppo: UpdateConfig = field(default_factory=UpdateConfig)
     """The PPO update."""
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    """Corrections for tokens drawn with other log-probs than those of training."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL penalty towards the reference model."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -139,6 +142,7 @@ class PPOConfig:
                 f"kl.coef is {self.kl.coef}; with kl.target it must be at least {least} and at most {most}"
             )
         self._check_filters()
+        self.off_policy.check(self.rollout, self.model.dtype)
         self._check_overlong()
         self._check_engine()
         self._check_sharding()

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import moments
+from tokencredit.core.off_policy import CorrectionStats, correction_stats
 from tokencredit.learn.experience import critic_metrics
 from tokencredit.processes import Processes
+from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.rewards.terms import term_metrics
 from tokencredit.text.rewards.texts import last_message
@@ -37,6 +39,8 @@ class Batch:
     """True at tokens whose value the critic learns: all, or the first of each turn."""
     masks: bool = False
     """Completions may be masked from the loss; adds the metric `masked`, the share of masked tokens."""
+    weights: Tensor | None = None
+    """Importance weights on the policy loss; None without a correction."""
 
     def metrics(self, processes: Processes) -> dict[str, float]:
         """The batch's metrics, over the completions of all processes."""
@@ -66,6 +70,8 @@ class Batch:
             metrics |= {"age_mean": float(processes.sum(rollout.age.sum())) / tokens, "age_max": oldest}
         if self.masks:
             metrics["masked"] = 1 - in_loss / tokens
+        if rollout.behavior_logprobs is not None:
+            metrics |= behavior_metrics(rollout, self.weights, processes)
         if rollout.values is not None:
             metrics |= critic_metrics(rollout.values, self.returns, self.valued, processes.sum)
         if (reference := scored.reference.logprobs) is not None and (distance := scored.kl()) is not None:
@@ -117,6 +123,7 @@ class Batch:
             "token_ids": ids,
             "tokens": rollout.tokens(row, tokenizer),
             "logprobs": numbers(rollout.logprobs),
+            **({} if rollout.behavior_logprobs is None else {"behavior_logprobs": numbers(rollout.behavior_logprobs)}),
             **({} if new_logprobs is None else {"new_logprobs": numbers(new_logprobs)}),
             "rewards": numbers(self.rewards),
             "advantages": numbers(self.advantages),
@@ -133,6 +140,20 @@ class Batch:
         if scored.reference.logprobs is not None:
             sample["ref_logprobs"] = numbers(scored.reference.logprobs)
         return sample
+
+
+def behavior_metrics(rollout: Rollout, weights: Tensor | None, processes: Processes) -> dict[str, float]:
+    """Distance from the log-probs of the update to those of the draws, over the tokens of all processes.
+
+    Returns:
+        `behavior_ratio` and `behavior_kl`; with weights also `weight_mean`, `weight_zero` and `weight_ess`
+        (`core.off_policy.CorrectionStats`).
+    """
+    behavior, mask = rollout.behavior_logprobs, rollout.mask
+    assert behavior is not None
+    stats = correction_stats(mask.float() if weights is None else weights, rollout.logprobs, behavior, mask)
+    metrics = CorrectionStats(processes.sum(stats.sums)).metrics()
+    return {name: x for name, x in metrics.items() if weights is not None or name.startswith("behavior")}
 
 
 def text_metrics(scored: Scored, processes: Processes) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokencredit.core.advantages import EpisodeBounds, estimate
 from tokencredit.core.masked import Reduce, explained_variance, moments
+from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import overlong_penalty, token_rewards
 from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.core.whitening import VARIANCE_GUARD, whiten
@@ -84,10 +85,12 @@ class Credit:
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         valued = self.valued(rollout)
-        batch = Batch(scored, rewards, advantages, returns, in_loss, valued, masks=args.ppo.mask_truncated)
+        weights, masks = self._weights(rollout), args.ppo.mask_truncated
+        batch = Batch(scored, rewards, advantages, returns, in_loss, valued, masks=masks, weights=weights)
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
-        return batch, self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
+        experience = self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
+        return batch, replace(experience, weights=weights)
 
     def monte_carlo(self, scored: Scored) -> Experience:
         """The experience for training the critic alone, with sampled returns whatever the estimator.
@@ -136,6 +139,23 @@ class Credit:
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
         return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
+
+    def _weights(self, rollout: Rollout) -> Tensor | None:
+        """Importance weights of the tokens, constant in an update; None without `off_policy.correct`."""
+        args = self.args.off_policy
+        if args.correct == "none":
+            return None
+        behavior = rollout.behavior_logprobs
+        assert behavior is not None, "`OffPolicyConfig.check` refuses such runs"
+        bounds = {"low": args.low, "high": args.high}
+        return correction(rollout.logprobs, behavior, rollout.mask, level=args.level, outside=args.correct, **bounds)
+
+    def _proximal(self, rollout: Rollout) -> Tensor:
+        """Log-probs of the policy around which the update clips."""
+        if self.args.off_policy.proximal == "recomputed":
+            return rollout.logprobs
+        assert rollout.behavior_logprobs is not None, "`OffPolicyConfig.check` refuses such runs"
+        return rollout.behavior_logprobs
 
     def _turns(self, rollout: Rollout) -> Turns | None:
         """The turns of a rollout, if they are the steps of the estimator."""
@@ -253,7 +273,7 @@ class Credit:
             inputs=inputs,
             mask=rollout.mask,
             lengths=rollout.lengths(),
-            logprobs=rollout.logprobs,
+            logprobs=self._proximal(rollout),
             values=rollout.values,
             advantages=advantages,
             returns=returns,

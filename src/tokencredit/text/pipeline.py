@@ -221,7 +221,8 @@ class Pipeline:
                 self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget, self.lockstep
             )
         texts = prompts.continued(completions)
-        numbers = [x for x in (rollout.logprobs, rollout.values, reference.kl, after) if x is not None]
+        possible = (rollout.logprobs, rollout.behavior_logprobs, rollout.values, reference.kl, after)
+        numbers = [x for x in possible if x is not None]
         if not self.processes.all(bool(torch.stack([x.isfinite().all() for x in numbers]).all())):
             raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)
         with stage("reward") as results:

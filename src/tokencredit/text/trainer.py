@@ -116,6 +116,7 @@ class PPOTrainer:
             sharding = Sharding.of(args, self.processes)
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
             precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
+            args.off_policy.check(args.rollout, precision.dtype)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             rows = train_dataset, eval_dataset
             self.prompts, self.eval_prompts = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows)

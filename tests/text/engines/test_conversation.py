@@ -61,6 +61,19 @@ def test_turns_equal_a_full_pass_over_the_whole_text(model, tokenizer):
     assert (rollout.logprobs[~mask] == 0).all()
 
 
+def test_behavior_logprobs_of_turns_are_those_of_the_tokens_that_a_filter_leaves(model, tokenizer):
+    conversation = begin(model, tokenizer, top_k=3)
+    play(conversation, list(range(5)))
+    rollout = conversation.rollout()
+    with torch.no_grad():
+        p = (model.logits(model.response_hidden(rollout.inputs())) / 0.8).softmax(-1)
+    mask = rollout.mask
+    expected = rollout.logprobs - p.topk(3).values.sum(-1).log()
+    torch.testing.assert_close(rollout.behavior_logprobs[mask], expected[mask], atol=1e-4, rtol=1e-4)
+    assert (~mask).any(), "there are observations"
+    assert (rollout.behavior_logprobs[~mask] == 0).all()
+
+
 def test_a_row_that_has_ended_keeps_no_cache(model, tokenizer):
     conversation = begin(model, tokenizer)
     play(conversation, [0, 1, 2, 3, 4], turns=2)

@@ -138,6 +138,35 @@ def test_with_filters_the_entropy_of_the_whole_distribution_is_kept(filters, mod
     assert (rollout.entropy[rollout.mask] > 0).all()
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"min_new_tokens": 4}])
+def test_behavior_logprobs_are_those_of_the_tokens_that_the_filters_leave(filters, model, tokenizer):
+    rollout = roll(model, tokenizer, uniforms(rows=6, time=6), **filters)
+    with torch.no_grad():
+        p = (model.logits(model.response_hidden(rollout.inputs())) / 0.8).softmax(-1)
+    descending, order = p.sort(-1, descending=True)
+    if "top_k" in filters:
+        kept = descending >= descending[..., 2:3]
+    elif "top_p" in filters:
+        kept = descending.cumsum(-1) - descending < 0.5  # up to the token with which the sum reaches top_p
+    elif "min_p" in filters:
+        kept = descending >= 0.3 * descending[..., :1]
+    else:
+        early = torch.arange(p.shape[1])[:, None] < 4
+        kept = ~(early & (order < 120))
+    left = torch.zeros_like(p).scatter(-1, order, descending * kept)
+    drawn = (left / left.sum(-1, keepdim=True)).gather(-1, rollout.response_ids.unsqueeze(-1)).squeeze(-1)
+    mask = rollout.mask
+    torch.testing.assert_close(rollout.behavior_logprobs[mask], drawn[mask].log(), atol=1e-4, rtol=1e-4)
+    assert (rollout.behavior_logprobs[~mask] == 0).all()
+    assert (rollout.behavior_logprobs > rollout.logprobs + 1e-3).any(), "something was left out"
+    torch.testing.assert_close(rollout.head(2).behavior_logprobs, rollout.behavior_logprobs[:2])
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 1.0}, {"stop": ["e"]}])
+def test_without_filters_a_token_is_drawn_with_its_own_logprob(settings, model, tokenizer):
+    assert roll(model, tokenizer, uniforms(rows=2, time=4), **settings).behavior_logprobs is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 1.0}])
 def test_without_filters_samples_estimate_the_entropy(filters, model, tokenizer):

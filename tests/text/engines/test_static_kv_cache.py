@@ -64,7 +64,7 @@ def assert_same(dynamic, static):
     assert torch.equal(dynamic.response_ids, static.response_ids)
     assert torch.equal(dynamic.mask, static.mask)
     assert torch.equal(dynamic.truncated, static.truncated)
-    for name in ("logprobs", "values", "entropy"):
+    for name in ("logprobs", "values", "entropy", "behavior_logprobs"):
         torch.testing.assert_close(getattr(static, name), getattr(dynamic, name), atol=1e-4, rtol=1e-4)
 
 

@@ -138,6 +138,7 @@ def test_what_is_recorded_is_what_was_drawn_from(tmp_path):
     with trainer.pipeline.precision.no_grad():
         drawn = sample(trainer.policy, prompts, uniforms, settings, trainer.tokenizer, engine.end_ids)
     assert torch.equal(drawn.response_ids, recorded.response_ids)
+    assert torch.equal(drawn.logprobs, recorded.behavior_logprobs)
     apart = (drawn.logprobs - recorded.logprobs)[drawn.mask]
     assert apart.abs().mean() < 8e-4, "1.2e-3 with both rounded to bfloat16, 4.3e-3 with one of them"
     assert apart.abs().max() < 0.04

@@ -14,6 +14,7 @@ from tokencredit.runs.diagnosis.episode_checks import (
     tools_fail,
 )
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
+from tokencredit.runs.diagnosis.off_policy_checks import engine_mismatch, truncated_support
 from tokencredit.runs.history import WINDOW
 
 Check = Callable[[Evidence], Finding | None]
@@ -50,6 +51,8 @@ def _clips_tokens(run: Evidence) -> bool:
 def mismatch(run: Evidence) -> Finding | None:
     """Sampling and training disagree on the probability of the same tokens."""
     limit = ROUNDING_IN_BFLOAT16 if run.setting("model.dtype") == "bfloat16" else ROUNDING
+    if run.setting("off_policy.proximal") == "behavior":  # the first ratio is then not 1; `engine_mismatch`
+        return None
     if not run.last("first_ratio_error") > limit:
         return None
     return Finding(
@@ -374,6 +377,7 @@ def still_warming(run: Evidence) -> Finding | None:
 
 CHECKS: tuple[Check, ...] = (
     mismatch,
+    engine_mismatch,
     negative_kl,
     no_step,
     not_moved,
@@ -393,6 +397,7 @@ CHECKS: tuple[Check, ...] = (
     constant_term,
     dominant_term,
     always_clipped,
+    truncated_support,
     environment_fails,
     calls_malformed,
     tools_fail,

@@ -144,7 +144,9 @@ class Engine(Protocol):
     ) -> Rollout:
         """Sample a completion for each row of prompts.
 
-        Log-probs are those of a full forward pass, so that an update's ratio starts at 1 up to rounding.
+        Log-probs are those of a full forward pass, so that an update's ratio starts at 1 up to rounding. The engine's
+        own, after filters, are `behavior_logprobs`; an engine that says it may draw with others
+        (`settings.off_policy.draws_otherwise`) always sets them.
 
         Args:
             prompts: one row per completion.

@@ -78,9 +78,14 @@ class LocalEngine:
         )
 
     def exact(self, rollout: Rollout, temperature: float) -> Rollout:
-        """The rollout with log-probs and values of a full forward pass in bfloat16; in float32 they equal it."""
+        """The rollout with log-probs and values of a full forward pass in bfloat16; in float32 they equal it.
+
+        The tokens were drawn with the log-probs of the sampling pass, which become `behavior_logprobs`.
+        """
         if not self.precision.bfloat16:
             return rollout
+        if rollout.behavior_logprobs is None:
+            rollout = replace(rollout, behavior_logprobs=rollout.logprobs)
         with self.precision.no_grad():
             if rollout.values is None:
                 logprobs = rollout_logprobs(self.policy, rollout, temperature, self.budget, self.in_step)

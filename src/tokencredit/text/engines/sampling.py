@@ -84,7 +84,9 @@ class Decoding:
         self.turn_starts, self.turn_limits = torch.zeros_like(self.lengths), self.lengths.new_full((batch,), self.limit)
         self.logprobs = torch.zeros(shape, device=device)
         self.values: Tensor | None = None
-        self.entropy = torch.zeros(shape, device=device) if settings.filters() else None
+        filtered = bool(settings.filters())
+        self.entropy = torch.zeros(shape, device=device) if filtered else None
+        self.behavior_logprobs = torch.zeros(shape, device=device) if filtered else None
         self.truncated = torch.ones(batch, dtype=torch.bool, device=device)
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
         self.rows = torch.arange(batch, device=device)
@@ -141,6 +143,9 @@ class Decoding:
         self.logprobs[at] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         if self.entropy is not None:
             self.entropy[at] = torch.special.entr(distribution.exp()).sum(-1)
+        if self.behavior_logprobs is not None:
+            drawn = allowed.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+            self.behavior_logprobs[at] = drawn - allowed.logsumexp(-1)
         if values is not None:
             self.values = torch.zeros_like(self.logprobs) if self.values is None else self.values
             self.values[at] = values
@@ -198,6 +203,7 @@ class Decoding:
             values=None if self.values is None else padded(self.values),
             truncated=self.truncated,
             entropy=None if self.entropy is None else padded(self.entropy),
+            behavior_logprobs=None if self.behavior_logprobs is None else padded(self.behavior_logprobs),
         )
 
 

@@ -1,0 +1,52 @@
+"""Settings of off-policy corrections: tokens whose engine drew them with other log-probs than those of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.fields import setting
+from tokencredit.settings.training import RolloutConfig
+
+
+@dataclass
+class OffPolicyConfig:
+    """Corrections for tokens drawn with other log-probs than those of training: by filters such as top_p, by a pass in
+    bfloat16, or by another engine."""
+
+    proximal: Literal["recomputed", "behavior"] = "recomputed"
+    """Policy around which the update clips: recomputed takes log-probs of a full forward pass of the trained model,
+    behavior the log-probs with which the engine drew the tokens."""
+    correct: Literal["none", "clip", "mask"] = setting("none", needs="proximal: recomputed")
+    """Importance weights on the policy loss, recomputed over behavior probability: none, clip bounds them by low and
+    high, mask sets those outside to 0."""
+    level: Literal["token", "sequence", "geometric"] = setting("token", needs="correct: not none")
+    """Weights of single tokens, of the product over a completion's tokens, or of its geometric mean."""
+    low: float = setting(0.0, needs="correct: not none", at_least=0)
+    """Lower bound of the weights."""
+    high: float = setting(2.0, needs="correct: not none", above=0)
+    """Upper bound of the weights."""
+
+    def check(self, rollout: RolloutConfig, dtype: str) -> None:
+        """Raise `ConfigError` for bounds out of order, or for settings that can change nothing.
+
+        Args:
+            rollout: sampling settings of the run.
+            dtype: `model.dtype`; at set-up the one that `auto` has chosen.
+        """
+        if self.correct != "none" and self.high <= self.low:
+            raise ConfigError(f"off_policy.high is {self.high:g}; it must be above off_policy.low, {self.low:g}")
+        for key, default in (("proximal", "recomputed"), ("correct", "none")):
+            value = getattr(self, key)
+            if value != default and not draws_otherwise(rollout, dtype):
+                raise ConfigError(
+                    f"off_policy.{key} is {value}, and tokens are drawn with the log-probs of training: "
+                    f"rollout.engine is {rollout.engine}, without filters, and the dtype of its passes (model.dtype) "
+                    f"{dtype}; leave it out"
+                )
+
+
+def draws_otherwise(rollout: RolloutConfig, dtype: str) -> bool:
+    """True if the engine may draw tokens with other log-probs than training's, so that rollouts hold both."""
+    return bool(rollout.filters()) or dtype != "float32" or rollout.engine != "local"

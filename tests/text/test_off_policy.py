@@ -1,0 +1,275 @@
+"""`off_policy`: log-probs of the draws from the engine to weights of the loss, metrics and samples."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.configs import quiet, text_config
+from helpers.files import read_jsonl, read_metrics
+from tokencredit.cli import main
+from tokencredit.core.off_policy import correction
+from tokencredit.core.truncation import truncated_logprobs
+from tokencredit.errors import ConfigError
+from tokencredit.processes import Processes
+from tokencredit.runs.diagnosis.off_policy_checks import ROUNDING_KL
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.off_policy import OffPolicyConfig
+from tokencredit.settings.options import EvaluateOptions, with_engine
+from tokencredit.settings.source import Source
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.text.batch import behavior_metrics
+from tokencredit.text.credit import Credit
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.sampling import logits_warpers
+from tokencredit.text.models import precision
+from tokencredit.text.pipeline import Scored
+from tokencredit.text.scoring_passes import ReferenceOutputs
+from tokencredit.text.trainer import PPOTrainer
+
+NUCLEUS = RolloutConfig(batch_size=8, max_new_tokens=8, top_p=0.9)
+
+
+def logs(rows):
+    return torch.tensor(rows).log()
+
+
+def scored_by_hand(tokenizer):
+    """Ratios 0.5, 2 and 1.5; then 4; the zeros are padding."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rollout = Rollout(
+        prompt_ids=(prompts := Prompts(["A film"], tokenizer).batch(0, 2)).ids,
+        prompt_mask=prompts.mask,
+        response_ids=torch.zeros(2, 3, dtype=torch.long),
+        mask=mask,
+        logprobs=logs([[0.1, 0.4, 0.3], [0.8, 1.0, 1.0]]),
+        values=torch.zeros(2, 3),
+        truncated=torch.tensor([False, True]),
+        behavior_logprobs=logs([[0.2, 0.2, 0.2], [0.2, 1.0, 1.0]]),
+    )
+    return Scored(prompts, rollout, ["", ""], ReferenceOutputs(), torch.tensor([1.0, 2.0]), None, {})
+
+
+def given(tokenizer, mask_truncated=False, **settings):
+    args = PPOConfig(
+        rollout=RolloutConfig(batch_size=2, top_p=0.9),
+        ppo=UpdateConfig(mask_truncated=mask_truncated, minibatches=1),
+        off_policy=OffPolicyConfig(**settings),
+    )
+    return Credit(args, lambda x: x).give(scored_by_hand(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"correct": "clip"}, [[0.5, 2.0, 1.5], [2.0, 0.0, 0.0]]),
+        ({"correct": "clip", "low": 1.0, "high": 1.7}, [[1.0, 1.7, 1.5], [1.7, 0.0, 0.0]]),
+        ({"correct": "mask", "low": 0.6, "high": 3.0}, [[0.0, 2.0, 1.5], [0.0, 0.0, 0.0]]),
+        ({"correct": "clip", "level": "sequence", "high": 9.0}, [[1.5, 1.5, 1.5], [4.0, 0.0, 0.0]]),
+        ({"correct": "mask", "level": "geometric"}, [[1.5 ** (1 / 3)] * 3, [0.0, 0.0, 0.0]]),
+    ],
+)
+def test_weights_by_hand(settings, expected, tokenizer):
+    batch, experience = given(tokenizer, **settings)
+    torch.testing.assert_close(experience.weights, torch.tensor(expected))
+    assert experience.weights is batch.weights
+    assert torch.equal(experience.logprobs, batch.scored.rollout.logprobs)
+
+
+def test_a_completion_out_of_the_loss_keeps_its_weight_in_the_statistics(tokenizer):
+    batch, experience = given(tokenizer, mask_truncated=True, correct="clip")
+    assert not experience.mask[1].any()
+    metrics = behavior_metrics(batch.scored.rollout, batch.weights, Processes())
+    assert metrics["weight_mean"] == pytest.approx((0.5 + 2 + 1.5 + 2) / 4)
+
+
+def test_without_a_correction_there_are_no_weights(tokenizer):
+    batch, experience = given(tokenizer)
+    assert experience.weights is None
+    assert torch.equal(experience.logprobs, batch.scored.rollout.logprobs)
+
+
+def test_the_proximal_policy_may_be_the_one_that_drew(tokenizer):
+    batch, experience = given(tokenizer, proximal="behavior")
+    assert experience.weights is None
+    assert torch.equal(experience.logprobs, batch.scored.rollout.behavior_logprobs)
+
+
+def test_metrics_by_hand(tokenizer):
+    rollout, weights = scored_by_hand(tokenizer).rollout, torch.tensor([[0.5, 2.0, 1.5], [0.0, 7.0, 7.0]])
+    ratio, kl = (0.5 + 2 + 1.5 + 4) / 4, -math.log(0.5 * 2 * 1.5 * 4) / 4
+    expected = {"behavior_ratio": ratio, "behavior_kl": kl}
+    assert behavior_metrics(rollout, None, Processes()) == pytest.approx(expected)
+    expected |= {"weight_mean": 1.0, "weight_zero": 0.25, "weight_ess": 4**2 / (4 * 6.5)}
+    assert behavior_metrics(rollout, weights, Processes()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"off_policy.correct": "clip"}, {"off_policy.correct": "mask"}, {"off_policy.proximal": "behavior"}],
+)
+def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_path):
+    (key, value), *_ = changes.items()
+    told = (
+        f"{key} is {value}, and tokens are drawn with the log-probs of training: rollout.engine is local, without "
+        "filters, and the dtype of its passes (model.dtype) float32; leave it out"
+    )
+    for rollout in ({}, {"rollout.top_p": 1.0}, {"eval.top_p": 0.5}):
+        with pytest.raises(ConfigError) as caught:
+            PPOConfig.from_dict({"model.dtype": "float32", **rollout, **changes})
+        assert str(caught.value) == told
+    for others in ({"model.dtype": "bfloat16"}, {"rollout.min_new_tokens": 2}, {"rollout.engine": "continuous"}):
+        PPOConfig.from_dict({"model.dtype": "float32"} | others | changes)
+    monkeypatch.setattr(precision, "choose_for_machine", lambda *_: (False, "as timed"))
+    args = PPOConfig.from_dict({"model.dtype": "auto", "run.dir": str(tmp_path / "run")} | changes)
+    with pytest.raises(ConfigError) as caught:
+        PPOTrainer(args=args)
+    assert str(caught.value) == told
+
+
+def test_bounds_in_order():
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig.from_dict({"off_policy.correct": "mask", "off_policy.low": 2.0})
+    assert str(caught.value) == "off_policy.high is 2; it must be above off_policy.low, 2"
+
+
+def test_commands_that_only_sample_ask_for_no_other_logprobs():
+    """`tokencredit evaluate RUN --dtype float32`, of a run in bfloat16."""
+    run = PPOConfig.from_dict({"model.dtype": "bfloat16", "off_policy.correct": "clip"})
+    config = EvaluateOptions(dtype="float32").configure(Source("runs/first", run, scored=True), ())
+    assert config.model.dtype == "float32"
+    run = PPOConfig.from_dict(
+        {"model.dtype": "float32", "rollout.engine": "continuous", "off_policy.proximal": "behavior"}
+    )
+    assert with_engine(run).rollout.engine == "local"
+
+
+@pytest.mark.slow
+def test_on_the_support_of_the_draws_the_mean_ratio_of_a_rollout_is_1(tmp_path):
+    filters = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    trainer = PPOTrainer(args=text_config(tmp_path, rollout=replace(NUCLEUS, batch_size=64, **filters)))
+    rollout = trainer.collect().rollout
+    with torch.no_grad():
+        logits = trainer.policy.logits(trainer.policy.response_hidden(rollout.inputs()))[rollout.mask] / 0.7
+    left = logits
+    for warper in logits_warpers(trainer.args.rollout):
+        left = warper(None, left)
+    behavior, targets = rollout.behavior_logprobs[rollout.mask], rollout.response_ids[rollout.mask]
+    ratio = (truncated_logprobs(logits, targets, left.isfinite()) - behavior).exp()
+    assert float(ratio.mean()) == pytest.approx(1.0, abs=1e-3)
+    assert (rollout.logprobs[rollout.mask] - behavior).exp().mean() < 0.95
+
+
+def trained(folder, iterations=1, **groups):
+    optim = OptimConfig(warmup=0, schedule="constant", lr=1e-3)
+    args = text_config(folder, iterations, **{"rollout": NUCLEUS, "optim": optim} | groups)
+    trainer = PPOTrainer(args=args)
+    trainer.train()
+    return trainer, read_metrics(folder)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_nucleus_is_corrected_to_the_whole_distribution(tmp_path):
+    """The first step of decoupled PPO is the policy gradient with weights."""
+    one_step = UpdateConfig(epochs=1, minibatches=1)
+    clip = OffPolicyConfig(correct="clip")
+    _, (plain,) = trained(tmp_path / "plain", ppo=one_step)
+    trainer, (corrected,) = trained(tmp_path / "corrected", ppo=one_step, off_policy=clip)
+    same = ("reward", "entropy", "value_loss", "ratio_max", "first_ratio_error", "behavior_ratio", "behavior_kl")
+    assert {name: corrected[name] for name in same} == {name: plain[name] for name in same}
+    assert "weight_mean" not in plain
+    assert 0.9 <= corrected["behavior_ratio"] < 1, "the probability of the nucleus"
+    assert corrected["weight_mean"] == pytest.approx(corrected["behavior_ratio"], rel=1e-6)
+    assert corrected["weight_zero"] == 0
+    assert 0.9 < corrected["weight_ess"] < 1
+    assert corrected["policy_loss"] != plain["policy_loss"]
+    assert corrected["grad_norm"] != plain["grad_norm"]
+    _, experience = trainer.credit.give(scored := trainer.collect())
+    rollout, mask = scored.rollout, scored.rollout.mask
+    weights = correction(rollout.logprobs, rollout.behavior_logprobs, mask)
+    expected = -(weights * experience.advantages)[mask].sum() / mask.sum()
+    metrics = trainer.learner.update(experience)
+    assert metrics["policy_loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "dppo_tv"])
+def test_micro_batches_change_no_weighted_run(loss, tmp_path):
+    clip = {"clip": 3e-4} if loss == "gspo" else {}
+    off_policy = OffPolicyConfig(correct="mask", level="geometric", low=0.965)
+    rows = []
+    for name, tokens in {"whole": None, "parts": 24}.items():
+        ppo = UpdateConfig(epochs=1, minibatches=2, loss=loss, micro_batch_tokens=tokens, **clip)
+        rows += trained(tmp_path / name, ppo=ppo, off_policy=off_policy)[1]
+    names = ("policy_loss", "value_loss", "grad_norm", "weight_mean", "weight_zero", "weight_ess", "behavior_kl")
+    whole, parts = ({name: row[name] for name in names} for row in rows)
+    assert parts == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    assert 0 < whole["weight_zero"] < 1
+
+
+@pytest.mark.slow
+def test_in_bfloat16_tokens_are_drawn_by_another_pass(tmp_path):
+    settings = {"model": ModelConfig(dtype="bfloat16"), "rollout": replace(NUCLEUS, top_p=None)}
+    _, (plain,) = trained(tmp_path / "plain", **settings)
+    assert plain["behavior_ratio"] == pytest.approx(1, abs=1e-2)
+    assert plain["behavior_ratio"] != 1
+    assert abs(plain["behavior_kl"]) < 1e-2
+    trainer, (moved,) = trained(tmp_path / "moved", **settings, off_policy=OffPolicyConfig(proximal="behavior"))
+    assert moved["reward"] == plain["reward"]
+    assert moved["policy_loss"] != plain["policy_loss"]
+    scored = trainer.collect()
+    assert torch.equal(trainer.credit.give(scored)[1].logprobs, scored.rollout.behavior_logprobs)
+
+
+@pytest.mark.slow
+def test_another_engine_in_float32_has_weights_of_1_up_to_rounding(tmp_path):
+    rollout = replace(NUCLEUS, engine="continuous")
+    clip = OffPolicyConfig(correct="clip")
+    _, (row,) = trained(tmp_path / "whole", rollout=replace(rollout, top_p=None), off_policy=clip)
+    assert abs(row["behavior_kl"]) < ROUNDING_KL
+    expected = {"behavior_ratio": 1, "weight_mean": 1, "weight_zero": 0, "weight_ess": 1}
+    assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    _, (row,) = trained(tmp_path / "nucleus", rollout=rollout, off_policy=clip)
+    assert 0.9 <= row["weight_mean"] < 0.999, "the probability of the nucleus"
+    assert row["first_ratio_error"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_the_same_weights_or_with_others(tmp_path):
+    options = ["--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "8"]
+    options += ["--rollout.top_p", "0.9", "--off_policy.correct", "clip", "--run.show_every", "0"]
+    options += [
+        "--critic.epochs",
+        "1",
+        "--critic.buffer",
+        "2",
+        "--ppo.minibatches",
+        "2",
+        "--optim.schedule",
+        "constant",
+    ]
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    assert main(["train", *options, "--run.iterations", "2", "--run.dir", whole]) == 0
+    assert main(["train", *options, "--run.iterations", "1", "--run.dir", parts]) == 0
+    assert main(["train", "--resume", parts, "--run.iterations", "2"]) == 0
+    names = ("policy_loss", "grad_norm", "critic_value_loss", "weight_mean", "weight_ess", "behavior_kl")
+    expected, found = (
+        [{name: row[name] for name in names} for row in read_metrics(tmp_path / x)] for x in ("whole", "parts")
+    )
+    assert found == expected
+    other = ["--off_policy.correct", "mask", "--off_policy.low", "0.95", "--run.iterations", "3"]
+    assert main(["train", "--resume", parts, *other]) == 0
+    assert read_metrics(tmp_path / "parts")[2]["weight_zero"] > 0
+
+
+def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
+    _, (row,) = trained(tmp_path / "run", run=quiet(tmp_path / "run", samples=8))
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    pairs = [pair for x in samples for pair in zip(x["logprobs"], x["behavior_logprobs"], strict=True)]
+    assert len(pairs) == row["tokens"]
+    assert sum(b - a for a, b in pairs) / len(pairs) == pytest.approx(row["behavior_kl"], abs=1e-5)
+    _, _ = trained(tmp_path / "whole", rollout=replace(NUCLEUS, top_p=None))
+    assert "behavior_logprobs" not in read_jsonl(tmp_path / "whole" / "samples.jsonl")[0]
