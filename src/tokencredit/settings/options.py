@@ -126,7 +126,8 @@ def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
     """The configuration with another sampling engine, and without corrections for it: nothing is trained with it."""
     if engine == config.rollout.engine:
         return config
-    changed: dict[str, Any] = {"engine": engine, "cache": "auto", "max_age": 0, "stale_cache": "recompute"}
+    changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
+    changed |= {"max_age": 0, "stale_cache": "recompute"}
     return replace(config, rollout=replace(config.rollout, **changed), off_policy=OffPolicyConfig())
 
 

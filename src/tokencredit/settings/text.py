@@ -176,6 +176,9 @@ class PPOConfig:
                 f"rollout.engine is {engine}, and run.shard is {self.run.shard}; sharded models are sampled from by "
                 "engine local only: leave one of them out"
             )
+        if engine == "vllm":
+            self.rollout.check_vllm("rollout")
+            self.eval.check_vllm("eval")
         lengths = {"rollout": self.rollout.min_new_tokens, "eval": self.eval.min_new_tokens}
         for group, shortest in lengths.items():
             if engine == "continuous" and shortest:

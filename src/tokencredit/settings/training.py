@@ -16,6 +16,8 @@ from tokencredit.settings.model import CriticTraining
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
 EngineName = Literal["local", "continuous", "vllm"]
+VLLM_LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this one."""
 
 MOST_SEED = 2**62
 """Largest seed; PyTorch must accept 2 · seed + 1 too."""
@@ -82,6 +84,19 @@ class SamplingConfig:
         if "" in self.stop:
             raise ConfigError(f"{group}.stop is {self.stop}; an empty text would end every completion, leave it out")
 
+    def check_vllm(self, group: str) -> None:
+        """Raise `ConfigError` for settings under which vLLM samples from another distribution."""
+        if self.temperature < VLLM_LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"{group}.temperature is {self.temperature}, and vLLM samples at {VLLM_LOWEST_TEMPERATURE} or more; "
+                "raise it, or set rollout.engine: local"
+            )
+        if self.min_p is not None and self.top_p is not None and self.top_p < 1:
+            raise ConfigError(
+                f"{group}.min_p and {group}.top_p are both set; vLLM applies min_p first, which changes what top_p "
+                "leaves: leave one of them out, or set rollout.engine: local"
+            )
+
 
 @dataclass
 class RolloutConfig(SamplingConfig):
@@ -97,6 +112,9 @@ class RolloutConfig(SamplingConfig):
     """Sampling engine, also of evaluations and audits. `local` samples with the model itself, the same bits for the
     same seed. `continuous` is Transformers' continuous batching, `vllm` is vLLM in this process; their weights are
     checked after each update, and their rollouts are the same in distribution only (docs/engines.md)."""
+    engine_memory: float | None = setting(None, needs="engine: vllm", above=0, below=1)
+    """Share of a GPU's memory for vLLM's weights, activations and KV cache; null for 0.4. On a CPU the KV cache has
+    1 GiB, or VLLM_CPU_KVCACHE_SPACE."""
     max_age: int = setting(0, needs="engine: continuous", at_least=0)
     """Most updates between the drawing of a token and its use. Above 0, so many batches are sampled ahead, while the
     policy learns and rewards and tools are waited for; rollouts then depend on timing (docs/engines.md)."""

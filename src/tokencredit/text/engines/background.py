@@ -130,6 +130,9 @@ class BackgroundSampler:
                 if not self.keeps_cache:
                     self._resubmit(name, flight)
 
+    def sleep(self) -> None:
+        """Do nothing: sampling goes on meanwhile."""
+
     def close(self) -> None:
         """Stop the thread; requests on their way fail."""
         if self.closed.is_set():

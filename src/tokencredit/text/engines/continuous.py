@@ -74,6 +74,9 @@ class ContinuousSampler:
     def sync(self, policy: ActorCritic) -> None:
         """Do nothing: the weights are shared, and each call has a cache of its own."""
 
+    def sleep(self) -> None:
+        """Do nothing: the cache ends with a call."""
+
     @contextmanager
     def _manager(self, requests: Sequence[Request], settings: SamplingConfig) -> Iterator[Any]:
         """A manager for this call."""

@@ -85,6 +85,13 @@ class Sampler(Protocol):
             EngineFailure: it cannot.
         """
 
+    def sleep(self) -> None:
+        """Free memory of the device until the next call, if it can: passes of the policy follow.
+
+        Raises:
+            EngineFailure: it failed.
+        """
+
 
 @dataclass
 class RequestEngine:
@@ -157,6 +164,10 @@ class RequestEngine:
 
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """The rollout with log-probs by a full forward pass, and with values of a critic on the policy's trunk."""
+        try:
+            self.sampler.sleep()
+        except EngineFailure as failure:
+            raise RunStopped(f"rollout.engine {self.sampler.name} could not free its memory: {failure}") from failure
         critic = self.policy.critic
         shared = isinstance(critic, Critic) and critic.reads_last
         filtered = bool(settings.filters())

@@ -22,8 +22,9 @@ from tokencredit.settings.training import EngineName
 from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.continuous import ContinuousSampler
 from tokencredit.text.engines.local import LocalEngine
-from tokencredit.text.engines.requests import RequestEngine
+from tokencredit.text.engines.requests import RequestEngine, Sampler
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
+from tokencredit.text.engines.vllm import VllmSampler
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
@@ -60,9 +61,15 @@ class Models:
     """Processes that sample in step, if `sharding.sampling` is layers."""
 
     def engine(
-        self, budget: int | None, name: EngineName = "local", report: Callable[[str], None] = print
+        self,
+        budget: int | None,
+        name: EngineName = "local",
+        report: Callable[[str], None] = print,
+        memory: float | None = None,
     ) -> LocalEngine | RequestEngine:
-        """The sampling engine of this name for the policy, whose weights it has; arguments as in `RequestEngine`.
+        """The sampling engine of this name for the policy, whose weights it has.
+
+        Arguments are as in `RequestEngine`; `memory` is `rollout.engine_memory`.
 
         Raises:
             ConfigError: the engine is not installed.
@@ -71,7 +78,11 @@ class Models:
         ends = end_ids(self.policy.lm, self.tokenizer)
         if name == "local":
             return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
-        sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
+        sampler: Sampler
+        if name == "vllm":
+            sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, memory)
+        else:
+            sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
         engine = RequestEngine(self.policy, self.tokenizer, ends, self.precision, sampler, budget, report)
         with preserved():
             engine.weights_changed()

@@ -1,0 +1,63 @@
+"""Settings that go with `rollout.engine: vllm`, and the message where vLLM is not installed; vLLM is not needed."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.options import with_engine
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.engines.vllm import VllmSampler
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.precision import Precision
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout.temperature": 0.005}, r"rollout\.temperature is 0\.005, and vLLM samples at 0\.01 or more"),
+        ({"eval.temperature": 0.005}, r"eval\.temperature is 0\.005"),
+        ({"eval.min_p": 0.1, "eval.top_p": 0.9}, r"eval\.min_p and eval\.top_p are both set; vLLM applies min_p first"),
+        ({"run.shard": "full"}, r"run\.shard is full"),
+        ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
+        ({"rollout.engine_memory": 1.5}, r"rollout\.engine_memory"),
+        ({"rollout.engine_memory": 0.5, "rollout.engine": "local"}, r"rollout\.engine_memory .* rollout\.engine: vllm"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig.from_dict({"rollout.engine": "vllm"} | settings)
+
+
+def test_settings_that_fit():
+    fitting = {"rollout.min_new_tokens": 2, "kl.coef": 0.0, "eval.top_p": 0.9, "rollout.engine_memory": 0.3}
+    config = PPOConfig.from_dict({"rollout.engine": "vllm"} | fitting)
+    assert with_engine(config).rollout.engine_memory is None
+
+
+def test_on_a_gpu_it_sleeps_during_full_passes_and_wakes_what_is_needed():
+    calls = []
+    sampler = VllmSampler.__new__(VllmSampler)
+    sampler.device, sampler._asleep = torch.device("cuda"), []
+    sampler.llm = SimpleNamespace(
+        sleep=lambda level: calls.append(f"sleep {level}"), wake_up=lambda tags: calls.append(f"wake {tags}")
+    )
+    sampler._wake("weights", "kv_cache")
+    sampler.sleep()
+    sampler.sleep()
+    sampler._wake("weights")
+    sampler._wake("weights", "kv_cache")
+    assert calls == ["sleep 1", "wake ['weights']", "wake ['kv_cache']"]
+
+
+def test_without_vllm_the_message_says_what_to_install(tokenizer, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    policy = ActorCritic(load_language_model(ModelConfig())[0])
+    message = r"^rollout\.engine is vllm, which is not installed: pip install tokencredit\[vllm\]$"
+    with pytest.raises(ConfigError, match=message):
+        VllmSampler(policy, tokenizer, [0], Precision("float32", torch.device("cpu")))
