@@ -25,6 +25,7 @@ def test_the_policy_of_the_grid_learns_to_reach_the_goal(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_the_policy_of_the_calculator_learns_to_calculate(tmp_path):
     solved = rewards(tmp_path, "calculator.yaml", "--run.iterations", "8", "--rollout.batch_size", "64")
     assert 0.05 < solved[0] <= 0.35
