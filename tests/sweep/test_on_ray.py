@@ -16,11 +16,13 @@ from tokencredit.sweep.plan import read_sweep
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs Ray: pip install tokencredit[ray]")
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+# Ray asks a node whether it is there every 3 seconds, and gives it up after 5 questions.
+OFTEN = {"_system_config": {"health_check_period_ms": 1000}}
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE | OFTEN)
     made.other = made.add_node(num_cpus=1, object_store_memory=NODE["object_store_memory"])
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = made.address
