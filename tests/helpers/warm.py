@@ -44,7 +44,7 @@ class Starter:
         )
         theirs.close()
         self._socket = ours
-        self._codes = {}
+        self._codes, self._owner = {}, os.getpid()
         atexit.register(self.close)
 
     def _ask(self, request, files=()):
@@ -70,8 +70,9 @@ class Starter:
 
     def close(self):
         """End; what still runs is killed."""
-        self._socket.close()
-        self._process.wait()
+        if os.getpid() == self._owner:
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._process.wait()
 
 
 @cache
@@ -220,6 +221,7 @@ def _receive(connection):
 
 def become(request, files):
     """Be the process that was asked for."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     for number, file in enumerate(files, 1):
@@ -248,6 +250,8 @@ if __name__ == "__main__":
     import gc
     import importlib
 
+    sys.path[0] = str(Path(__file__).parents[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
     for library in LIBRARIES:
         importlib.import_module(library)
     if Path("/proc/self/task").exists():
