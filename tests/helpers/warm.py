@@ -72,6 +72,7 @@ class Starter:
         """End; what still runs is killed."""
         if os.getpid() == self._owner:
             self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
             self._process.wait()
 
 

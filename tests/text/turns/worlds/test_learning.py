@@ -19,7 +19,7 @@ def rewards(tmp_path, recipe, *settings):
 
 @pytest.mark.slow
 def test_the_policy_of_the_grid_learns_to_reach_the_goal(tmp_path):
-    solved = rewards(tmp_path, "grid.yaml", "--run.iterations", "8")
+    solved = rewards(tmp_path, "grid.yaml", "--run.iterations", "5")
     assert 0.2 < solved[0] <= 0.4
     assert solved[-1] > 0.7
 
