@@ -26,7 +26,7 @@ train: .venv/installed-run  ## Train the built-in language model: the main job, 
 test: install lint types  ## Lint, types and all tests
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not proof"
 
-proofs: install  ## The proofs that take too long for `make test`, with a line for each: ten minutes
+proofs: install  ## The proofs that take too long for `make test`, with a line for each
 	$(BIN)/python -m pytest -n 2 -m proof -v --durations=0 --durations-min=1
 
 fast: install lint types  ## Lint, types and the quick tests: about a minute

@@ -37,7 +37,10 @@ def _warm(monkeypatch):
 
 
 @pytest.mark.usefixtures("_warm")
-@pytest.mark.parametrize(("command", "iterations"), [(TEXT, 14), (CONTROL, 40)], ids=["text", "control"])
+@pytest.mark.parametrize(
+    ("command", "iterations"),
+    [pytest.param(TEXT, 14, id="text"), pytest.param(CONTROL, 40, id="control", marks=pytest.mark.proof)],
+)
 def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(command, iterations, tmp_path):
     command = [*command, "--run.iterations", str(iterations), "--run.save_every", "1"]
     assert main([*command, "--run.dir", str(tmp_path / "whole")]) == 0
