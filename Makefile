@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install train test fast fuzz lowest lint types format lock benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
+.PHONY: help install train test fast fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
 .PHONY: findings world fuzz-templates
 
 help:  ## List the targets
@@ -24,10 +24,13 @@ train: .venv/installed-run  ## Train the built-in language model: the main job, 
 	$(BIN)/tokencredit train
 
 test: install lint types  ## Lint, types and all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not proof"
+
+proofs: install  ## The proofs that take too long for `make test`, with a line for each
+	$(BIN)/python -m pytest -n 2 -m proof -v --durations=0 --durations-min=1
 
 fast: install lint types  ## Lint, types and the quick tests: about a minute
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few
+	$(BIN)/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few
 
 fuzz: install  ## The tests with random inputs, with fresh and ten times as many inputs
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh
@@ -37,7 +40,7 @@ fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templa
 
 # Warnings are no errors there: old versions warn of newer ones.
 lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own
-	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=few -W default
+	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few -W default
 
 test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs in processes of their own: six minutes after the install
 	.vllm-venv/bin/python -m pytest tests/text/engines/test_vllm.py tests/text/engines/test_vllm_runs.py

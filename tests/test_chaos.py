@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+import chaos
 from chaos import (
     CONTROL,
     LENGTHS,
@@ -22,12 +23,24 @@ from chaos import (
     stopped,
     sweep_file,
 )
+from helpers import warm
 from tokencredit.cli import main
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("command", "iterations"), [(TEXT, 14), (CONTROL, 40)], ids=["text", "control"])
+@pytest.fixture
+def _warm(monkeypatch):
+    """Runs start as forks: these tests are about their middle and their end."""
+    monkeypatch.setattr(chaos, "start_command", warm.start_command)
+    monkeypatch.setattr(chaos, "python", warm.python)
+
+
+@pytest.mark.usefixtures("_warm")
+@pytest.mark.parametrize(
+    ("command", "iterations"),
+    [pytest.param(TEXT, 14, id="text"), pytest.param(CONTROL, 40, id="control", marks=pytest.mark.proof)],
+)
 def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(command, iterations, tmp_path):
     command = [*command, "--run.iterations", str(iterations), "--run.save_every", "1"]
     assert main([*command, "--run.dir", str(tmp_path / "whole")]) == 0
@@ -38,6 +51,7 @@ def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(co
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize(
     ("code", "signals"),
     [(0, [signal.SIGTERM]), (130, [signal.SIGINT]), (130, [signal.SIGINT, signal.SIGINT])],
@@ -67,6 +81,7 @@ def test_signals_save_first_and_then_stop_at_once(code, signals, tmp_path):
 SMALL = {"rollout": {"batch_size": 8, "max_new_tokens": 6}}
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
 def test_a_sweep_of_language_models_goes_on_after_a_kill(tmp_path):
     """With the number format left open; tests/sweep/test_runner.py does the same with agents."""
@@ -85,6 +100,7 @@ def test_a_sweep_of_language_models_goes_on_after_a_kill(tmp_path):
     assert all("model.dtype auto: " in text for text in events)
 
 
+@pytest.mark.usefixtures("_warm")
 def test_memory_does_not_grow(tmp_path):
     """4 MB in 200 iterations would be 20 kB each: a few tensors, or the metrics and samples that are on the disk."""
     assert growth(tmp_path / "run", 300) < 4

@@ -12,7 +12,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import tokencredit
-from helpers.commands import HEAVY, command, imported, refused
+from helpers import warm
+from helpers.commands import COMMAND, HEAVY, command, imported, refused
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.commands import COMMANDS
@@ -306,7 +307,7 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
         (disk / "other").write_bytes(b"x" * (21 * 2**20 - policy - 9 * 2**20 - 400_000))
         options = ["--rollout.batch_size", "32", "--run.samples", "32", "--run.iterations", "2000", "--ppo.epochs", "1"]
         options += ["--run.save_every", "0"]  # the disk has no room for checkpoints
-        done = command("train", *options, "--ppo.minibatches", "1", "--run.dir", str(disk / "run"))
+        done = warm.python(*COMMAND, "train", *options, "--ppo.minibatches", "1", "--run.dir", disk / "run")
         assert done.returncode == 1
         assert "No space left on device" in done.stderr.strip().splitlines()[-1]
         assert "Traceback" not in done.stderr

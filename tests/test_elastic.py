@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from chaos import assert_same
+from helpers import commands
 from helpers.elastic import COMMAND, death, restarts, torchrun, train
+from helpers.warm import together
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,11 +19,15 @@ SHORT = ("--run.iterations", "4")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run left in peace."""
+    """A run left in peace, by two processes without torchrun."""
     folder = tmp_path_factory.mktemp("elastic") / "whole"
-    code, said = train(folder, *SHORT)
-    assert code == 0, said
+    done = two(folder)
+    assert done.returncode == 0, done.stderr
     return folder
+
+
+def two(folder):
+    return together(2, *commands.COMMAND, *COMMAND, *SHORT, "--run.dir", folder, ACCELERATE_USE_CPU="true")
 
 
 def test_a_job_goes_on_after_killed_and_stopped_processes_as_if_nothing_had_been(whole, tmp_path, monkeypatch):
@@ -43,9 +49,10 @@ def test_a_job_goes_on_after_killed_and_stopped_processes_as_if_nothing_had_been
 
 def test_the_folder_of_another_run_is_refused(whole):
     files = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    code, said = train(whole, *SHORT)
-    assert code != 0
-    assert len(re.findall("^tokencredit: run.dir .* holds a run or other files already", said, re.MULTILINE)) == 1
+    done = two(whole)
+    assert done.returncode == 2
+    refusals = re.findall("^tokencredit: run.dir .* holds a run or other files already", done.stderr, re.MULTILINE)
+    assert len(refusals) == 1, "one process says it"
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == files
 
 

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 import processes_matrix
-from helpers.commands import COMMAND, TWO_PROCESSES, python
+from helpers.commands import COMMAND
 from helpers.files import read_events, read_metrics
+from helpers.warm import together
 from tokencredit.cli import main
 
 pytestmark = pytest.mark.slow
@@ -21,13 +22,6 @@ def train_alone(folder, options):
     """Train in this process."""
     assert main(["train", *options, str(folder)]) == 0
     return written(folder)
-
-
-def train_together(folder, options):
-    """Train in two processes; their output, too."""
-    done = python(*TWO_PROCESSES, *COMMAND, "train", *options, folder, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    return done.stdout, *written(folder)
 
 
 def written(folder):
@@ -43,8 +37,9 @@ def runs(tmp_path_factory):
     """
     folder, kinds = tmp_path_factory.mktemp("runs"), ["everything"]
     processes_matrix.train(kinds, folder, 4)
-    options = ("--train", "--iterations", 4, "--folder", folder, "--kinds", *kinds)
-    processes_matrix.in_processes(2, *options, "--sources", "2 sharded")
+    options = ("--train", "--iterations", 4, "--folder", folder, "--kinds", *kinds, "--sources", "2 sharded")
+    done = together(2, processes_matrix.__file__, *options, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
     processes_matrix.go_on(kinds, folder, ["2 sharded"], 4)
     return folder
 
@@ -87,8 +82,9 @@ def test_two_critics_learn_alike_in_two_processes(tmp_path):
     options = [*OPTIONS, "--critic.kind", "separate", "--critic.members", "2", "--critic.clip", "null"]
     options += ["--critic.epochs", "1", "--ppo.micro_batch_tokens", "24", "--run.iterations", "1", "--run.dir"]
     alone, _ = train_alone(tmp_path / "one", options)
-    _, together, _ = train_together(tmp_path / "two", options)
-    for one, two in zip(alone, together, strict=True):
+    done = together(2, *COMMAND, "train", *options, tmp_path / "two", ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(alone, read_metrics(tmp_path / "two"), strict=True):
         for name in ("value_loss", "critic_value_loss", "grad_norm", "explained_variance", "reward"):
             assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-6), name
     for part in ("value_head.safetensors", "value_head-2.safetensors", "critic-2/model.safetensors"):
@@ -101,6 +97,7 @@ def test_two_critics_learn_alike_in_two_processes(tmp_path):
 def test_the_first_process_chooses_the_number_format_for_all(tmp_path):
     few = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "4", "--ppo.minibatches", "1"]
     few += ["--run.iterations", "1", "--run.show_every", "0", "--run.dir"]
-    shown, *_ = train_together(tmp_path / "two", few)
+    done = together(2, *COMMAND, "train", *few, tmp_path / "two", ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
     chosen = json.loads((tmp_path / "two" / "choices.json").read_text())["model.dtype"]
-    assert shown.count("model.dtype auto: ") == shown.count(f"model.dtype auto: {chosen}, ") == 1
+    assert done.stdout.count("model.dtype auto: ") == done.stdout.count(f"model.dtype auto: {chosen}, ") == 1

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import gymnasium as gym
@@ -82,6 +83,22 @@ def resumed(kind, args):
     trainer = kind(args=args)
     trainer.train(resume_from_checkpoint=True)
     return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that was never stopped."""
+    folder = tmp_path_factory.mktemp("resuming") / "whole"
+    PPOTrainer(args=text(folder)).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cut_in_6(tmp_path_factory):
+    """The same run, which ended in its last iteration; tests take copies."""
+    folder = tmp_path_factory.mktemp("resuming") / "cut"
+    cut(PPOTrainer, text(folder), 6)
+    return folder
 
 
 TEXTS = {
@@ -195,12 +212,11 @@ def test_python_numpy_and_torch_go_on_with_their_random_numbers(tmp_path):
     assert seen["cut"][3:] == seen["whole"][2:], "iteration 3 came twice"
 
 
-def test_before_the_first_checkpoint_a_run_begins_anew(tmp_path):
-    PPOTrainer(args=text(tmp_path / "whole")).train()
+def test_before_the_first_checkpoint_a_run_begins_anew(whole, tmp_path):
     cut(PPOTrainer, text(tmp_path / "cut"), 2)
     assert chaos.metrics(tmp_path / "cut")
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert_same(tmp_path / "whole", tmp_path / "cut")
+    assert_same(whole, tmp_path / "cut")
     assert "no checkpoint yet: the run begins anew" in read_events(tmp_path / "cut")
 
 
@@ -253,20 +269,19 @@ TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", TENSORS, "process-0.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, tmp_path):
-    PPOTrainer(args=text(tmp_path / "whole")).train()
-    cut(PPOTrainer, text(tmp_path / "cut"), 6)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, whole, cut_in_6, tmp_path):
+    shutil.copytree(cut_in_6, tmp_path / "cut")
     damaged = tmp_path / "cut" / "checkpoints" / "000004" / file
     content = damaged.read_bytes()
     damaged.write_bytes(content[: len(content) // 2])
     resumed(PPOTrainer, text(tmp_path / "cut"))
     assert any(f"000004 cannot be used, trying the one before it: {file}" in e for e in read_events(tmp_path / "cut"))
     assert "resumed after iteration 2" in read_events(tmp_path / "cut")
-    assert_same(tmp_path / "whole", tmp_path / "cut")
+    assert_same(whole, tmp_path / "cut")
 
 
-def test_a_flipped_bit_is_noticed(tmp_path):
-    cut(PPOTrainer, text(tmp_path / "cut"), 5)
+def test_a_flipped_bit_is_noticed(cut_in_6, tmp_path):
+    shutil.copytree(cut_in_6, tmp_path / "cut")
     file = tmp_path / "cut" / "checkpoints" / "000004" / TENSORS
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -275,8 +290,8 @@ def test_a_flipped_bit_is_noticed(tmp_path):
     assert any(f"{TENSORS} has changed since it was written" in event for event in read_events(tmp_path / "cut"))
 
 
-def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
-    cut(PPOTrainer, text(tmp_path / "cut"), 5)
+def test_when_every_checkpoint_is_damaged_nothing_is_touched(cut_in_6, tmp_path):
+    shutil.copytree(cut_in_6, tmp_path / "cut")
     for manifest in (tmp_path / "cut" / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
     before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
@@ -285,15 +300,14 @@ def test_when_every_checkpoint_is_damaged_nothing_is_touched(tmp_path):
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
 
-def test_metrics_that_lost_lines_take_an_older_checkpoint(tmp_path):
-    PPOTrainer(args=text(tmp_path / "whole")).train()
-    cut(PPOTrainer, text(tmp_path / "cut"), 6)
+def test_metrics_that_lost_lines_take_an_older_checkpoint(whole, cut_in_6, tmp_path):
+    shutil.copytree(cut_in_6, tmp_path / "cut")
     file = tmp_path / "cut" / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:3]) + lines[3][:40])
     resumed(PPOTrainer, text(tmp_path / "cut"))
     assert any("metrics.jsonl has lost lines" in event for event in read_events(tmp_path / "cut"))
-    assert_same(tmp_path / "whole", tmp_path / "cut")
+    assert_same(whole, tmp_path / "cut")
 
 
 def test_the_newest_checkpoints_are_kept_and_the_one_that_evaluated_best(tmp_path):

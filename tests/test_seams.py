@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from helpers.commands import TWO_PROCESSES, python
 from helpers.seams import run_settings
+from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.runs.jsonl import read_samples
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 def results(model_folders, tmp_path_factory):
     """Folder and results of both processes of `helpers.seams`."""
     folder = tmp_path_factory.mktemp("seams")
-    done = python(*TWO_PROCESSES, "-m", "helpers.seams", model_folders["gpt2"], folder, ACCELERATE_USE_CPU="true")
+    done = together(2, "-m", "helpers.seams", model_folders["gpt2"], folder, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 

@@ -11,11 +11,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from helpers.commands import TWO_PROCESSES, python
 from helpers.files import read_metrics
 from helpers.models import SHAPE, random_lm
 from helpers.rewards import vowels
 from helpers.sharded_cases import CASES, run_settings
+from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.processes import Processes
@@ -46,7 +46,7 @@ def models(model_folders, tokenizer, tmp_path_factory):
 def results(models, tmp_path_factory):
     """Folder and results of both processes of `helpers.sharded_cases`."""
     folder = tmp_path_factory.mktemp("sharded")
-    done = python(*TWO_PROCESSES, "-m", "helpers.sharded_cases", models, folder, ACCELERATE_USE_CPU="true")
+    done = together(2, "-m", "helpers.sharded_cases", models, folder, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, [json.loads((folder / f"results-{rank}.json").read_text()) for rank in (0, 1)]
 

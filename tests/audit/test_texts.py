@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerFast
 
-from helpers.commands import TWO_PROCESSES, python
 from helpers.configs import quiet
 from helpers.files import TIMES, drop_keys, read_metrics
 from helpers.models import loud
+from helpers.warm import together
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_file import with_audit
 from tokencredit.runs.folder import drop_audit
@@ -375,7 +375,7 @@ def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tm
     script = tmp_path / "audit.py"
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
     script.write_text(TOGETHER.format(folders=folders, run=str(tmp_path / "run"), out=str(tmp_path)))
-    done = python(*TWO_PROCESSES, script, ACCELERATE_USE_CPU="true")
+    done = together(2, script, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert one["found"] == two["found"], "both judge the completions of both"

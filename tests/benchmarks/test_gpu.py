@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import warm
 from helpers.commands import python
 
 ROOT = Path(__file__).parents[2]
@@ -13,9 +14,9 @@ BARE = "import runpy, sys; sys.path.insert(0, {tests!r}); import bare; sys.meta_
 BARE += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-def run(folder, *arguments, program=(PROGRAM,)):
+def run(folder, *arguments, begin=warm.python, program=(PROGRAM,)):
     out = folder / "gpu.json"
-    done = python(*program, "--size", "smallest", "--out", out, *arguments)
+    done = begin(*program, "--size", "smallest", "--out", out, *arguments)
     return done, json.loads(out.read_text()) if out.exists() else None
 
 
@@ -23,7 +24,7 @@ def run(folder, *arguments, program=(PROGRAM,)):
 def results(tmp_path_factory):
     bare = ("-c", BARE.format(tests=str(ROOT / "tests")), PROGRAM)
     parts = ("ceilings", "correctness", "main", "decoding", "side_by_side", "variants", "others", "growth")
-    done, results = run(tmp_path_factory.mktemp("gpu"), "--parts", *parts, program=bare)
+    done, results = run(tmp_path_factory.mktemp("gpu"), "--parts", *parts, begin=python, program=bare)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["part"] for row in results["rows"]} == set(parts)
     for row in results["rows"]:
@@ -53,7 +54,7 @@ def test_parts_without_time_are_named_and_the_table_prints_the_file(tmp_path):
     done, results = run(tmp_path, "--parts", "ceilings", "main", "--minutes", "0")
     assert done.returncode == 0, done.stderr
     assert [row["name"] for row in results["rows"]] == ["left out, no time was left"] * 2
-    table = python(PROGRAM, "--table", tmp_path / "gpu.json").stdout
+    table = warm.python(PROGRAM, "--table", tmp_path / "gpu.json").stdout
     assert table.count("| left out, no time was left |") == 2
 
 

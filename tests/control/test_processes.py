@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 
-from helpers.commands import COMMAND, TWO_PROCESSES, python
+from helpers.commands import COMMAND
 from helpers.files import read_metrics, without_times
+from helpers.warm import together
 from tokencredit.cli import main
 from tokencredit.control.environments import make_envs
 from tokencredit.control.reward_scale import AgreedSteps
@@ -41,7 +42,7 @@ class Three:
 
 def in_two(*arguments, cwd=None):
     """Run the command in two processes."""
-    return python(*TWO_PROCESSES, *COMMAND, *arguments, cwd=cwd, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    return together(2, *COMMAND, *arguments, cwd=cwd, ACCELERATE_USE_CPU="true")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import minibatches
-from helpers.commands import python
+from helpers.warm import together
 from tokencredit.processes import Processes
 
 pytestmark = [
@@ -35,8 +35,7 @@ def one(folder):
 @pytest.fixture(scope="module")
 def three(folder, one):
     """Results of each of three processes."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3")
-    done = python(*launch, Path(minibatches.__file__), folder, ACCELERATE_USE_CPU="true")
+    done = together(3, Path(minibatches.__file__), folder, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 

@@ -45,8 +45,8 @@ def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(clus
         shown = process.communicate(timeout=120)[0]
     assert process.returncode == 130
     assert f"resume with: tokencredit sweep {file} --on ray" in shown
-    stops = {run.summary().get("stopped_by") for run in runs}
-    assert stops <= {"SIGTERM", "interrupt", "iterations"}, "all have saved"
+    stops = [run.summary().get("stopped_by") for run in runs]
+    assert set(stops) <= {"SIGTERM", "interrupt", "iterations"}, "all have saved"
     assert "SIGTERM" in stops, "a killed node's run too: it noticed"
 
     done = command("sweep", file, "--on", "ray", "--cores", "1")
@@ -54,8 +54,8 @@ def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(clus
     assert "2 of 2 finished" in done.stdout
     assert [row["state"] for row in json.loads((out / "sweep.json").read_text())] == ["finished", "finished"]
     assert (out / "comparison" / "comparison.html").is_file()
-    for run in runs:
-        assert "resumed after iteration" in run.log.read_text()
+    for run, stop in zip(runs, stops, strict=True):
+        assert ("resumed after iteration" in run.log.read_text()) == (stop != "iterations")  # one may have ended first
         uninterrupted = tmp_path / f"seed-{run.seed}"
         assert main(["control", "--config", str(run.settings), "--run.dir", str(uninterrupted)]) == 0
         assert without_times(read_metrics(run.folder)) == without_times(read_metrics(uninterrupted))

@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.commands import python
+from helpers import warm
 from helpers.configs import text_config
 from helpers.files import read_events, read_jsonl, read_metrics, without_times
-from helpers.models import changed_weights, copy_weights
+from helpers.models import SHAPE, changed_weights, copy_weights, random_lm
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import ClassifierTerm, PromptsConfig, ScoreConfig
@@ -514,7 +514,7 @@ resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + 2**
 sys.exit(main(sys.argv[1:]))
 """
     options = ["--rollout.batch_size", "60000", "--rollout.max_new_tokens", "4", "--run.dir", tmp_path / "run"]
-    done = python("-c", program, "train", *options)
+    done = warm.python("-c", program, "train", *options)
     assert done.returncode == 1
     assert "out of memory in its rollout stage; lower rollout.batch_size or rollout.max_new_tokens" in done.stderr
     assert "Traceback" not in done.stderr
@@ -554,10 +554,16 @@ def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_or_not_a_run_is_the_same(tmp_path, monkeypatch):
+def test_compiled_or_not_a_run_is_the_same(tokenizer, tmp_path, monkeypatch):
+    """With one layer: each further one costs the compiler seconds and is compiled alike."""
+    random_lm("gpt2", tokenizer, **SHAPE | {"num_hidden_layers": 1}).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     compiled, really = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiled.append(f) or really(f, **options))
-    assert_same(two_iterations(tmp_path / "plain"), two_iterations(tmp_path / "compiled", compile=True))
+    model = {"name": str(tmp_path / "model")}
+    assert_same(
+        two_iterations(tmp_path / "plain", **model), two_iterations(tmp_path / "compiled", compile=True, **model)
+    )
     assert len(compiled) == 2, "policy and reference"
 
 

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import tokencredit as tc
 from chaos import assert_same
-from helpers.commands import COMMAND, TWO_PROCESSES, python, refused
+from helpers.commands import COMMAND, refused
 from helpers.files import read_metrics, without_times
 from helpers.models import SHAPE, random_lm
+from helpers.warm import together
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.reading import read_run
@@ -188,16 +189,16 @@ def test_two_processes_train_as_one_does(command, data, tmp_path):
     more = {"data.held_out": 0.25, "data.micro_batch": 2}
     assert main([command, *options(tmp_path / "one", data[command], **more)]) == 0
     arguments = options(tmp_path / "two", data[command], **more)
-    done = python(*TWO_PROCESSES, *COMMAND, command, *arguments, ACCELERATE_USE_CPU="true")
+    done = together(2, *COMMAND, command, *arguments, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("iteration 4/4") == 1
     one, two = (without_times(read_metrics(tmp_path / name)) for name in ("one", "two"))
-    for alone, together in zip(one, two, strict=True):
-        assert alone.keys() == together.keys()
+    for alone, shared in zip(one, two, strict=True):
+        assert alone.keys() == shared.keys()
         for name, value in alone.items():
             if (name, alone["iteration"]) == ("accuracy", 1):
                 continue  # DPO's margins are 0 then, up to rounding
-            assert together[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+            assert shared[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
 def test_runs_are_compared_swept_and_kept_apart(data, tmp_path, capsys):

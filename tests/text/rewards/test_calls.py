@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.commands import command
+from helpers import warm
+from helpers.commands import COMMAND
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.text import PPOConfig
@@ -296,7 +297,7 @@ def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
     (tmp_path / "mine.py").write_text("import threading\n\n\ndef hangs(completions):\n    threading.Event().wait()\n")
     reward = f"[{{function: '{tmp_path}/mine.py:hangs', timeout: 0.2, retries: 1}}]"
     few = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "2"]
-    done = command("train", "--reward", reward, "--run.dir", tmp_path / "run", *few)
+    done = warm.python(*COMMAND, "train", "--reward", reward, "--run.dir", tmp_path / "run", *few)
     assert done.returncode == 1
     again, end = [line for line in done.stderr.splitlines() if "hangs" in line]
     assert again == "reward term 'hangs' exceeded its timeout of 0.2 s; trying again in 1 s"

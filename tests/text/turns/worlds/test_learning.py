@@ -19,12 +19,13 @@ def rewards(tmp_path, recipe, *settings):
 
 @pytest.mark.slow
 def test_the_policy_of_the_grid_learns_to_reach_the_goal(tmp_path):
-    solved = rewards(tmp_path, "grid.yaml", "--run.iterations", "8")
+    solved = rewards(tmp_path, "grid.yaml", "--run.iterations", "5")
     assert 0.2 < solved[0] <= 0.4
     assert solved[-1] > 0.7
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_the_policy_of_the_calculator_learns_to_calculate(tmp_path):
     solved = rewards(tmp_path, "calculator.yaml", "--run.iterations", "8", "--rollout.batch_size", "64")
     assert 0.05 < solved[0] <= 0.35

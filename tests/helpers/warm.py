@@ -1,0 +1,261 @@
+"""Processes that start with PyTorch, Transformers and the package imported: forks of a process that did nothing else.
+
+The imports take 5 seconds of a core, and a fork a hundredth of one. So tests start processes in this way where the
+start is not what they are about. This file is the program of the process that forks, too: it has one thread, so that
+its forks are as safe as new processes, and works on one request at a time, a line of JSON each.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+LIBRARIES = [
+    "tokencredit.cli",
+    "tokencredit.text.trainer",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+]
+
+
+class Starter:
+    """Starts processes and tells how they ended."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self._socket = ours
+        self._codes, self._owner = {}, os.getpid()
+        atexit.register(self.close)
+
+    def _ask(self, request, files=()):
+        socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [file.fileno() for file in files])
+        answer = b""
+        while not answer.endswith(b"\n"):
+            part = self._socket.recv(65536)
+            assert part, "the process that starts others has ended"
+            answer += part
+        return json.loads(answer)
+
+    def start(self, arguments, environment, cwd, out, err):
+        """The number of a new process that does what `python ARGUMENTS` would."""
+        pid = self._ask({"arguments": arguments, "environment": environment, "cwd": cwd}, (out, err))
+        self._codes.pop(pid, None)  # of an earlier process of this number
+        return pid
+
+    def code(self, pid):
+        """The exit code of a process that has ended; None before."""
+        if pid not in self._codes:
+            self._codes |= dict(self._ask(None))
+        return self._codes.get(pid)
+
+    def close(self):
+        """End; what still runs is killed."""
+        if os.getpid() == self._owner:
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._process.wait()
+
+
+@cache
+def starter():
+    """The one of this process."""
+    return Starter()
+
+
+def python(*arguments, cwd=None, timeout=300, **variables):
+    """Run a program to its end, as `helpers.commands.python` does; `variables` are of the environment."""
+    return _run([variables], arguments, cwd, timeout)
+
+
+def together(count, *arguments, cwd=None, timeout=300, **variables):
+    """Run a program in several processes, as torchrun would; once one fails, the others are asked to end."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    job = variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
+    job |= {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    ranks = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return _run(ranks, arguments, cwd, timeout)
+
+
+class Started:
+    """A process that runs on, with what tests need of `subprocess.Popen`."""
+
+    def __init__(self, *arguments):
+        self.args, self.returncode = [str(argument) for argument in arguments], None
+        self._open = contextlib.ExitStack()
+        self._files = [self._open.enter_context(tempfile.TemporaryFile()) for _ in range(2)]  # noqa: SIM115
+        self.pid = starter().start(self.args, dict(os.environ), str(Path.cwd()), *self._files)
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = starter().code(self.pid)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            _signal([self.pid], number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout=300):
+        """Wait for the end: output and error output."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        with self._open:
+            return _text(self._files)
+
+
+def start_command(*arguments):
+    """Start the command, as `helpers.commands.start_command` does."""
+    return Started("-m", "tokencredit.cli", *arguments)
+
+
+def _text(files):
+    said = []
+    for file in files:
+        file.seek(0)
+        said.append(file.read().decode())
+    return said
+
+
+def _run(processes, arguments, cwd, timeout):
+    """Run a program in processes with these variables: the output of all, and the first failure's exit code."""
+    arguments = [str(argument) for argument in arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        here = str(cwd or Path.cwd())
+        pids = [starter().start(arguments, os.environ | own, here, out, err) for own in processes]
+        code, in_time = _end(pids, time.monotonic() + timeout)
+        said = _text((out, err))
+    if not in_time:
+        raise subprocess.TimeoutExpired(arguments, timeout, *said)
+    return subprocess.CompletedProcess(arguments, code, *said)
+
+
+def _end(pids, limit):
+    """Wait for processes: the code of the first that failed, and whether they ended in time."""
+    code, in_time, kill_at = 0, True, None
+    while True:
+        codes = [starter().code(pid) for pid in pids]
+        code = code or next(filter(None, codes), 0)
+        left = [pid for pid, found in zip(pids, codes, strict=True) if found is None]
+        if not left:
+            return code, in_time
+        now = time.monotonic()
+        if kill_at is None and (code or now > limit):
+            in_time, kill_at = bool(code), now + 30
+            _signal(left, signal.SIGTERM)
+        elif kill_at is not None and now > kill_at:
+            _signal(left, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _signal(pids, number):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def serve(connection):
+    """Answer requests until the other side is gone; returns only in forks, with what they shall do."""
+    running = set()
+    while True:
+        request, files = _receive(connection)
+        if request is None and files is None:
+            _signal(running, signal.SIGKILL)
+            sys.exit()
+        if request is None:
+            ended = []
+            for pid in sorted(running):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    ended.append((pid, os.waitstatus_to_exitcode(status)))
+                    running.remove(pid)
+            answer = ended
+        else:
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                return request, files
+            running.add(pid)
+            for file in files:
+                os.close(file)
+            answer = pid
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _receive(connection):
+    """A request and its files; None for both at the end."""
+    text, files = b"", []
+    while not text.endswith(b"\n"):
+        part, found, *_ = socket.recv_fds(connection, 65536, 2)
+        if not part:
+            return None, None
+        text += part
+        files += found
+    return json.loads(text), files
+
+
+def become(request, files):
+    """Be the process that was asked for."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number, file in enumerate(files, 1):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    first, *rest = request["arguments"]
+    if first == "-m":
+        sys.path[0] = request["cwd"]
+        sys.argv = ["-m", *rest[1:]]
+        sys.modules.pop(rest[0], None)  # or a warning would say that it is there already
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.path[0] = request["cwd"]
+        sys.argv = ["-c", *rest[1:]]
+        exec(rest[0], {"__name__": "__main__"})
+    else:
+        sys.path[0] = str(Path(first).parent)
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import gc
+    import importlib
+
+    sys.path[0] = str(Path(__file__).parents[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    if Path("/proc/self/task").exists():
+        assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be in the forks"
+    gc.freeze()
+    become(*serve(socket.socket(fileno=int(sys.argv[1]))))
