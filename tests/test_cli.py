@@ -19,6 +19,7 @@ from tokencredit.cli import main
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.results import audit_parser
 from tokencredit.settings.training import MOST_SEED
+from tokencredit.text.engines.continuous import ContinuousSampler
 
 QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.iterations", "2", "--run.show_every", "1"]
 
@@ -55,11 +56,29 @@ def test_generate_writes_from_the_policy_in_a_process_of_its_own(run):
 
 @pytest.mark.slow
 def test_generate_takes_the_base_and_the_runs_own_prompts(run, capfd):
-    for options in ([], ["--base"], ["--base", "--prompt", "This movie was really bad"]):
+    base = ["--base", "--prompt", "This movie was really bad"]
+    for options in ([], ["--base"], base, ["--engine", "continuous"]):
         assert main(["generate", str(run[0]), "-n", "2", *options]) == 0
         shown = capfd.readouterr().out.splitlines()
         prompt = options[-1] if "--prompt" in options else "This movie was really"
         assert [line.startswith(prompt) for line in shown] == [True, True]
+
+
+@pytest.mark.slow
+def test_generate_and_evaluate_sample_with_the_engine_of_the_option(run, monkeypatch, capfd):
+    asked = []
+    complete = ContinuousSampler.complete
+    monkeypatch.setattr(
+        ContinuousSampler, "complete", lambda self, rows, *rest: (asked.append(len(rows)), complete(self, rows, *rest))
+    )
+    assert main(["generate", str(run[0]), "-n", "2"]) == 0
+    assert main(["evaluate", str(run[0]), "--samples", "4"]) == 0
+    assert asked == []
+    assert main(["generate", str(run[0]), "-n", "2", "--engine", "continuous"]) == 0
+    assert main(["evaluate", str(run[0]), "--samples", "4", "--engine", "continuous"]) == 0
+    assert asked == [4, 2, 4, 4], "each after the probe of four texts"
+    capfd.readouterr()
+    assert "--engine is sglang" in refused(capfd, "generate", str(run[0]), "--engine", "sglang")
 
 
 @pytest.mark.slow
@@ -241,6 +260,7 @@ def test_help_and_mistakes_import_nothing_heavy():
     """This is why both answer at once."""
     program = """
 from tokencredit.cli import main
+from tokencredit.text.engines.continuous import ContinuousSampler
 for arguments in ("--help", "train --help", "train --ppo.clip 2", "train --run.dir /"):
     try:
         main(arguments.split())
