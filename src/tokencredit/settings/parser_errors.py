@@ -86,6 +86,8 @@ def explain_value(name: str, message: str, kind: type | None) -> str | None:
     if (match := re.search(r"Not of type (\w+): (\S+)", message)) and match[1] in OPTIONS:
         value = re.search(r"Given value: (.*)", message) or re.search(r": '(.*)'$", message) or (None, match[2])
         return f"--{name} is {value[1]}; it must be {OPTIONS[match[1]]}"
+    if kind is None and (match := re.search(r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", message)):
+        return f"--{name} is {match[2]}; it must be one of {match[1].replace(chr(39), '')}"
     if match := re.search(r"arguments are required: [\w-]+\.(\w+)", message):
         command = message.rpartition(": ")[2].partition(".")[0]
         return f"{command} needs {ARGUMENTS[match[1]]}"
