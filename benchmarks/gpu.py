@@ -24,7 +24,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("ceilings", "correctness", "main", "decoding", "side_by_side", "variants", "compiled", "others", "growth")
+PARTS = (
+    "ceilings",
+    "correctness",
+    "main",
+    "decoding",
+    "side_by_side",
+    "engines",
+    "variants",
+    "compiled",
+    "others",
+    "growth",
+)
 WIDTHS = (13, 13, 56, 10, 9, 12)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -368,6 +370,26 @@ class Bench:
                 return sample(model, prompts, uniforms, settings, trainer.tokenizer, [0], steps=steps)
 
         return run
+
+    def engines(self) -> Iterator[Row]:
+        """Sampling with each engine that is installed, the pass for log-probs included, in float32 and bfloat16."""
+        shape, batch = self.size.main, self.size.batch
+        lm = self.model(shape)
+        names = ("local", "continuous", *(["vllm"] if find_spec("vllm") else []))
+        for name, dtype in product(names, ("float32", "bfloat16")):
+            rollout = RolloutConfig(batch_size=batch.rows, max_new_tokens=batch.new, stop_at_eos=False, engine=name)
+            trainer = self.trainer(shape, batch, lm, rollout=rollout, model=ModelConfig(dtype=dtype))
+            prompts, uniforms = trainer.stream.next_batch()
+            rollouts: list[Rollout] = []
+            sample = partial(trainer.pipeline.engine.generate, prompts, rollout, uniforms)
+            spent = self.seconds(lambda sample=sample, rollouts=rollouts: rollouts.append(sample()))
+            yield Row(shape.name, f"{name}, {dtype}", batch.responses / spent, "tokens/s")
+            drawn = rollouts[-1].behavior_logprobs
+            if drawn is not None:
+                apart = float((drawn - rollouts[-1].logprobs).abs().mean())
+                yield Row(shape.name, f"{name}, {dtype}, log-probs beside a full pass, mean", apart, "nats")
+            del trainer, sample
+            self.release()
 
     def variants(self) -> Iterator[Row]:
         """A critic of each kind, and an adapter, on short completions: time of an iteration beside that without one."""

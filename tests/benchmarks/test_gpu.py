@@ -23,7 +23,7 @@ def run(folder, *arguments, begin=warm.python, program=(PROGRAM,)):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     bare = ("-c", BARE.format(tests=str(ROOT / "tests")), PROGRAM)
-    parts = ("ceilings", "correctness", "main", "decoding", "side_by_side", "variants", "others", "growth")
+    parts = ("ceilings", "correctness", "main", "decoding", "side_by_side", "engines", "variants", "others", "growth")
     done, results = run(tmp_path_factory.mktemp("gpu"), "--parts", *parts, begin=python, program=bare)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["part"] for row in results["rows"]} == set(parts)
