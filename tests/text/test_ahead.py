@@ -199,3 +199,61 @@ def test_episodes_of_several_turns_are_played_ahead(tmp_path):
     PPOTrainer(args=args, callbacks=[Patient()]).train()
     metrics = read_metrics(tmp_path / "run")
     assert [row["age_max"] for row in metrics] == [0, 1, 1]
+
+
+class Guesses:
+    """An environment whose replies take longer than a run."""
+
+    def reset(self, row):
+        return "Guess:"
+
+    def step(self, completion):
+        time.sleep(0.3)
+        return "again", 0.5, False
+
+
+def test_a_run_ends_while_environments_of_batches_ahead_reply(tmp_path):
+    args = ahead(
+        tmp_path / "run",
+        2,
+        rollout={"max_new_tokens": 48},
+        env=EnvironmentConfig(turn_tokens=4, max_turns=4),
+    )
+    trainer = PPOTrainer(args=args, environment_factory=Guesses, reward_funcs=lambda completions, **_: [1.0] * 8)
+    thread = threading.Thread(target=trainer.train, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for an episode whose sampler is closed"
+    assert not sampling_threads()
+
+
+def test_a_trainer_trains_again(tmp_path):
+    def reward(completions, **_):
+        calls.append(len(completions))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return [float(len(x)) for x in completions]
+
+    calls = []
+    trainer = PPOTrainer(
+        args=ahead(tmp_path / "run", 3, run=quiet(tmp_path / "run", 3, save_every=1)), reward_funcs=reward
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    drawn = trainer.stream.drawn
+    trainer.train(resume_from_checkpoint=True)
+    assert drawn == 16, "the stream stands at the first batch that was not taken"
+    assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_draws_depend_on_the_seed(tmp_path):
+    seeds = []
+
+    class Seeds(Callback):
+        def after_rollout(self, trainer, **_):
+            seeds.append(trainer.ahead._sampler().room[0].seed)
+
+    for seed in (1, 2, 2):
+        folder = tmp_path / str(len(seeds))
+        PPOTrainer(args=replace(ahead(folder, 1), seed=seed), callbacks=[Seeds()]).train()
+    assert seeds[0] != seeds[1] == seeds[2]

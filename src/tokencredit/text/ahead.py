@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from tokencredit.errors import RunStopped
 from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.engines.background import BackgroundSampler
-from tokencredit.text.engines.requests import EngineFailure, RequestEngine
+from tokencredit.text.engines.requests import SEEDS, EngineFailure, RequestEngine
 from tokencredit.text.pipeline import Pipeline, Sampled
 from tokencredit.text.turns.tasks import TaskBatch
 
@@ -37,7 +40,7 @@ class SamplesAhead:
         self.run, self.stream, self.settings = pipeline, stream, settings
         self.background: Pipeline | None = None
         """The pipeline that samples in the background; None before the first batch."""
-        self.threads = ThreadPoolExecutor(settings.max_age + 1, "sampling")
+        self.threads: ThreadPoolExecutor | None = None
         self.batches: deque[_Batch] = deque()
 
     def next(self) -> Sampled:
@@ -49,11 +52,10 @@ class SamplesAhead:
         while len(self.batches) <= self.settings.max_age:
             state = self.stream.state_dict()
             prompts, uniforms = self.stream.next_batch()
-            self.background = self.background or self._start(prompts)
-            sample = self.background.sample
-            self.batches.append(
-                _Batch(state, self.threads.submit(sample, prompts, self.settings, uniforms, self.settings.per_prompt))
-            )
+            self.background = self.background or self._start(prompts, uniforms)
+            self.threads = self.threads or ThreadPoolExecutor(self.settings.max_age + 1, "sampling")
+            sample = partial(self.background.sample, prompts, self.settings, uniforms, self.settings.per_prompt)
+            self.batches.append(_Batch(state, self.threads.submit(sample)))
         sampled = self.batches[0].sampled.result()
         self.batches.popleft()
         rollout, engine = sampled.rollout, self.run.engine
@@ -63,9 +65,19 @@ class SamplesAhead:
         return sampled._replace(rollout=replace(engine.exact(rollout, self.settings), age=age))
 
     def weights_changed(self) -> None:
-        """Give the policy's weights to the sampler."""
-        if self.background is not None:
+        """Give the policy's weights to the sampler.
+
+        Raises:
+            RunStopped: the sampler failed.
+        """
+        if self.background is None:
+            return
+        try:
             self._sampler().sync(self.run.policy)
+        except EngineFailure as failure:
+            raise RunStopped(
+                f"rollout.engine continuous could not take over the policy's weights: {failure}"
+            ) from failure
 
     def state_dict(self) -> dict[str, Any]:
         """State of the stream before the first batch that was not taken, which is sampled again after a resume."""
@@ -76,17 +88,21 @@ class SamplesAhead:
         self.batches.clear()
 
     def close(self) -> None:
-        """End the background threads."""
+        """End the background threads, and set the stream back to the first batch that was not taken."""
         if self.background is not None:
             self._sampler().close()
-        self.threads.shutdown(cancel_futures=True)
+        if self.threads is not None:
+            self.threads.shutdown(cancel_futures=True)
+        self.stream.load_state_dict(self.state_dict())
+        self.batches.clear()
+        self.background = self.threads = None
 
-    def _start(self, prompts: PromptBatch | TaskBatch) -> Pipeline:
+    def _start(self, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Pipeline:
         """Start the sampler, with a cache for all rows on their way if prompts are as long as these."""
         engine, settings = self.run.engine, self.settings
         assert isinstance(engine, RequestEngine)
         width = prompts.ids.shape[1] if isinstance(prompts, PromptBatch) else settings.max_new_tokens
-        rows = settings.batch_size * (settings.max_age + 1)
+        rows = len(uniforms) * (settings.max_age + 1)
         try:
             sampler = BackgroundSampler(
                 engine.policy,
@@ -96,6 +112,7 @@ class SamplesAhead:
                 rows,
                 width + settings.max_new_tokens,
                 keeps_cache=settings.stale_cache == "keep",
+                seed=int(uniforms[0, 0] * SEEDS),
             )
         except EngineFailure as failure:
             raise RunStopped(f"rollout.engine {engine.sampler.name} cannot sample ahead: {failure}") from failure

@@ -33,8 +33,8 @@ def start(tokenizer):
     """Start samplers, which are closed at the end."""
     started = []
 
-    def sampler(model, settings=NO_END, keeps_cache=False, ends=()):
-        started.append(BackgroundSampler(model, tokenizer, list(ends), settings, ROWS, 64, keeps_cache))
+    def sampler(model, settings=NO_END, keeps_cache=False, ends=(), rows=ROWS):
+        started.append(BackgroundSampler(model, tokenizer, list(ends), settings, rows, 64, keeps_cache))
         return started[-1]
 
     yield sampler
@@ -160,6 +160,54 @@ def test_a_closed_sampler_fails_the_requests_on_their_way(model, start):
     assert not thread.is_alive()
     assert len(failures) == 1
     assert "thread has ended" in failures[0]
+
+
+def failure_of(call, *args):
+    """The failure of a call, in a thread that may hang."""
+    failures = []
+
+    def run():
+        try:
+            call(*args)
+        except EngineFailure as failure:
+            failures.append(str(failure))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "the call never returns"
+    return failures[0]
+
+
+def test_a_closed_sampler_fails_later_requests(model, start):
+    sampler = start(model)
+    sampler.close()
+    assert "it was closed" in failure_of(sampler.complete, requests(), NO_END, lambda *_: None)
+
+
+def test_a_sampler_whose_thread_has_ended_fails_requests_and_syncs(model, start):
+    sampler = start(model)
+    sampler.manager.stop(hard_stop=True)
+    assert "thread has ended" in failure_of(sampler.sync, model)
+    assert "thread has ended" in failure_of(sampler.complete, requests(), NO_END, lambda *_: None)
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_the_cache_grows_for_a_request_that_does_not_fit(model, start):
+    sampler = start(model, rows=1)
+    sampler.lm.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+    short, long = requests()[0], Request([60 + i for i in range(80)], LIMIT, 0, 5)
+    done = {}
+    thread = threading.Thread(target=sampler.complete, args=([short], NO_END, done.__setitem__), daemon=True)
+    thread.start()
+    while min((flight.sampled() for flight in list(sampler.flights.values())), default=0) < 8:
+        time.sleep(0.001)
+    sampler.complete([long], NO_END, lambda _, completion: done.__setitem__(1, completion))
+    thread.join(60)
+    for number, request in enumerate((short, long)):
+        assert len(done[number].ids) == len(done[number].versions) == LIMIT
+        expected = logprobs_of(model.lm, request.tokens, done[number].ids)
+        torch.testing.assert_close(torch.tensor(done[number].logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenizer):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -14,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.settings.training import SamplingConfig
-from tokencredit.text.engines.continuous import Progress, manager_of, quiet, spared
+from tokencredit.text.engines.continuous import Progress, manager_of, pages_of, quiet, spared
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.models.actor_critic import ActorCritic
 
@@ -69,6 +70,7 @@ class BackgroundSampler:
         rows: int,
         longest: int,
         keeps_cache: bool = False,
+        seed: int = 0,
     ):
         """Copy the weights, and start the thread.
 
@@ -78,9 +80,10 @@ class BackgroundSampler:
             end_ids: tokens that end a completion.
             settings: sampling settings of all requests.
             rows: most requests at a time that fit into the cache.
-            longest: most tokens of a request with its completion.
+            longest: tokens of a request with its completion that the cache is sized for; for a longer one it grows.
             keeps_cache: go on with the keys and values of earlier weights after a sync; otherwise they are computed
                 again.
+            seed: seed of the draws, below `SEEDS`.
 
         Raises:
             EngineFailure: the model is not supported, or memory is too small.
@@ -94,8 +97,12 @@ class BackgroundSampler:
         """Held while flights change."""
         self.names = map(str, count())
         self.closed = threading.Event()
-        request = Request([0] * (longest - settings.max_new_tokens), settings.max_new_tokens, 0, 0)
-        self.manager = manager_of(self.lm, [request] * rows, settings, shares_prefixes=False)
+        self.failure: str | None = None
+        """Why no more requests are taken, once that is so."""
+        request = Request([0] * (longest - settings.max_new_tokens), settings.max_new_tokens, 0, seed)
+        self.room = [request] * rows
+        """Requests that fit into the cache together."""
+        self.manager = manager_of(self.lm, self.room, settings, shares_prefixes=False)
         self.manager.start()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -105,8 +112,15 @@ class BackgroundSampler:
     ) -> None:
         """Sample a completion for each request, among those of other threads; `settings` are those of all."""
         assert replace(settings) == self.settings, "all requests have the settings of the start"
+        if not requests:
+            return
         results: queue.Queue[tuple[int, Completion | EngineFailure]] = queue.Queue()
         with self.lock:
+            if self.failure is not None:
+                raise EngineFailure(self.failure)
+            longest = max(requests, key=pages_of)
+            if pages_of(longest) > sum(map(pages_of, self.room)):
+                self._make_room(longest)
             for index, request in enumerate(requests):
                 flight = _Flight(request, Progress(request, settings, self.tokenizer), results, index)
                 flight.switches.append((0, self.version))
@@ -119,11 +133,13 @@ class BackgroundSampler:
 
     def sync(self, policy: ActorCritic) -> None:
         """Take over the policy's weights between two steps; tokens drawn from now on have the next version."""
-        with self.lock, self.manager.pause():
+        with self.lock, self._paused():
             self._take_results()
             with torch.no_grad():
                 for own, now in zip(self.lm.state_dict().values(), policy.lm.state_dict().values(), strict=True):
                     own.copy_(now)
+            if self.lm.device.type == "cuda":  # the sampler's stream does not wait for that of the copies
+                torch.cuda.synchronize(self.lm.device)
             self.version += 1
             for name, flight in list(self.flights.items()):
                 flight.switches.append((flight.sampled(), self.version))
@@ -138,10 +154,40 @@ class BackgroundSampler:
         if self.closed.is_set():
             return
         self.closed.set()
-        with quiet(), spared():
+        with self.lock, quiet(), spared():  # no request may start another manager meanwhile
+            self._fail("its thread has ended: it was closed")
             self.manager.stop(hard_stop=True)
             self.manager.destroy()
         self.reader.join()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Pause between two steps; raises `EngineFailure` if the sampling thread has ended."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.manager.pause())
+            except RuntimeError as error:
+                raise EngineFailure(self._ended()) from error
+            yield
+
+    def _ended(self) -> str:
+        """Why the sampling thread has ended."""
+        return f"its thread has ended: {self.manager.background_thread_status.fatal_error}"
+
+    def _make_room(self, request: Request) -> None:
+        """Go on with a larger cache, into which a request fits beside those of the start."""
+        with self._paused():
+            self._take_results()
+        self.room[0] = request
+        with quiet(), spared():
+            self.manager.stop(hard_stop=True)
+            self.manager.destroy()
+            self.manager = manager_of(self.lm, self.room, self.settings, shares_prefixes=False)
+        self.manager.start()
+        flights = list(self.flights.values())
+        self.flights.clear()  # names of the stopped manager
+        for flight in flights:
+            self._continue(flight)
 
     def _submit(self, flight: _Flight) -> None:
         """Hand a request, or the rest of it, to the manager."""
@@ -159,6 +205,10 @@ class BackgroundSampler:
         """Let the rest of a request begin anew, with keys and values of the present weights."""
         self.manager.cancel_request(name)
         del self.flights[name]
+        self._continue(flight)
+
+    def _continue(self, flight: _Flight) -> None:
+        """Submit the rest of a request."""
         flight.ids += flight.progress.ids
         flight.logprobs += flight.progress.logprobs
         flight.progress = flight.progress.rest(flight.ids)
@@ -166,14 +216,20 @@ class BackgroundSampler:
 
     def _read(self) -> None:
         """Hand out results until the end; a failure of the thread goes to all requests."""
-        while not self.closed.wait(POLL_SECONDS) and self.manager.is_running():
+        while not self.closed.wait(POLL_SECONDS):
             with self.lock:
+                if self.failure is not None:
+                    return
                 self._take_results()
-        cause = self.manager.background_thread_status.fatal_error or "it was closed"
-        with self.lock:
-            for flight in self.flights.values():
-                flight.results.put((flight.index, EngineFailure(f"its thread has ended: {cause}")))
-            self.flights.clear()
+                if not self.manager.is_running():
+                    self._fail(self._ended())
+
+    def _fail(self, cause: str) -> None:
+        """Fail all requests, on their way and later; the caller holds the lock."""
+        self.failure = self.failure or cause
+        for flight in self.flights.values():
+            flight.results.put((flight.index, EngineFailure(self.failure)))
+        self.flights.clear()
 
     def _take_results(self) -> None:
         """Take all new tokens; the caller holds the lock."""

@@ -94,6 +94,11 @@ class ContinuousSampler:
             lm.set_attn_implementation(attention)
 
 
+def pages_of(request: Request) -> int:
+    """Pages of the cache that a request needs."""
+    return -(-(len(request.tokens) + request.limit) // PAGE) + 1
+
+
 def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *, shares_prefixes: bool = True) -> Any:
     """A manager, not started, with a cache for these requests or, if that is too large, for as many as fit.
 
@@ -103,7 +108,7 @@ def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *
     Raises:
         EngineFailure: the model is not supported, or memory is too small.
     """
-    pages = sum(-(-(len(request.tokens) + request.limit) // PAGE) + 1 for request in requests)
+    pages = sum(map(pages_of, requests))
     generation = GenerationConfig(
         do_sample=True,
         temperature=settings.temperature,
