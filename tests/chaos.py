@@ -335,6 +335,7 @@ def kill(place: Path, chance: random.Random, command: list[str], iterations: int
 def kill_ahead(place: Path, chance: random.Random, kills: int) -> Outcome:
     """Kill a run that samples ahead; it must go on each time, and have every iteration once."""
     ahead = ["--rollout.engine", "continuous", "--rollout.max_age", "1", "--run.save_every", "2"]
+    ahead += ["--kl.estimator", "full"]  # kl.target needs a KL that older samples do not estimate
     command = [*TEXT, *ahead, "--run.iterations", str(10 * kills)]
     moments = killed(place / "run", command, kills, chance)
     finish(place / "run", command)

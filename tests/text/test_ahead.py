@@ -257,3 +257,20 @@ def test_draws_depend_on_the_seed(tmp_path):
         folder = tmp_path / str(len(seeds))
         PPOTrainer(args=replace(ahead(folder, 1), seed=seed), callbacks=[Seeds()]).train()
     assert seeds[0] != seeds[1] == seeds[2]
+
+
+def test_old_samples_give_a_log_ratio_and_no_kl(tmp_path):
+    args = replace(ahead(tmp_path / "run", 2), eval=EvalConfig(every=2, samples=8, max_new_tokens=8))
+    PPOTrainer(args=args).train()
+    for row in read_metrics(tmp_path / "run"):
+        assert "log_ratio" in row
+        assert "kl" not in row
+    assert "eval/kl" in row
+
+
+@pytest.mark.parametrize("rule", ["kl.target", "stop.kl"])
+def test_rules_that_need_a_kl_are_refused(rule):
+    settings = {"rollout.engine": "continuous", "rollout.max_age": 2, rule: 6}
+    with pytest.raises(ConfigError, match=r"is 6, and rollout\.max_age is 2, .* do not estimate the KL"):
+        PPOConfig.from_dict(settings)
+    PPOConfig.from_dict(settings | {"kl.estimator": "full", "kl.place": "reward"})

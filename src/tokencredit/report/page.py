@@ -133,7 +133,7 @@ def story(run: Run) -> list[tuple[str, str]]:
         entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
     elif (log_ratio := final_mean(metrics, "log_ratio")) is not None:
         entries.append(
-            ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered samples")
+            ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered or older samples")
         )
     entries.append(("time", iterations_in(len(metrics), seconds)))
     stopped = summary.get("stopped_by")

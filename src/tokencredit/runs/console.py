@@ -27,7 +27,10 @@ SHOWN_METRICS = {
     "eval/average_return": ("evaluated", "average return of an evaluation's episodes"),
     "reward": ("reward", "mean score of the completions"),
     "kl": ("KL", "distance to the reference model, in nats per completion"),
-    "log_ratio": ("log-ratio", "to the reference model, in nats per completion; of filtered samples, so no KL"),
+    "log_ratio": (
+        "log-ratio",
+        "to the reference model, in nats per completion; of filtered or older samples, so no KL",
+    ),
     "entropy": ("entropy", "of the policy, in nats per token; 0 is always the same token"),
     "length": ("length", "tokens per completion"),
     "env/turns": ("turns", "the policy's turns per episode"),

@@ -17,7 +17,7 @@ from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MOST_SEED, EngineName, SamplingConfig
+from tokencredit.settings.training import MOST_SEED, EngineName, SamplingConfig, ShardingConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
@@ -123,12 +123,13 @@ class ScoringOptions:
 
 
 def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
-    """The configuration with another sampling engine, and without corrections for it: nothing is trained with it."""
+    """The configuration with another sampling engine, without corrections or shards: nothing is trained with it."""
     if engine == config.rollout.engine:
         return config
     changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
     changed |= {"max_age": 0, "stale_cache": "recompute"}
-    return replace(config, rollout=replace(config.rollout, **changed), off_policy=OffPolicyConfig())
+    rollout, whole = replace(config.rollout, **changed), replace(config.run, shard="none")
+    return replace(config, rollout=rollout, off_policy=OffPolicyConfig(), run=whole, sharding=ShardingConfig())
 
 
 def flag(key: str) -> str:

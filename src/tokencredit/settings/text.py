@@ -155,15 +155,18 @@ class PPOConfig:
         return self.env.given() or bool(self.tools)
 
     def _check_filters(self) -> None:
-        """Raise `ConfigError` for rules that need a KL that filtered samples cannot estimate."""
+        """Raise `ConfigError` for rules that need a KL that filtered or older samples cannot estimate."""
         filters = [f"rollout.{name}" for name in self.rollout.filters()]
-        if not filters or (self.kl.estimator == "full" and self.kl.place == "reward"):
+        causes = [f"sampling is filtered by {' and '.join(filters)}"] if filters else []
+        if self.rollout.max_age:
+            causes.append(f"rollout.max_age is {self.rollout.max_age}, so that tokens are drawn from earlier policies")
+        if not causes or (self.kl.estimator == "full" and self.kl.place == "reward"):
             return
         for key, value in (("kl.target", self.kl.target), ("stop.kl", self.stop.kl)):
             if value is not None:
                 raise ConfigError(
-                    f"{key} is {value:g}, and sampling is filtered by {' and '.join(filters)}; filtered samples do "
-                    "not estimate the KL: set kl.estimator: full with kl.place: reward, or sample without filters"
+                    f"{key} is {value:g}, and {' and '.join(causes)}; such samples do not estimate the KL: set "
+                    "kl.estimator: full with kl.place: reward, or leave one of them out"
                 )
 
     def _check_engine(self) -> None:

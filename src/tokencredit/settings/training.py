@@ -110,8 +110,9 @@ class RolloutConfig(SamplingConfig):
     """Completions per prompt; must divide batch_size."""
     engine: EngineName = "local"
     """Sampling engine, also of evaluations and audits. `local` samples with the model itself, the same bits for the
-    same seed. `continuous` is Transformers' continuous batching, `vllm` is vLLM in this process; their weights are
-    checked after each update, and their rollouts are the same in distribution only (docs/engines.md)."""
+    same seed. `continuous` is Transformers' continuous batching, `vllm` is vLLM in this process; their log-probs
+    are checked at the start, those of vLLM after each update too, and their rollouts are the same in distribution only
+    (docs/engines.md)."""
     engine_memory: float | None = setting(None, needs="engine: vllm", above=0, below=1)
     """Share of a GPU's memory for vLLM's weights, activations and KV cache; null for 0.4. On a CPU the KV cache has
     1 GiB, or VLLM_CPU_KVCACHE_SPACE."""

@@ -91,7 +91,7 @@ class Scored:
         """Metric name and KL to the reference model at each token, in nats; None without a reference model.
 
         The exact KL if known, otherwise log π/π_ref of the sampled token, whose mean estimates the KL. With filters
-        such as top_p it is a biased estimate and called `log_ratio`.
+        such as top_p, and for tokens of earlier updates, it is a biased estimate and called `log_ratio`.
         """
         reference = self.reference
         if reference.exact and reference.kl is not None:
@@ -99,7 +99,7 @@ class Scored:
         if reference.logprobs is None:
             return None
         log_ratio = k1(self.rollout.logprobs, reference.logprobs, self.rollout.mask)
-        return "log_ratio" if self.filtered else "kl", log_ratio
+        return "log_ratio" if self.filtered or self.rollout.age is not None else "kl", log_ratio
 
     def texts(self) -> list[str]:
         """Each prompt's text followed by its completion."""

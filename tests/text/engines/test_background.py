@@ -1,5 +1,6 @@
 """Sampling in the background, with weights that change while tokens are drawn."""
 
+import gc
 import threading
 import time
 from copy import deepcopy
@@ -12,7 +13,7 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.background import BackgroundSampler
-from tokencredit.text.engines.continuous import ContinuousSampler
+from tokencredit.text.engines.continuous import ContinuousSampler, spared
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model
@@ -208,6 +209,20 @@ def test_the_cache_grows_for_a_request_that_does_not_fit(model, start):
         assert len(done[number].ids) == len(done[number].versions) == LIMIT
         expected = logprobs_of(model.lm, request.tokens, done[number].ids)
         torch.testing.assert_close(torch.tensor(done[number].logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_objects_that_the_user_has_frozen_stay_so():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with spared():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+    with spared():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenizer):

@@ -39,6 +39,11 @@ def test_settings_that_fit():
     assert with_engine(config).rollout.engine_memory is None
 
 
+def test_another_engine_samples_from_a_run_that_was_sharded():
+    config = PPOConfig.from_dict({"run.shard": "full", "sharding.sampling": "layers"})
+    assert with_engine(config, "continuous").run.shard == "none"
+
+
 def test_on_a_gpu_it_sleeps_during_full_passes_and_wakes_what_is_needed():
     calls = []
     sampler = VllmSampler.__new__(VllmSampler)

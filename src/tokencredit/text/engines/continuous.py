@@ -172,7 +172,13 @@ class Progress:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Spare the objects of the process from garbage collection: a manager's end collects twice, 0.3 s each."""
+    """Spare the objects of the process from garbage collection: a manager's end collects twice, 0.3 s each.
+
+    Does nothing where objects are frozen already, since thawing is all or nothing.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield
