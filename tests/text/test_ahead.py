@@ -2,6 +2,7 @@
 
 import threading
 import time
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, RolloutConfig
 from tokencredit.text.callbacks import Callback
+from tokencredit.text.engines import background
 from tokencredit.text.engines.background import BackgroundSampler
 from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.rewards.terms import as_terms
@@ -115,6 +117,18 @@ def test_a_run_goes_on_where_it_was_drained(tmp_path):
     assert metrics[4]["age_max"] == 1
     assert len(drawn[4]) == 2
     assert torch.equal(*drawn[4]), "the same prompts again"
+
+
+def test_a_copy_that_is_not_the_policy_stops_the_run(tmp_path, monkeypatch):
+    def bent(lm):
+        other = deepcopy(lm)
+        next(other.parameters()).data *= 1.1
+        return other
+
+    monkeypatch.setattr(background, "deepcopy", bent)
+    with pytest.raises(RunStopped, match=r"does not have its log-probs: they differ by .* Nothing was learned"):
+        PPOTrainer(args=ahead(tmp_path / "run", 2)).train()
+    assert not sampling_threads()
 
 
 def test_sampling_goes_on_while_rewards_are_computed(tmp_path):

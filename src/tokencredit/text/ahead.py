@@ -15,6 +15,8 @@ from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.engines.background import BackgroundSampler
+from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.probe import TOLERANCE, TOLERANCE_BFLOAT16
 from tokencredit.text.engines.requests import SEEDS, EngineFailure, RequestEngine
 from tokencredit.text.pipeline import Pipeline, Sampled
 from tokencredit.text.turns.tasks import TaskBatch
@@ -42,6 +44,8 @@ class SamplesAhead:
         """The pipeline that samples in the background; None before the first batch."""
         self.threads: ThreadPoolExecutor | None = None
         self.batches: deque[_Batch] = deque()
+        self.proven = False
+        """True once a batch has shown that the copy of the weights is the policy."""
 
     def next(self) -> Sampled:
         """The next batch, sampled to its end, with the age of each token, and log-probs and values of the policy.
@@ -62,7 +66,10 @@ class SamplesAhead:
         assert rollout.versions is not None
         assert isinstance(engine, RequestEngine)
         age = (self._sampler().version - rollout.versions).masked_fill(~rollout.mask, 0)
-        return sampled._replace(rollout=replace(engine.exact(rollout, self.settings), age=age))
+        rollout = replace(engine.exact(rollout, self.settings), age=age)
+        if not self.proven:
+            self._prove(rollout, engine.precision.bfloat16)
+        return sampled._replace(rollout=rollout)
 
     def weights_changed(self) -> None:
         """Give the policy's weights to the sampler.
@@ -96,6 +103,23 @@ class SamplesAhead:
         self.stream.load_state_dict(self.state_dict())
         self.batches.clear()
         self.background = self.threads = None
+
+    def _prove(self, rollout: Rollout, bfloat16: bool) -> None:
+        """Raise `RunStopped` unless tokens of the present weights have the policy's log-probs, up to rounding."""
+        assert rollout.behavior_logprobs is not None
+        assert rollout.age is not None
+        now = rollout.mask & (rollout.age == 0)
+        if self.settings.filters() or not now.any():
+            return
+        apart = float((rollout.behavior_logprobs - rollout.logprobs)[now].abs().mean())
+        tolerance = TOLERANCE_BFLOAT16 if bfloat16 else TOLERANCE
+        if not apart <= tolerance:
+            raise RunStopped(
+                f"the copy of the policy that samples ahead does not have its log-probs: they differ by {apart:.2g} "
+                f"nats per token on average (expected at most {tolerance:g}), so this model cannot be copied as it is; "
+                "set rollout.max_age: 0. Nothing was learned from its samples"
+            )
+        self.proven = True
 
     def _start(self, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Pipeline:
         """Start the sampler, with a cache for all rows on their way if prompts are as long as these."""

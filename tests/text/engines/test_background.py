@@ -13,7 +13,7 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.background import BackgroundSampler
-from tokencredit.text.engines.continuous import ContinuousSampler, spared
+from tokencredit.text.engines.continuous import ContinuousSampler, Progress, spared
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model
@@ -242,3 +242,10 @@ def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenize
     now = ContinuousSampler(model, tokenizer, [0])
     exact = RequestEngine(model, tokenizer, [0], precision, now).exact(rollout, settings)
     torch.testing.assert_close(exact.logprobs[rollout.mask], exact.behavior_logprobs[rollout.mask], atol=1e-5, rtol=0)
+
+
+def test_an_error_in_reading_tokens_fails_the_requests(model, start, monkeypatch):
+    sampler = start(model)
+    monkeypatch.setattr(Progress, "completion", lambda *_: 1 / 0)
+    with pytest.raises(EngineFailure, match="could not be read: ZeroDivisionError"):
+        sampler.complete(requests(), NO_END, lambda *_: None)

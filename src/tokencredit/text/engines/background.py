@@ -220,7 +220,10 @@ class BackgroundSampler:
             with self.lock:
                 if self.failure is not None:
                     return
-                self._take_results()
+                try:
+                    self._take_results()
+                except Exception as error:  # of a tokenizer, in the search for stop strings; nobody would see it here
+                    self._fail(f"its tokens could not be read: {type(error).__name__}: {error}")
                 if not self.manager.is_running():
                     self._fail(self._ended())
 
