@@ -1,6 +1,7 @@
 """The engine of requests, with Transformers' continuous batching as its sampler."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,6 +129,19 @@ def test_started_completions_are_continued(model, tokenizer):
     assert rollout.mask.sum(1).max() <= 10
     now = model(rollout.inputs(), temperature=0.8)
     torch.testing.assert_close(rollout.logprobs[rollout.mask], now.logprobs[rollout.mask], atol=1e-5, rtol=0)
+
+
+def test_a_stop_string_may_begin_in_the_started_tokens(model, tokenizer):
+    started = [torch.tensor([70]), torch.tensor([]).long(), torch.tensor([]).long()]
+    prompts = Prompts(TEXTS, tokenizer).batch(0, 3)
+    settings = SamplingConfig(temperature=1e-3, max_new_tokens=10, stop_at_eos=False)
+    greedy = engine_of(model, tokenizer).generate(prompts, settings, torch.rand(3, 10), 1, started)
+    stop = [tokenizer.decode(greedy.response_ids[0, :2])]
+    assert len(stop[0]) > len(tokenizer.decode(greedy.response_ids[0, 1])), "it takes both tokens"
+    engine = engine_of(model, tokenizer)
+    stopped = engine.generate(prompts, replace(settings, stop=stop), torch.rand(3, 10), 1, started)
+    assert stopped.response_lengths()[0] == 2
+    assert not stopped.truncated[0]
 
 
 def test_turns_equal_a_full_pass_over_the_whole_text(model, tokenizer):

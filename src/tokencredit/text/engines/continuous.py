@@ -148,11 +148,12 @@ class Progress:
         self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
     ):
         """Start without tokens, or after those of an earlier part of the same completion."""
-        self.request, self.settings, self.tokenizer, self.before = request, settings, tokenizer, list(before)
+        prompt, started = request.searched()
+        self.request, self.settings, self.tokenizer, self.before = request, settings, tokenizer, [*started, *before]
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         if settings.stop:
-            self.detokenizer = Detokenizer(tokenizer, request.tokens[-STOP_CONTEXT:], skip_special_tokens=False)
+            self.detokenizer = Detokenizer(tokenizer, prompt[-STOP_CONTEXT:], skip_special_tokens=False)
 
     def rest(self, before: Sequence[int]) -> Progress:
         """The progress of the rest of the completion, after its first tokens."""

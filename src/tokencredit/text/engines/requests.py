@@ -38,6 +38,13 @@ class Request:
     """Tokens before an end token or a stop string may end it."""
     seed: int
     """Seed of the sampler, below `SEEDS`."""
+    started: int = 0
+    """Number of its last tokens that belong to the completion, where a stop string may begin."""
+
+    def searched(self) -> tuple[list[int], list[int]]:
+        """The tokens before the completion, and its first ones."""
+        start = len(self.tokens) - self.started
+        return self.tokens[:start], self.tokens[start:]
 
 
 class Completion(NamedTuple):
@@ -253,7 +260,7 @@ class RequestConversation:
             self.turn_starts[row] = len(self.ids[row]) - before
             shortest = max(self.settings.min_new_tokens - before, 0)
             seed = int(self.seeds[row, len(self.ids[row])])
-            requests.append(Request(self.tokens(row), min(limit, self.left(row)), shortest, seed))
+            requests.append(Request(self.tokens(row), min(limit, self.left(row)), shortest, seed, before))
 
         def take(index: int, done: Completion) -> None:
             row = rows[index]

@@ -156,10 +156,11 @@ class _Progress:
 
     def __init__(self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase):
         self.stops, self.shortest = settings.stop, max(request.shortest, 1)
+        prompt, self.started = request.searched()
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         if self.stops:
-            self.detokenizer = Detokenizer(tokenizer, request.tokens[-STOP_CONTEXT:], skip_special_tokens=False)
+            self.detokenizer = Detokenizer(tokenizer, prompt[-STOP_CONTEXT:], skip_special_tokens=False)
 
     def take(self, output: Any) -> Completion | None:
         """Append new tokens; the completion, if they end it."""
@@ -168,7 +169,7 @@ class _Progress:
         places = zip(output.token_ids, output.logprobs, strict=True)
         self.logprobs += [place[token].logprob for token, place in places]
         for length in range(first, len(self.ids) + 1) if self.stops else ():
-            if contains_stop(self.stops, self.ids[:length], self.detokenizer):
+            if contains_stop(self.stops, self.started + self.ids[:length], self.detokenizer):
                 return Completion(self.ids[:length], self.logprobs[:length], truncated=False)
         if output.finish_reason is None:
             return None
