@@ -183,6 +183,12 @@ def test_a_run_that_goes_on_says_so(run_folder, tmp_path):
     assert "not finished" in write_report(copy).read_text()
 
 
+def test_the_age_of_tokens_that_were_sampled_ahead_is_shown():
+    new, old = data_of(render(made([sample(age=[0, 0, 0]), sample(2, age=[1, 1, 0])])))["credit"]
+    assert "age" not in new["numbers"]
+    assert old["numbers"]["age"] == [1, 1, 0]
+
+
 def test_an_episode_has_numbers_of_acted_tokens_only():
     """Every number of the page, and of other estimators, steps over observations."""
     (shown,) = data_of(render(made([grid()])))["credit"]

@@ -267,6 +267,8 @@ def shown(
             low, high = kept
             pairs = zip(ratios, sample["advantages"], strict=True)
             numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
+    if any(sample.get("age", [])):
+        numbers["age"] = sample["age"]
     alternatives = what_if(episode, discount(run), by_turn=by_turn(run))
     return {
         "iteration": sample["iteration"],

@@ -16,6 +16,7 @@ const UNITS = {
   "log-probability": "nats", "log-ratio": "nats, log π − log reference",
   "ratio after the update": "around 1, which is no change",
   clipped: "1 where the update's gradient is clipped",
+  age: "in updates since the token was drawn",
 };
 const CENTRES = { "ratio after the update": 1 };
 
