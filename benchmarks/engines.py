@@ -64,7 +64,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
         uniforms = torch.rand(ROWS, NEW, generator=torch.Generator().manual_seed(seed))
         if engine == "vllm":
             sampler.weights_changed()
-        return int(sampler.generate(prompts, replace(rollout), uniforms).mask.sum())
+        return int(sampler.generate(prompts, rollout, uniforms).mask.sum())
 
     return sample
 

@@ -273,6 +273,24 @@ def test_a_second_failure_ends_the_run(model, tokenizer):
         generate(engine)
 
 
+class Dead(Failing):
+    """Never answers."""
+
+    def complete(self, requests, settings, ended):
+        self.asked.append(len(requests))
+        raise EngineFailure("the connection was lost")
+
+
+def test_an_engine_that_never_answers_ends_the_run(model, tokenizer):
+    engine = engine_of(model, tokenizer, Dead(model, tokenizer, 0))
+    with pytest.raises(RunStopped, match="engine continuous failed: the connection was lost"):
+        engine.weights_changed()
+    assert engine.sampler.asked == [4], "a probe is tried once"
+    with pytest.raises(RunStopped, match="engine continuous failed: the connection was lost"):
+        generate(engine)
+    assert engine.sampler.asked == [4, 12, 4]
+
+
 def test_the_random_numbers_of_the_process_stay_as_they_were(model, tokenizer):
     torch.manual_seed(3)
     expected = torch.rand(3)

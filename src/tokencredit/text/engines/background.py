@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -111,7 +111,7 @@ class BackgroundSampler:
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
     ) -> None:
         """Sample a completion for each request, among those of other threads; `settings` are those of all."""
-        assert replace(settings) == self.settings, "all requests have the settings of the start"
+        assert settings == self.settings, "all requests have the settings of the start"
         if not requests:
             return
         results: queue.Queue[tuple[int, Completion | EngineFailure]] = queue.Queue()

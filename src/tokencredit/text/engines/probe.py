@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +54,8 @@ class Probe:
         mask = torch.ones_like(ids, dtype=torch.bool)
         prompts = PromptBatch(prompts=[""] * ROWS, texts=[""] * ROWS, ids=ids, mask=mask, columns={})
         settings = SamplingConfig(max_new_tokens=NEW, stop_at_eos=False)
-        conversation = engine.converse(prompts, settings, torch.full((ROWS, NEW), 0.5))
+        once = replace(engine, deferred=True)  # a second try would sync, and probe, again
+        conversation = once.converse(prompts, settings, torch.full((ROWS, NEW), 0.5))
         conversation.sample(range(ROWS), [[]] * ROWS, [NEW] * ROWS, lambda _row: None)
         rollout = conversation.sampled()
         with engine.precision.no_grad():

@@ -115,7 +115,7 @@ class RequestEngine:
     report: Callable[[str], None] = print
     """Called with a line for each event, such as a failure after which the sampler is asked again."""
     deferred: bool = False
-    """Leave log-probs of a full pass to a later call of `exact`: the policy is learning."""
+    """Leave log-probs of a full pass to a later call of `exact`, and try once only."""
     probe: Probe | None = None
     """What the last sync was proven with; None before the first."""
 
