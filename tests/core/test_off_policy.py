@@ -70,6 +70,8 @@ def test_the_published_vector_of_icepop():
     assert metrics["weight_zero"] == pytest.approx(2 / 3)
     assert metrics["weight_mean"] == pytest.approx(0.8 / 3)
     assert metrics["behavior_ratio"] == pytest.approx(7.2 / 3)
+    without = correction_stats(None, torch.zeros(1, 3), behavior, mask).metrics()
+    assert without == {name: metrics[name] for name in ("behavior_ratio", "behavior_kl")}
 
 
 def test_the_published_vector_of_token_ratios():

@@ -17,6 +17,7 @@ from tokencredit.learn.learner import Learner
 from tokencredit.learn.minibatches import minibatches
 from tokencredit.learn.objective import (
     CriticOutputs,
+    Interpolation,
     Objective,
     Passes,
     PolicyOutputs,
@@ -46,8 +47,13 @@ CASES = {
     "GSPO": ({"kind": SequenceObjective, "clip": 0.05}, {"micro_batch_tokens": 16}),
     "DPPO": ({"kind": partial(WeightedObjective, divergence="tv", divergence_limit=0.05)}, {"micro_batch_tokens": 16}),
     "importance weights": ({"weighted": True}, {"micro_batch_tokens": 16, "critic_epochs": 1, "critic_buffer": 2}),
+    "interpolated by age": (
+        {"aged": True, "interpolation": Interpolation("clip", high=1.1)},
+        {"micro_batch_tokens": 16, "critic_epochs": 1, "critic_buffer": 2},
+    ),
 }
-"""Settings of the objective and of the update; `weighted` is one of the experience."""
+"""Settings of the objective and of the update; `weighted` and `aged` are of the experience."""
+EXPERIENCE = ("weighted", "aged")
 SEPARATE = {
     "separate critic": {"micro_batch_tokens": None},
     "separate critic, micro-batches": {},
@@ -109,7 +115,7 @@ class SeparatePolicy(nn.Module):
         return PolicyOutputs(loss, logprobs.detach(), self.values(inputs["states"]), entropy.detach(), None)
 
 
-def experience_of(seed, processes, *, weighted=False):
+def experience_of(seed, processes, *, weighted=False, aged=False):
     """This process's rows of a batch, no wider than its longest; one row has no token in the loss."""
     random = torch.Generator().manual_seed(seed)
     states, actions = (torch.randint(n, (ROWS, TIME), generator=random) for n in (STATES, ACTIONS))
@@ -123,6 +129,9 @@ def experience_of(seed, processes, *, weighted=False):
     if weighted:
         weights = correction(whole.logprobs, whole.logprobs + numbers[3], mask, outside="mask", low=0.5, high=2.0)
         whole = replace(whole, weights=weights)
+    if aged:
+        age = torch.randint(4, (ROWS, TIME), generator=random)
+        whole = replace(whole, behavior_logprobs=whole.logprobs, age=age)
     shares = SHARES[processes.count]
     first = sum(shares[: processes.rank])
     own = whole.select(slice(first, first + shares[processes.rank]))
@@ -135,7 +144,7 @@ def experience_of(seed, processes, *, weighted=False):
 
 
 def learner_of(processes, objective, settings):
-    objective = {name: value for name, value in objective.items() if name != "weighted"}
+    objective = {name: value for name, value in objective.items() if name not in EXPERIENCE}
     kind = objective.pop("kind", Objective)
     torch.manual_seed(0)
     policy = TablePolicy()
@@ -195,8 +204,11 @@ def updated_separately(processes, settings):
 
 def updated(processes, objective, settings):
     """Metrics of two updates, and the weights after them."""
-    learner, weighted = learner_of(processes, objective, settings), objective.get("weighted", False)
-    metrics = [learner.update(experience_of(seed, processes, weighted=weighted)) for seed in (1, 2)]
+    learner, options = (
+        learner_of(processes, objective, settings),
+        {x: objective[x] for x in EXPERIENCE if x in objective},
+    )
+    metrics = [learner.update(experience_of(seed, processes, **options)) for seed in (1, 2)]
     return {"metrics": metrics, "weights": [p.tolist() for p in learner.model.parameters()]}
 
 

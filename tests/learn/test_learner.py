@@ -15,6 +15,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import (
     CriticOutputs,
+    Interpolation,
     MicroBatchLoss,
     Objective,
     Passes,
@@ -698,6 +699,50 @@ def test_importance_weights_by_hand():
     assert float(policy) == pytest.approx(surrogate - 0.1 * 2.0 + 0.5 * 1.0)
     expected = {"policy_loss": surrogate, "entropy_in_update": 2.0, "kl_in_update": 1.0, "value_loss": 0.5 * 5 / 3}
     assert {name: float(x) for name, x in parts.items()} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("correct", "weights"), [("none", [1.0, 1.0, 1.0]), ("clip", [1.0, 1.4, 2.0]), ("mask", [1.0, 1.4, 0.0])]
+)
+def test_interpolation_by_hand(correct, weights):
+    """π / μ is 2 at age 0, 1.96 at age 2 and 16 at age 4: ratios 2, 1.4 and 2, weights 1, 1.4 and 8 before bounds."""
+    mask = torch.tensor([[True, True], [True, False]])
+    behavior, now = torch.tensor([[0.25, 0.25], [0.05, 0.1]]).log(), torch.tensor([[0.5, 0.49], [0.8, 0.9]]).log()
+    advantages, age = torch.tensor([[1.0, 1.0], [-2.0, 9.0]]), torch.tensor([[0, 2], [4, 0]])
+    policies = {"behavior_logprobs": behavior, "age": age}
+    rows = Experience({}, mask, mask.sum(1), behavior, None, advantages, advantages, **policies)
+    objective = Objective(clip=0.2, interpolation=Interpolation(correct))
+    acted = mask.flatten().nonzero().squeeze(1)
+    logprobs = now[mask].requires_grad_()
+    parts = [
+        objective.token_losses(TokenStats(logprobs[at], None, None), rows, acted[at]) for at in (slice(2), slice(2, 3))
+    ]
+    losses = torch.cat([part["policy_loss"] for part in parts])
+    expected = torch.tensor([-1.2, -1.2, 4.0]) * torch.tensor(weights)
+    torch.testing.assert_close(losses, expected)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, 4.0 * weights[2]]))
+    centred = objective.centred(now, rows)
+    torch.testing.assert_close((now - centred.logprobs).exp()[mask], torch.tensor([2.0, 1.4, 2.0]))
+
+
+@each_loss
+def test_tokens_of_age_0_are_clipped_around_the_policy_that_drew_them(name, world):
+    policy, experience = world[0], away(world[1])
+    start, ends = [p.detach().clone() for p in policy.parameters()], []
+    age = torch.zeros(ROWS, TIME, dtype=torch.long)
+    drawn = replace(experience, behavior_logprobs=experience.logprobs, age=age)
+    for rows, interpolation in ((experience, None), (drawn, Interpolation("clip"))):
+        with torch.no_grad():
+            for parameter, value in zip(policy.parameters(), start, strict=True):
+                parameter.copy_(value)
+        objective = replace(LOSSES[name], value_coef=0.5, interpolation=interpolation)
+        metrics = learner_of(policy, objective, minibatches=2, epochs=2).update(rows)
+        ends.append((metrics, [p.detach().clone() for p in policy.parameters()]))
+    assert ends[0][0] == {key: ends[1][0][key] for key in ends[0][0]}
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+    assert (ends[1][0]["weight_mean"], ends[1][0]["weight_ess"]) == (1, 1)
+    assert ends[1][0]["behavior_ratio"] == pytest.approx(ends[1][0]["ratio_mean"], rel=1e-5)
 
 
 @each_loss

@@ -101,7 +101,7 @@ def of_episodes(**changes):
 
 DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
-    "engine_mismatch": {"behavior_kl": lambda i: 0.05},
+    "engine_mismatch": {"behavior_kl": lambda i: 0.05, "behavior_ratio": lambda i: 1.0},
     "stale_samples": {"behavior_kl": lambda i: 0.2, "age_max": lambda i: 4.0, "age_mean": lambda i: 3.5},
     "negative_kl": {"kl": lambda i: -2.0},
     "no_step": {"bad_steps": lambda i: 1, "loss": lambda i: math.nan},

@@ -14,16 +14,17 @@ from tokencredit.core.truncation import truncated_logprobs
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.runs.diagnosis.off_policy_checks import ROUNDING_KL
-from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.options import EvaluateOptions, with_engine
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, RolloutConfig, UpdateConfig
 from tokencredit.text.batch import behavior_metrics
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.engines.sampling import logits_warpers
 from tokencredit.text.models import precision
 from tokencredit.text.pipeline import Scored
@@ -273,3 +274,88 @@ def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
     assert sum(b - a for a, b in pairs) / len(pairs) == pytest.approx(row["behavior_kl"], abs=1e-5)
     _, _ = trained(tmp_path / "whole", rollout=replace(NUCLEUS, top_p=None))
     assert "behavior_logprobs" not in read_jsonl(tmp_path / "whole" / "samples.jsonl")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("critic", "proximal", "passes"),
+    [("none", "interpolated", 1), ("none", "behavior", 1), ("none", "recomputed", 3), ("shared", "interpolated", 3)],
+)
+def test_the_pass_before_an_update_is_saved_where_nothing_reads_it(critic, proximal, passes, tmp_path, monkeypatch):
+    exact, scored = RequestEngine.exact, []
+
+    def counted(engine, *args):
+        scored.append(args)
+        return exact(engine, *args)
+
+    monkeypatch.setattr(RequestEngine, "exact", counted)
+    rollout = RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4, engine="continuous", max_age=2)
+    correct = "none" if proximal == "behavior" else "clip"
+    args = text_config(
+        tmp_path,
+        3,
+        rollout=rollout,
+        off_policy=OffPolicyConfig(proximal=proximal, correct=correct),
+        critic=CriticConfig(kind=critic),
+        advantage=AdvantageConfig(estimator="group_relative" if critic == "none" else "gae"),
+        kl=KLConfig(coef=0.0),
+        optim=OptimConfig(warmup=0, schedule="constant", lr=1e-3),
+    )
+    PPOTrainer(args=args).train()
+    assert len(scored) == passes
+    rows = read_metrics(tmp_path)
+    names = {"behavior_ratio", "behavior_kl"} | ({"weight_mean", "weight_ess"} if correct == "clip" else set())
+    assert all(names <= set(row) for row in rows)
+    assert ("weight_mean" in rows[0]) == (correct == "clip")
+    assert all(0.5 < row["behavior_ratio"] < 2 for row in rows)
+    sample = read_jsonl(tmp_path / "samples.jsonl")[-1]
+    assert ("behavior_logprobs" in sample) == (passes == 3)
+
+
+@pytest.mark.slow
+def test_an_interpolated_update_by_hand(tmp_path):
+    """The first loss of a batch with tokens of ages 0 to 3, and the same in micro-batches."""
+    rollout = RolloutConfig(batch_size=8, max_new_tokens=8, engine="continuous", max_age=3)
+    args = text_config(
+        tmp_path,
+        rollout=rollout,
+        ppo=UpdateConfig(epochs=1, minibatches=1, micro_batch_tokens=40),
+        off_policy=OffPolicyConfig(proximal="interpolated", correct="mask", low=0.9, high=1.2),
+    )
+    trainer = PPOTrainer(args=args)
+    scored = trainer.collect()
+    trainer.ahead.close()
+    present, mask = scored.rollout.logprobs, scored.rollout.mask
+    age = torch.arange(mask.numel()).view(mask.shape) % 4
+    drawn = present + 0.3 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    scored = replace(scored, rollout=replace(scored.rollout, behavior_logprobs=drawn, age=age))
+    _, experience = trainer.credit.give(scored)
+    assert experience.weights is None
+    metrics = trainer.learner.update(experience)
+    power = torch.where(age > 0, 1 / age.clamp(min=1), 1.0)
+    ratio, weight = (power * (present - drawn)).exp(), ((1 - power) * (present - drawn)).exp()
+    weight = weight * ((weight >= 0.9) & (weight <= 1.2))
+    advantages = experience.advantages
+    losses = -weight * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    assert metrics["policy_loss"] == pytest.approx(float(losses[mask].mean()), abs=1e-5)
+    expected = {
+        "ratio_mean": ratio[mask].mean(),
+        "clip_fraction": ((ratio < 0.8) | (ratio > 1.2))[mask].float().mean(),
+        "weight_mean": weight[mask].mean(),
+        "weight_zero": (weight == 0)[mask].float().mean(),
+        "behavior_kl": (drawn - present)[mask].mean(),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(
+        {k: float(x) for k, x in expected.items()}, abs=1e-5
+    )
+    assert 0 < metrics["weight_zero"] < 1
+
+
+def test_interpolation_needs_tokens_with_an_age():
+    for rollout in ({}, {"rollout.engine": "continuous"}):
+        with pytest.raises(ConfigError) as caught:
+            PPOConfig.from_dict({"off_policy.proximal": "interpolated"} | rollout)
+        assert str(caught.value) == (
+            "off_policy.proximal is interpolated, by the age of tokens, and rollout.max_age is 0, so that all are of "
+            "age 0; set rollout.max_age with rollout.engine: continuous, or leave it out"
+        )

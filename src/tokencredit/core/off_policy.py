@@ -118,7 +118,9 @@ def interpolated_logprobs(behavior_logprobs: Tensor, logprobs: Tensor, age: Tens
     """Log-probs of a proximal policy between behavior and current policy, by age, without a forward pass.
 
     log π_prox = log μ / d + (1 − 1 / d) log π for a token that is d ≥ 1 versions old; log μ for d = 0. The proximal
-    policy is taken to be one version behind the policy, on a straight line from μ to π (A-3PO, arXiv 2512.06547).
+    policy is taken to be one version behind the policy, on a straight line from μ to π (A-3PO, arXiv 2512.06547). For
+    d = 0 the paper has log π, which is log μ in the first minibatch; in later ones such a token would have no trust
+    region. Its implementation in AReaL has log μ.
 
     Args:
         behavior_logprobs: log μ; any shape.
@@ -251,36 +253,38 @@ class CorrectionStats:
 
     Attributes:
         sums: [tokens, Σ w, Σ w², tokens with w = 0, Σ r, Σ −log r], r before its bounds; reduce by sum.
+        weighted: there are weights; if not, those of `sums` are 1.
     """
 
     sums: Tensor
+    weighted: bool = True
 
     def metrics(self) -> dict[str, float]:
-        """`weight_mean`, `weight_zero` (share of tokens with weight 0), `weight_ess`, `behavior_ratio`, `behavior_kl`.
+        """`behavior_ratio` and `behavior_kl`; with weights also `weight_mean`, `weight_zero` (the share of tokens with
+        weight 0) and `weight_ess`.
 
         The effective sample size (Σ w)² / Σ w² is given as a share of the tokens: 1 for equal weights (Kong 1992). The
         mean of r over tokens of μ is 1 if log-probs and support agree; the mean of −log r estimates KL(μ ‖ π), nats
         per token.
         """
         tokens, total, squares, zero, ratio, kl = self.sums.tolist()
-        return {
-            "weight_mean": total / tokens,
-            "weight_zero": zero / tokens,
-            "weight_ess": total**2 / (tokens * squares) if squares else 0.0,
-            "behavior_ratio": ratio / tokens,
-            "behavior_kl": kl / tokens,
-        }
+        metrics = {"behavior_ratio": ratio / tokens, "behavior_kl": kl / tokens}
+        if not self.weighted:
+            return metrics
+        ess = total**2 / (tokens * squares) if squares else 0.0
+        return metrics | {"weight_mean": total / tokens, "weight_zero": zero / tokens, "weight_ess": ess}
 
 
 @torch.no_grad()
-def correction_stats(weights: Tensor, logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> CorrectionStats:
-    """Statistics of weights from `correction`, see `CorrectionStats`; all `[batch, time]`."""
+def correction_stats(
+    weights: Tensor | None, logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
+) -> CorrectionStats:
+    """Statistics of weights from `correction`, or of ratios alone, see `CorrectionStats`; all `[batch, time]`."""
     require_rows("logprobs", logprobs)
-    require_shape("weights", weights, logprobs.shape)
+    if weights is not None:
+        require_shape("weights", weights, logprobs.shape)
     ratios = importance_ratios(logprobs, behavior_logprobs, mask)
-    weights = zero_outside(weights, mask)
-    tokens = mask.sum()
+    weighted, weights = weights is not None, zero_outside(torch.ones_like(ratios) if weights is None else weights, mask)
     log_ratios = zero_outside(ratios.log(), mask)
-    sums = [tokens, weights.sum(), weights.square().sum(), tokens - (weights > 0).sum()]
-    sums += [zero_outside(ratios, mask).sum(), -log_ratios.sum()]
-    return CorrectionStats(torch.stack([x.to(torch.float64) for x in sums]))
+    numbers = (mask, weights, weights.square(), mask & ~(weights > 0), zero_outside(ratios, mask), -log_ratios)
+    return CorrectionStats(torch.stack([x.sum(dtype=torch.float64) for x in numbers]), weighted)

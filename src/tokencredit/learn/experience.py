@@ -39,7 +39,7 @@ class Experience:
     lengths: Tensor
     """`[batch]`, int64: tokens or steps of each row in a forward pass."""
     logprobs: Tensor
-    """Log-probs under the policy around which the update clips."""
+    """Log-probs under the policy around which the update clips; with `age`, under the behavior policy."""
     values: Tensor | None
     """None without a critic."""
     advantages: Tensor
@@ -50,6 +50,10 @@ class Experience:
     """Bool, true at the tokens in the value loss; None for `mask`."""
     weights: Tensor | None = None
     """Importance weights on the policy loss, from `core.off_policy.correction`; None for 1."""
+    behavior_logprobs: Tensor | None = None
+    """Log-probs under the policy that drew the tokens, if the update measures how far they are from its own."""
+    age: Tensor | None = None
+    """Int64, updates since each token was drawn, if `Objective.interpolation` depends on it."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -101,7 +105,7 @@ class ReturnBuffer:
         """Add an experience; evicts the oldest one from a full buffer."""
         inputs = {name: experience.inputs[name] for name in self.inputs}
         empty = _empty(experience.returns)
-        without = replace(experience, ref_logprobs=None, weights=None)
+        without = replace(experience, ref_logprobs=None, weights=None, behavior_logprobs=None, age=None)
         self.experiences.append(replace(without, inputs=inputs, logprobs=empty, advantages=empty))
 
     def state(self) -> list[dict[str, Any]]:

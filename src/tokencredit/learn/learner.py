@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokencredit.core.off_policy import correction_stats
 from tokencredit.core.whitening import whiten
 from tokencredit.learn.critic_steps import CriticSteps, unclipped
 from tokencredit.learn.experience import Experience
@@ -253,9 +254,13 @@ class Learner:
         for term in terms:
             self.processes.backward(factor * term)
         parts = {name: factor * x for name, x in losses.parts.items()}
+        part, mask = self.objective.centred(outputs.logprobs, part), part.mask & real
         clipped = self.objective.clipped(outputs.logprobs, part)
+        behavior, stats = part.behavior_logprobs, None
+        if behavior is not None:
+            stats = correction_stats(part.weights, outputs.logprobs, behavior, mask)
         total = factor * losses.total.detach()
-        return StepRecord(total, parts, outputs.logprobs, part.logprobs, part.mask & real, clipped)
+        return StepRecord(total, parts, outputs.logprobs, part.logprobs, mask, clipped, stats)
 
     @torch.no_grad()
     def _locate(self, part: Minibatch) -> NonFiniteUpdate:

@@ -7,7 +7,7 @@ token statistics, so that the projection to a large vocabulary can form its grad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from tokencredit.core.off_policy import (
     correction,
     divergence_mask,
     importance_ratios,
+    interpolated_logprobs,
     sequence_surrogate,
     weighted_policy_gradient,
 )
@@ -106,6 +107,30 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Interpolation:
+    """A proximal policy between behavior and present policy, by age, with its weights: A-3PO (arXiv 2512.06547).
+
+    Each pass computes it anew from the present log-probs, so that no pass of its own is needed.
+    """
+
+    correct: str = "none"
+    """`outside` of `core.off_policy.correction` for the weights π_prox / μ of tokens; none for weights of 1."""
+    low: float = 0.0
+    high: float = 2.0
+
+    def centred(self, logprobs: Tensor, rows: Experience) -> Experience:
+        """The rows with log-probs and weights of the proximal policy, for present log-probs `[batch, time]`."""
+        behavior, age = rows.behavior_logprobs, rows.age
+        assert behavior is not None, "`Credit` sets it"
+        assert age is not None, "`Credit` sets it"
+        proximal, weights = interpolated_logprobs(behavior, logprobs, age), None
+        if self.correct != "none":
+            bounds = {"low": self.low, "high": self.high}
+            weights = correction(proximal, behavior, rows.mask, outside=self.correct, **bounds)
+        return replace(rows, logprobs=proximal, weights=weights)
+
+
+@dataclass(frozen=True)
 class Objective:
     """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL); see `core.losses` for each term.
 
@@ -131,6 +156,8 @@ class Objective:
     """Tokens that the reduction `constant` counts per row; None for the longest row of the batch."""
     value_horizon: int | None = None
     """The same for the value loss of one value per turn; None for `horizon`."""
+    interpolation: Interpolation | None = None
+    """The proximal policy as a function of the present one; None for that of `Experience.logprobs`."""
 
     additive = True
 
@@ -163,6 +190,9 @@ class Objective:
             at: indices of the tokens in its flattened `[batch, time]` tensors.
         """
         assert now.logprobs is not None
+        if self.interpolation is not None:
+            present = now.logprobs.detach().new_zeros(rows.mask.numel()).index_copy(0, at, now.logprobs.detach())
+            rows = self.interpolation.centred(present.view(rows.mask.shape), rows)  # right at these tokens only
         kl = now.kl
         if self.kl_estimator is not None and rows.ref_logprobs is not None:
             kl = kl_estimate(self.kl_estimator, now.logprobs, rows.ref_logprobs.flatten()[at])
@@ -171,6 +201,10 @@ class Objective:
             surrogate = surrogate * rows.weights.flatten()[at]
         parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
         return {name: losses for name, losses in parts.items() if losses is not None}
+
+    def centred(self, logprobs: Tensor, rows: Experience) -> Experience:
+        """The rows with log-probs and weights of the proximal policy of a pass with these log-probs."""
+        return rows if self.interpolation is None else self.interpolation.centred(logprobs, rows)
 
     def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
         """The policy loss at acted tokens, from their log-probs; `rows` and `at` as in `token_losses`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.losses import Clip, RatioStats, ratio_stats
+from tokencredit.core.off_policy import CorrectionStats
 from tokencredit.learn.experience import Experience
 from tokencredit.processes import Processes
 
@@ -77,10 +78,13 @@ class StepRecord(NamedTuple):
     mask: Tensor
     clipped: Tensor | None = None
     """As `Objective.clipped` returns it."""
+    correction: CorrectionStats | None = None
+    """Statistics of weights, and of π / μ for the policy of the pass; None without `Experience.behavior_logprobs`."""
 
 
 def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processes: Processes) -> dict[str, float]:
-    """Mean loss and terms over minibatches, and ratio metrics over all tokens; all processes count."""
+    """Mean loss and terms over minibatches, and metrics of ratios and weights over all tokens of all passes; all
+    processes count."""
     micro_batches = [micro for record in records for micro in record]
     names = ["loss", *micro_batches[0].parts]
     sums = torch.stack([torch.stack([micro.loss, *micro.parts.values()]) for micro in micro_batches]).sum(0)
@@ -89,7 +93,17 @@ def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processe
         **dict(zip(names, means, strict=True)),
         **ratios(micro_batches, clip, processes).metrics(),
         "first_ratio_error": ratio_error(records[0], processes),
+        **correction_metrics([micro.correction for micro in micro_batches], processes),
     }
+
+
+def correction_metrics(stats: Sequence[CorrectionStats | None], processes: Processes) -> dict[str, float]:
+    """Metrics of the weights and of π / μ over all passes; empty without `Experience.behavior_logprobs`."""
+    parts = [x for x in stats if x is not None]
+    if not parts:
+        return {}
+    sums = processes.sum(torch.stack([x.sums for x in parts]).sum(0))
+    return CorrectionStats(sums, parts[0].weighted).metrics()
 
 
 def ratios(record: Sequence[StepRecord], clip: Clip, processes: Processes) -> RatioStats:

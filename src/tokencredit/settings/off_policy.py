@@ -9,19 +9,23 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
 from tokencredit.settings.training import RolloutConfig
 
+FIXED = "proximal: not interpolated"
+"""The condition of weights that do not change within an update."""
+
 
 @dataclass
 class OffPolicyConfig:
     """Corrections for tokens drawn with other log-probs than those of training: by filters such as top_p, by a pass in
     bfloat16, or by another engine."""
 
-    proximal: Literal["recomputed", "behavior"] = "recomputed"
+    proximal: Literal["recomputed", "behavior", "interpolated"] = "recomputed"
     """Policy around which the update clips: recomputed takes log-probs of a full forward pass of the trained model,
-    behavior the log-probs with which the engine drew the tokens."""
-    correct: Literal["none", "clip", "mask"] = setting("none", needs="proximal: recomputed")
-    """Importance weights on the policy loss, recomputed over behavior probability: none, clip bounds them by low and
+    behavior the log-probs with which the engine drew the tokens, interpolated those between them and the present
+    ones, by the age of each token (A-3PO)."""
+    correct: Literal["none", "clip", "mask"] = setting("none", needs="proximal: recomputed, interpolated")
+    """Importance weights on the policy loss, proximal over behavior probability: none, clip bounds them by low and
     high, mask sets those outside to 0."""
-    level: Literal["token", "sequence", "geometric"] = setting("token", needs="correct: not none")
+    level: Literal["token", "sequence", "geometric"] = setting("token", needs=("correct: not none", FIXED))
     """Weights of single tokens, of the product over a completion's tokens, or of its geometric mean."""
     low: float = setting(0.0, needs="correct: not none", at_least=0)
     """Lower bound of the weights."""
@@ -37,6 +41,11 @@ class OffPolicyConfig:
         """
         if self.correct != "none" and self.high <= self.low:
             raise ConfigError(f"off_policy.high is {self.high:g}; it must be above off_policy.low, {self.low:g}")
+        if self.proximal == "interpolated" and not rollout.max_age:
+            raise ConfigError(
+                "off_policy.proximal is interpolated, by the age of tokens, and rollout.max_age is 0, so that all are "
+                "of age 0; set rollout.max_age with rollout.engine: continuous, or leave it out"
+            )
         for key, default in (("proximal", "recomputed"), ("correct", "none")):
             value = getattr(self, key)
             if value != default and not draws_otherwise(rollout, dtype):

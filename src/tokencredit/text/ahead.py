@@ -31,15 +31,21 @@ class _Batch(NamedTuple):
 class SamplesAhead:
     """Batches of a stream, sampled up to `max_age` updates before they are learned from."""
 
-    def __init__(self, pipeline: Pipeline, stream: BatchStream, settings: RolloutConfig):
+    def __init__(self, pipeline: Pipeline, stream: BatchStream, settings: RolloutConfig, *, recompute: bool = True):
         """Sample nothing yet.
 
         Args:
             pipeline: the run's; its engine computes log-probs and values when a batch is taken.
             stream: prompts and uniforms.
             settings: sampling settings, `max_age` and `stale_cache`.
+            recompute: the update needs log-probs of the policy at its start.
         """
         self.run, self.stream, self.settings = pipeline, stream, settings
+        engine = pipeline.engine
+        assert isinstance(engine, RequestEngine)
+        unread = not recompute and pipeline.reference is None and not settings.filters()
+        self.scores = engine.shared_critic or not unread
+        """True if a full pass of the policy scores each batch; false if nothing reads what it computes."""
         self.background: Pipeline | None = None
         """The pipeline that samples in the background; None before the first batch."""
         self.threads: ThreadPoolExecutor | None = None
@@ -48,7 +54,7 @@ class SamplesAhead:
         """True once a batch has shown that the copy of the weights is the policy."""
 
     def next(self) -> Sampled:
-        """The next batch, sampled to its end, with the age of each token, and log-probs and values of the policy.
+        """The next batch, sampled to its end, with the age of each token, and scored by the policy if `scores`.
 
         Raises:
             RunStopped: the sampler failed.
@@ -66,9 +72,12 @@ class SamplesAhead:
         assert rollout.versions is not None
         assert isinstance(engine, RequestEngine)
         age = (self._sampler().version - rollout.versions).masked_fill(~rollout.mask, 0)
-        rollout = replace(engine.exact(rollout, self.settings), age=age)
-        if not self.proven:
-            self._prove(rollout, engine.precision.bfloat16)
+        rollout = replace(rollout, age=age)
+        if self.scores or not self.proven:
+            scored = engine.exact(rollout, self.settings)
+            if not self.proven:
+                self._prove(scored, engine.precision.bfloat16)
+            rollout = scored if self.scores else rollout
         return sampled._replace(rollout=rollout)
 
     def weights_changed(self) -> None:

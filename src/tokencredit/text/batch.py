@@ -151,9 +151,8 @@ def behavior_metrics(rollout: Rollout, weights: Tensor | None, processes: Proces
     """
     behavior, mask = rollout.behavior_logprobs, rollout.mask
     assert behavior is not None
-    stats = correction_stats(mask.float() if weights is None else weights, rollout.logprobs, behavior, mask)
-    metrics = CorrectionStats(processes.sum(stats.sums)).metrics()
-    return {name: x for name, x in metrics.items() if weights is not None or name.startswith("behavior")}
+    stats = correction_stats(weights, rollout.logprobs, behavior, mask)
+    return CorrectionStats(processes.sum(stats.sums), stats.weighted).metrics()
 
 
 def text_metrics(scored: Scored, processes: Processes) -> dict[str, float]:

@@ -141,21 +141,26 @@ class Credit:
         return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
 
     def _weights(self, rollout: Rollout) -> Tensor | None:
-        """Importance weights of the tokens, constant in an update; None without `off_policy.correct`."""
+        """Importance weights of the tokens, constant in an update; None without `off_policy.correct`, and where an
+        interpolated proximal policy changes them."""
         args = self.args.off_policy
-        if args.correct == "none":
+        if args.correct == "none" or args.proximal == "interpolated":
             return None
         behavior = rollout.behavior_logprobs
         assert behavior is not None, "`OffPolicyConfig.check` refuses such runs"
         bounds = {"low": args.low, "high": args.high}
         return correction(rollout.logprobs, behavior, rollout.mask, level=args.level, outside=args.correct, **bounds)
 
-    def _proximal(self, rollout: Rollout) -> Tensor:
-        """Log-probs of the policy around which the update clips."""
-        if self.args.off_policy.proximal == "recomputed":
-            return rollout.logprobs
-        assert rollout.behavior_logprobs is not None, "`OffPolicyConfig.check` refuses such runs"
-        return rollout.behavior_logprobs
+    def _policies(self, rollout: Rollout) -> dict[str, Tensor | None]:
+        """Fields of the experience that hold log-probs of proximal and behavior policy, and ages."""
+        proximal = self.args.off_policy.proximal
+        if proximal == "recomputed":
+            return {"logprobs": rollout.logprobs}
+        unscored = rollout.behavior_logprobs is None  # `logprobs` are then those of the draws
+        behavior = rollout.logprobs if rollout.behavior_logprobs is None else rollout.behavior_logprobs
+        if proximal == "interpolated":
+            return {"logprobs": behavior, "behavior_logprobs": behavior, "age": rollout.age}
+        return {"logprobs": behavior, "behavior_logprobs": behavior if unscored else None}
 
     def _turns(self, rollout: Rollout) -> Turns | None:
         """The turns of a rollout, if they are the steps of the estimator."""
@@ -273,12 +278,12 @@ class Credit:
             inputs=inputs,
             mask=rollout.mask,
             lengths=rollout.lengths(),
-            logprobs=self._proximal(rollout),
             values=rollout.values,
             advantages=advantages,
             returns=returns,
             ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
             value_mask=None if valued is None else valued & rollout.mask,
+            **self._policies(rollout),
         )
 
     def state_dict(self) -> dict[str, dict[str, float]]:

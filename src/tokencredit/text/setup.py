@@ -14,6 +14,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import (
     CriticOutputs,
+    Interpolation,
     Objective,
     Passes,
     PolicyLoss,
@@ -371,13 +372,15 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
 
 def build_objective(args: PPOConfig) -> Objective:
     """Build the objective of a run's updates; the trainer sets its KL coefficient before each."""
-    kl, loss = args.kl, args.ppo.loss
+    kl, loss, off_policy = args.kl, args.ppo.loss, args.off_policy
+    interpolation = Interpolation(off_policy.correct, off_policy.low, off_policy.high)
     options: dict[str, Any] = {
         **args.ppo.objective(args.critic),
         "kl_estimator": kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
         "horizon": args.rollout.max_new_tokens,
         "value_places": tuple(args.critic.places or ()),
         "value_horizon": args.env.max_turns if args.advantage.unit == "turn" else None,
+        "interpolation": interpolation if off_policy.proximal == "interpolated" else None,
     }
     if loss == "clip":
         return Objective(**options)

@@ -143,8 +143,11 @@ class PPOTrainer:
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
-        self.ahead = SamplesAhead(self.pipeline, self.stream, args.rollout) if args.rollout.max_age else None
+        self.ahead: SamplesAhead | None = None
         """Sampling in the background; None samples when a batch is needed."""
+        if args.rollout.max_age:
+            recompute = args.off_policy.proximal == "recomputed"
+            self.ahead = SamplesAhead(self.pipeline, self.stream, args.rollout, recompute=recompute)
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
         self.told: set[str] = set()

@@ -26,18 +26,28 @@ def filters_of(run: Evidence) -> list[str]:
     return [key for key, is_on in on.items() if is_on]
 
 
+def engine_distance(run: Evidence) -> float:
+    """KL from the engine to the policy, nats per token, by the larger of two estimates of ratios r of policy to engine.
+
+    The mean of −log r is below 0 in half of all batches whose ratios differ by rounding; that of r − 1 − log r is not,
+    but hardly notices a filter of the engine's own.
+    """
+    return max(run.last("behavior_kl"), run.last("behavior_ratio") - 1 + run.last("behavior_kl"))
+
+
 def engine_mismatch(run: Evidence) -> Finding | None:
     """The engine draws tokens from another distribution than the trained model's, and neither the run's filters nor the
     age of its weights explain it."""
     limit = ROUNDING_KL if run.setting("model.dtype") == "float32" else ROUNDING_KL_IN_BFLOAT16
-    if filters_of(run) or run.last("age_max") > 0 or not run.last("behavior_kl") > limit:
+    if filters_of(run) or run.last("age_max") > 0 or not engine_distance(run) > limit:
         return None
     corrected = run.setting("off_policy.correct") not in (None, "none")
     return Finding(
         "engine_mismatch",
         83,
         "the engine does not draw from the trained model",
-        f"{run.where('behavior_kl')} nats per token; rounding explains {limit:g}",
+        f"{engine_distance(run):.2g} nats per token; rounding explains {limit:g}; {run.where('behavior_kl')}, "
+        f"{run.where('behavior_ratio')}",
         "The log-probs with which tokens were drawn differ from those of a full forward pass of the trained model, as "
         "with old weights, another dtype, or filters and a temperature of the engine's own.",
         "look for sampling defaults of the engine (generation_config.json), take the same dtype in both"

@@ -26,7 +26,8 @@ class Rollout:
     """True at sampled tokens, the end-of-sequence token included. A row's tokens run without gaps to its last sampled
     one; those in between that are false are an environment's."""
     logprobs: Tensor
-    """Log-prob of each token under the policy at its temperature, in nats, before filters such as top_p."""
+    """Log-prob of each token under the policy at its temperature, in nats, before filters such as top_p. Under the
+    policy that drew it, of an earlier update, if it has an `age` and no `behavior_logprobs`."""
     values: Tensor | None
     """Value of the state before each token; None if the engine did not compute it."""
     truncated: Tensor

@@ -169,15 +169,19 @@ class RequestEngine:
                 self.report(f"rollout.engine {self.sampler.name} failed, and is asked again: {failure}")
                 self.weights_changed()
 
+    @property
+    def shared_critic(self) -> bool:
+        """True if the policy's pass for log-probs also gives the critic's values."""
+        critic = self.policy.critic
+        return isinstance(critic, Critic) and critic.reads_last
+
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """The rollout with log-probs by a full forward pass, and with values of a critic on the policy's trunk."""
         try:
             self.sampler.sleep()
         except EngineFailure as failure:
             raise RunStopped(f"rollout.engine {self.sampler.name} could not free its memory: {failure}") from failure
-        critic = self.policy.critic
-        shared = isinstance(critic, Critic) and critic.reads_last
-        filtered = bool(settings.filters())
+        shared, filtered = self.shared_critic, bool(settings.filters())
 
         def read(inputs: Inputs) -> dict[str, Tensor]:
             if not (shared or filtered):
