@@ -113,8 +113,9 @@ chaos: install  ## Kill, damage and resume real runs; as root, for the small dis
 processes: install  ## Train the same runs in 1, 2 and 4 processes, with DDP and sharded, and go on with them: a table
 	$(BIN)/python tests/processes_matrix.py
 
-doctor: install  ## Audit runs with a planted fault, and healthy ones, and compare the diagnosis
+doctor: install  ## Train and audit runs with a planted fault, and healthy ones, and compare the diagnosis: two tables
 	$(BIN)/python tests/audit_doctor.py
+	$(BIN)/python tests/off_policy_doctor.py
 
 .trl-venv/installed:
 	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokencredit.core.kl import exact_kl
 from tokencredit.core.logprobs import token_kl, token_logprobs, token_loss, token_stats
+from tokencredit.core.truncation import truncated_logprobs
 from tokencredit.core.vocab_projection import TokenStats
 
 VOCABULARY, WIDTH, REF_WIDTH = 11, 6, 4
@@ -117,6 +118,57 @@ def test_a_loss_formed_at_once_is_that_of_full_logits_with_gradients(seed, tempe
     ):
         torch.testing.assert_close(x, reference, **close)
     assert not any(x.requires_grad for x in stats)
+
+
+@given(**settings_of_the_head)
+def test_a_loss_on_a_support_is_that_of_the_renormalised_softmax(seed, temperature, softcap, chunk, dtype):
+    policy, ref, targets, mask = make(seed, dtype=dtype)
+    leaves = [x.clone().requires_grad_() for x in policy]
+    generator = torch.Generator().manual_seed(seed)
+    inside = torch.rand(*mask.shape, VOCABULARY, generator=generator) < 0.4
+    order = inside.int().argsort(dim=-1, descending=True, stable=True)[..., :7]
+    support = order.masked_fill(~inside.gather(-1, order), -1).int()
+    inside = torch.zeros_like(inside).scatter(-1, torch.where(support < 0, targets.unsqueeze(-1), support.long()), True)
+    inside.scatter_(-1, targets.unsqueeze(-1), True)  # the target counts as inside
+    old, weights = (
+        torch.zeros(int(mask.sum()), dtype=dtype),
+        torch.rand(int(mask.sum()), generator=generator, dtype=dtype),
+    )
+    loss = some_loss(old, weights)
+
+    def logits(hidden, weight, bias):
+        z = hidden @ weight.T + bias
+        return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+
+    log_p = logits(*leaves).masked_fill(~inside, -torch.inf).log_softmax(-1)
+    finite = log_p.masked_fill(~inside, 0.0)  # 0 log 0 is 0
+    log_q, p = logits(*ref).log_softmax(-1), log_p.exp()
+    logprobs = finite.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    statistics = [x * mask for x in (logprobs, -(p * finite).sum(-1), (p * (finite - log_q)).sum(-1))]
+    torch.testing.assert_close(logprobs, truncated_logprobs(logits(*leaves), targets, inside))
+    expected = loss(TokenStats(*(x[mask] for x in statistics)), slice(None))
+    expected_gradients = torch.autograd.grad(3 * expected, leaves)
+
+    hidden, weight, bias = leaves
+    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "support": support}
+    result, stats = token_loss(hidden, weight, targets, loss, bias=bias, ref=ref, entropy=True, **options)
+    gradients = torch.autograd.grad(3 * result, leaves)
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    for x, reference in zip((result, *stats, *gradients), (expected, *statistics, *expected_gradients), strict=True):
+        torch.testing.assert_close(x, reference, **close)
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        (torch.zeros(2, 4, 3, dtype=torch.int64), r"support has shape \(2, 4, 3\); it must be \(2, 5, 3\)"),
+        (torch.zeros(2, 5, 3), "support has dtype torch.float32; it must be torch.int32 or torch.int64, token ids"),
+    ],
+)
+def test_a_support_is_of_token_ids(support, message):
+    (hidden, weight, _), _, targets, _ = make(0)
+    with pytest.raises(ValueError, match=message):
+        token_loss(hidden, weight, targets, lambda now, at: now.logprobs.sum(), support=support)
 
 
 def test_a_loss_formed_at_once_projects_once():

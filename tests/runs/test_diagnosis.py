@@ -199,7 +199,8 @@ def test_a_ratio_may_be_off_by_what_the_number_format_rounds(dtype, rounding, mi
 @pytest.mark.parametrize(("dtype", "rounding", "mismatch"), [("float32", 1e-6, 2e-5), ("bfloat16", 1e-3, 0.01)])
 def test_an_engine_may_round_otherwise(dtype, rounding, mismatch):
     config = CONFIG | {"model": {"dtype": dtype}}
-    assert names([row | {"behavior_kl": rounding, "behavior_ratio": 1.0} for row in healthy()], config) == []
+    noise = {"behavior_kl": rounding, "behavior_ratio": 1 - rounding}
+    assert names([row | noise for row in healthy()], config) == []
     rows = [row | {"behavior_kl": mismatch, "behavior_ratio": 1.0} for row in healthy()]
     assert names(rows, config) == ["engine_mismatch"]
     assert "off_policy.correct" in diagnose(rows, config)[0].advice
@@ -208,6 +209,13 @@ def test_an_engine_may_round_otherwise(dtype, rounding, mismatch):
     old = {"age_max": 1.0, "age_mean": 1.0}
     assert names([row | old for row in rows], config) == [], "drawn with the weights of an earlier update"
     assert names([row | old | {"behavior_kl": 0.08} for row in rows], config) == []
+
+
+def test_an_engine_in_bfloat16_beside_training_in_float32_is_named():
+    """By the size of the differences: their mean, here below 0, is chance."""
+    rows = [row | {"behavior_kl": -5e-5, "behavior_ratio": 1 + 5e-5 + 8e-7} for row in healthy()]
+    assert names(rows, CONFIG | {"model": {"dtype": "float32"}}) == ["engine_mismatch"]
+    assert names(rows, CONFIG | {"model": {"dtype": "bfloat16"}}) == []
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_new_tokens": 5}])

@@ -238,6 +238,17 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "off_policy.level",
         "with off_policy.proximal: interpolated",
     ),
+    *[
+        ("text", {"off_policy.support": "truncated"} | settings, "off_policy.support", why)
+        for settings, why in [
+            ({"rollout.top_k": 20}, "without off_policy.proximal: behavior"),
+            ({"rollout.top_p": 0.9, "off_policy.proximal": "behavior"}, "without rollout.top_k"),
+            (
+                {"rollout.engine": "continuous", "rollout.top_k": 20, "off_policy.proximal": "behavior"},
+                "without rollout.engine: local",
+            ),
+        ]
+    ],
     ("text", {"kl.coef": 0.0, "kl.place": "loss"}, "kl.place", "without kl.coef"),
     ("text", {"kl.coef": 0.0, "kl.estimator": "k3"}, "kl.estimator", "without kl.coef"),
     ("text", {"kl.coef": 0.0, "kl.horizon": 100.0}, "kl.horizon", "without kl.target"),

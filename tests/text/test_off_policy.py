@@ -14,18 +14,26 @@ from tokencredit.core.truncation import truncated_logprobs
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.runs.diagnosis.off_policy_checks import ROUNDING_KL
+from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.options import EvaluateOptions, with_engine
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.settings.training import (
+    AdvantageConfig,
+    KLConfig,
+    OptimConfig,
+    RolloutConfig,
+    SamplingConfig,
+    UpdateConfig,
+)
 from tokencredit.text.batch import behavior_metrics
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.requests import RequestEngine
-from tokencredit.text.engines.sampling import logits_warpers
+from tokencredit.text.engines.sampling import Decoding, logits_warpers
 from tokencredit.text.models import precision
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.scoring_passes import ReferenceOutputs
@@ -359,3 +367,47 @@ def test_interpolation_needs_tokens_with_an_age():
             "off_policy.proximal is interpolated, by the age of tokens, and rollout.max_age is 0, so that all are of "
             "age 0; set rollout.max_age with rollout.engine: continuous, or leave it out"
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "turns"), [("float32", 1e-4, False), ("bfloat16", 0.2, False), ("float32", 1e-4, True)]
+)
+def test_on_the_kept_support_an_update_begins_at_a_ratio_of_1(dtype, rounding, turns, tmp_path):
+    filters = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    groups = {
+        "model": ModelConfig(name="builtin:calculator" if turns else "builtin:reviews", dtype=dtype),
+        "rollout": replace(NUCLEUS, batch_size=16, max_new_tokens=32 if turns else 8, **filters),
+        "ppo": UpdateConfig(epochs=1, minibatches=1, micro_batch_tokens=200, entropy_coef=0.01),
+    }
+    if turns:
+        groups |= {"env": EnvironmentConfig(factory="builtin:calculator"), "reward": []}
+    rows = {}
+    for support in ("full", "truncated"):
+        off_policy = OffPolicyConfig(proximal="behavior", support=support)
+        _, (rows[support],) = trained(tmp_path / support, off_policy=off_policy, **groups)
+    for name in ("reward", "behavior_ratio", "behavior_kl", "entropy"):
+        assert rows["full"][name] == pytest.approx(rows["truncated"][name], abs=1e-6)
+    kept, whole = rows["truncated"], rows["full"]
+    assert kept["ratio_mean"] == pytest.approx(1.0, abs=1e-3 if dtype == "float32" else 1e-2)
+    assert kept["first_ratio_error"] < rounding < whole["first_ratio_error"]
+    assert whole["ratio_mean"] < 0.995
+    assert 0 < kept["entropy_in_update"] < whole["entropy_in_update"]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_kept_support_is_what_tokens_are_drawn_from(ties, tokenizer):
+    """Also if several tokens share the probability of the last one that top_k keeps."""
+    settings = SamplingConfig(top_k=3, top_p=0.9, min_new_tokens=1)
+    one, ends = torch.tensor([], dtype=torch.long), torch.tensor([0])
+    state = Decoding(torch.tensor([[0.999]] * 2), [one] * 2, settings, ends, [], keeps_support=True)
+    logits = torch.tensor([[9.0, 2.0, 1.5, 1.0 if not ties else 1.5, 1.5 if ties else 0.5, -9.0]] * 2)
+    state.draw(logits, torch.zeros(2, 1, dtype=torch.long), None)
+    kept = state.support[0, 0].tolist()
+    assert 0 not in kept, "the end, before min_new_tokens"
+    assert kept[0] == 1
+    logits = logits / settings.temperature
+    drawn = state.response_ids[:, :1]
+    assert int(drawn[0]) in kept
+    expected = truncated_logprobs(logits.unsqueeze(1), drawn, state.support[:, :1].long())
+    torch.testing.assert_close(state.behavior_logprobs[:, :1], expected)

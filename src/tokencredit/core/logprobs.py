@@ -177,6 +177,7 @@ def token_loss(
     chunk: int | None = None,
     entropy: bool = False,
     additive: bool = True,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """A loss of the statistics of `token_stats`, with its gradient formed in the forward pass.
 
@@ -200,6 +201,9 @@ def token_loss(
         additive: the loss is a sum over tokens, so that chunks are independent. If false, `loss` is called once with
             all tokens and may combine them in any way, such as a nonlinear function of a sequence's log-probability;
             if there are several chunks, each is then projected twice.
+        support: token ids [..., k], int32 or int64, padded with −1, over which π and all its statistics are
+            normalised, as in `core.truncation.truncated_logprobs`; the target always counts as one of them. None for
+            the whole vocabulary.
 
     Returns:
         The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], without gradient.
@@ -209,9 +213,16 @@ def token_loss(
     """
     kept, inputs = _kernel_inputs(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
     shape = hidden.shape[:-1]
+    if support is not None:
+        require_tensors(support=support)
+        require_shape("support", support, (*shape, support.shape[-1] if support.dim() else 0))
+        if support.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"support has dtype {support.dtype}; it must be torch.int32 or torch.int64, token ids")
+        support = _gather(support, kept)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
+    options = entropy, loss, additive, needs_grad, support
     with _targets_in_range(inputs[3], weight):
-        total, *stats = ChunkedLoss.apply(*inputs, entropy, loss, additive, needs_grad)  # type: ignore[no-untyped-call]
+        total, *stats = ChunkedLoss.apply(*inputs, *options)  # type: ignore[no-untyped-call]
     return total, TokenStats(*(None if x is None else _scatter(x, kept, shape) for x in stats))
 
 

@@ -24,6 +24,9 @@ __all__ = ["Linear", "TokenLoss", "TokenStats"]
 WEIGHT_ROWS = 4096
 """Rows of the weight, or of its gradient, that are converted to another precision at once."""
 
+LEAST_LOGIT = -1e9
+"""Logit of a token outside the support: its probability is 0, and 0 times its finite log-prob is 0."""
+
 PRECISION_LOCK = threading.Lock()
 """Held while the process-wide matmul precision is changed."""
 
@@ -118,13 +121,16 @@ class Chunk:
         transform: LogitTransform,
         entropy: bool,
         buffers: ChunkBuffers,
+        support: Tensor | None = None,
     ) -> None:
-        """Compute the statistics; overwrites the buffers."""
+        """Compute the statistics, on the support of each row if there is one; overwrites the buffers."""
         z = transform.logits(linear, part, buffers)
         self.transform, self.buffers = transform, buffers
+        self.targets = None if targets is None else targets[part, None]
+        if support is not None and self.targets is not None:
+            z.masked_fill_(outside(support[part], self.targets, z), LEAST_LOGIT)
         self.max_logit = z.amax(dim=-1, keepdim=True)
         y = z.sub_(self.max_logit)
-        self.targets = None if targets is None else targets[part, None]
         target_y = None if self.targets is None else y.gather(-1, self.targets)
         needs_y = entropy or ref is not None or transform.softcap is not None
         self.exp_y = y.exp() if needs_y else y.exp_()
@@ -175,6 +181,13 @@ class Chunk:
         elif self.transform.temperature != 1.0:
             grad.div_(self.transform.temperature)
         return grad if self.buffers.gradient is None else self.buffers.gradient[: len(grad)].copy_(grad)
+
+
+def outside(support: Tensor, targets: Tensor, logits: Tensor) -> Tensor:
+    """True at logits `[rows, vocabulary]` of tokens that are neither in the support `[rows, k]` nor the target."""
+    ids = torch.where(support < 0, targets, support.long())
+    others = torch.ones_like(logits, dtype=torch.bool)
+    return others.scatter_(-1, ids, False).scatter_(-1, targets, False)
 
 
 class Gradients:
@@ -283,6 +296,7 @@ class ChunkedLoss(torch.autograd.Function):
         loss: TokenLoss,
         additive: bool,
         needs_grad: bool,
+        support: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """The loss and the statistics; forms the gradients too if `needs_grad`."""
         with torch.autocast(hidden.device.type, enabled=False):
@@ -294,7 +308,7 @@ class ChunkedLoss(torch.autograd.Function):
 
             def project(part: slice) -> Chunk:
                 """Statistics of some rows."""
-                return Chunk(part, linear, targets, linear_ref, transform, entropy, buffers)
+                return Chunk(part, linear, targets, linear_ref, transform, entropy, buffers, support)
 
             if additive or len(hidden) <= size:
                 total, stats = one_pass(project, row_slices(hidden, size), loss, gradients, needs_grad)
@@ -315,7 +329,7 @@ class ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if not (grad.device.type == "cpu" and grad == 1):
             gradients = tuple(None if x is None else x.mul_(grad) for x in gradients)
-        return *gradients, *[None] * 8
+        return *gradients, *[None] * 9
 
 
 def one_pass(

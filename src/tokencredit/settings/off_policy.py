@@ -32,6 +32,12 @@ class OffPolicyConfig:
     high: float = setting(2.0, needs="correct: not none", above=0)
     """Upper bound of the weights."""
 
+    support: Literal["full", "truncated"] = setting(
+        "full", needs=("rollout.engine: local", "rollout.top_k", "proximal: behavior")
+    )
+    """Tokens over which the update normalises the policy: the whole vocabulary, or those that the filters left when the
+    token was drawn, so that its ratio begins at 1. They are kept with it, at most rollout.top_k."""
+
     def check(self, rollout: RolloutConfig, dtype: str) -> None:
         """Raise `ConfigError` for bounds out of order, or for settings that can change nothing.
 

@@ -271,6 +271,8 @@ class Credit:
         valued = None if turns is None else turns.first
         if reference.hidden is not None:
             inputs["ref_hidden"] = reference.hidden
+        if rollout.support is not None:
+            inputs["support"] = rollout.support
         if self.args.critic.members > 1:
             rows = self.first + torch.arange(len(rollout.mask), device=rollout.mask.device)
             inputs["member"] = rows % self.args.critic.members

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -296,6 +297,8 @@ def build_pipeline(
     """
     budget = args.ppo.micro_batch_tokens
     engine = models.engine(budget, args.rollout.engine, report or print, args.rollout.engine_memory)
+    if isinstance(engine, LocalEngine):
+        engine = replace(engine, keeps_support=args.off_policy.support == "truncated")
     return Pipeline(
         models.policy,
         models.reference,

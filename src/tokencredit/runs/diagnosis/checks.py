@@ -51,7 +51,8 @@ def _clips_tokens(run: Evidence) -> bool:
 def mismatch(run: Evidence) -> Finding | None:
     """Sampling and training disagree on the probability of the same tokens."""
     limit = ROUNDING_IN_BFLOAT16 if run.setting("model.dtype") == "bfloat16" else ROUNDING
-    if run.setting("off_policy.proximal") in ("behavior", "interpolated"):  # no first ratio of 1; `engine_mismatch`
+    behind = run.setting("off_policy.proximal") in ("behavior", "interpolated")
+    if behind and run.setting("off_policy.support") != "truncated":  # no first ratio of 1; `engine_mismatch`
         return None
     if not run.last("first_ratio_error") > limit:
         return None

@@ -43,6 +43,8 @@ class LocalConversation:
         end_ids: Sequence[int],
         precision: Precision,
         exact: Callable[[Rollout], Rollout],
+        *,
+        keeps_support: bool = False,
     ):
         """Start before the first turns.
 
@@ -56,12 +58,14 @@ class LocalConversation:
             end_ids: token ids that end a turn.
             precision: dtype of the passes.
             exact: `LocalEngine.exact`.
+            keeps_support: as in `Decoding`.
         """
         self.model, self.prompts, self.tokenizer = model, prompts, tokenizer
         self.precision, self.exact = precision, exact
         detokenizers = stop_detokenizers(prompts, tokenizer) if settings.stop else []
         ends = torch.tensor(list(end_ids), device=prompts.ids.device)
-        self.state = Decoding(uniforms, [prompts.ids.new_zeros(0)] * len(uniforms), settings, ends, detokenizers)
+        started = [prompts.ids.new_zeros(0)] * len(uniforms)
+        self.state = Decoding(uniforms, started, settings, ends, detokenizers, keeps_support=keeps_support)
         self.prompt_ids: list[list[int]] = [
             ids[mask].tolist() for ids, mask in zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)
         ]

@@ -43,6 +43,9 @@ class Rollout:
     """Version of the weights that drew each token, −1 elsewhere; None if they did not change while it was sampled."""
     age: Tensor | None = None
     """Updates of the policy since each token was drawn, 0 elsewhere; None if there were none."""
+    support: Tensor | None = None
+    """`[batch, time, top_k]`, int32: ids of the tokens that filters left when each token was drawn, padded with −1;
+    None if they are not kept."""
 
     def inputs(self) -> dict[str, Tensor]:
         """Inputs of `ActorCritic` for evaluating these responses again."""

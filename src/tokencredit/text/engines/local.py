@@ -37,6 +37,8 @@ class LocalEngine:
     """Decoding with a static KV cache; None uses a growing one."""
     in_step: Processes | None = None
     """Processes that sample in step, since the policy is sharded over them and gathered layer by layer."""
+    keeps_support: bool = False
+    """Keep the tokens that filters leave (`Rollout.support`) where `top_k` bounds their number."""
 
     def generate(
         self,
@@ -60,6 +62,7 @@ class LocalEngine:
                 None if started is None else [tokens.to(self.precision.device) for tokens in started],
                 steps=CachedSteps if self.decoding is None else self.decoding.steps,
                 in_step=self.in_step,
+                keeps_support=self.keeps_support,
             )
         return self.exact(rollout, settings.temperature)
 
@@ -75,6 +78,7 @@ class LocalEngine:
             self.end_ids,
             self.precision,
             partial(self.exact, temperature=settings.temperature),
+            keeps_support=self.keeps_support,
         )
 
     def exact(self, rollout: Rollout, temperature: float) -> Rollout:

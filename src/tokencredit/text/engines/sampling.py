@@ -61,6 +61,8 @@ class Decoding:
         settings: SamplingConfig,
         ends: Tensor,
         detokenizers: Sequence[Detokenizer],
+        *,
+        keeps_support: bool = False,
     ):
         """Start before the first sampled token of a first turn without a limit of its own.
 
@@ -70,6 +72,7 @@ class Decoding:
             settings: sampling settings and stop conditions.
             ends: token ids that end a completion.
             detokenizers: one per completion, if there are stop strings.
+            keeps_support: keep the tokens that filters leave, if `settings.top_k` bounds their number.
         """
         (batch, self.limit), device = uniforms.shape, ends.device
         # Finished completions write to the extra column.
@@ -87,6 +90,8 @@ class Decoding:
         filtered = bool(settings.filters())
         self.entropy = torch.zeros(shape, device=device) if filtered else None
         self.behavior_logprobs = torch.zeros(shape, device=device) if filtered else None
+        kept = settings.top_k if keeps_support else None
+        self.support = None if kept is None else torch.full((*shape, kept), -1, dtype=torch.int32, device=device)
         self.truncated = torch.ones(batch, dtype=torch.bool, device=device)
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
         self.rows = torch.arange(batch, device=device)
@@ -136,8 +141,12 @@ class Decoding:
             allowed = torch.where(early, allowed.index_fill(-1, self.ends, -torch.inf), allowed)
         for warper in self.warpers:
             allowed = warper(inputs, allowed)
-        tokens = draw(allowed, self.uniforms[rows, lengths.clamp(max=self.limit - 1)])
         at = rows, torch.where(active, lengths, self.limit)
+        if self.support is not None:  # drops tokens beyond `top_k`, which it keeps if they tie
+            best, ids = allowed.topk(min(self.support.shape[-1], allowed.shape[-1]))
+            allowed = torch.full_like(allowed, -torch.inf).scatter(-1, ids, best)
+            self.support[*at, : ids.shape[-1]] = ids.masked_fill(best == -torch.inf, -1).int()
+        tokens = draw(allowed, self.uniforms[rows, lengths.clamp(max=self.limit - 1)])
         self.response_ids[at] = tokens
         self.acted[at] = True
         self.logprobs[at] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -204,6 +213,7 @@ class Decoding:
             truncated=self.truncated,
             entropy=None if self.entropy is None else padded(self.entropy),
             behavior_logprobs=None if self.behavior_logprobs is None else padded(self.behavior_logprobs),
+            support=None if self.support is None else self.support[:, :longest],
         )
 
 
@@ -267,6 +277,7 @@ def sample(
     steps: Callable[[ActorCritic, Tensor, int], Steps] = CachedSteps,
     every: int | None = None,
     in_step: Processes | None = None,
+    keeps_support: bool = False,
 ) -> Rollout:
     """Sample a completion for each prompt, by inverse-CDF sampling with one uniform number per token.
 
@@ -288,11 +299,13 @@ def sample(
         every: steps between checks for finished completions; by default 1 on a CPU and `CHECK_EVERY` elsewhere, where
             each check is a host sync.
         in_step: processes that sample in step, since the model is sharded over them; None samples alone.
+        keeps_support: as in `Decoding`.
     """
     batch, limit = uniforms.shape
     detokenizers = stop_detokenizers(prompts, tokenizer) if settings.stop else []
     started = [prompts.ids.new_zeros(0)] * batch if started is None else started
-    state = Decoding(uniforms, started, settings, torch.tensor(list(end_ids), device=prompts.ids.device), detokenizers)
+    ends = torch.tensor(list(end_ids), device=prompts.ids.device)
+    state = Decoding(uniforms, started, settings, ends, detokenizers, keeps_support=keeps_support)
     inputs, mask = append_started(prompts, started)
     left = limit - min(state.start_lengths)
     states = steps(model, mask, left)

@@ -33,6 +33,7 @@ Inputs = dict[str, Tensor]
 - `prompt_mask`: `[batch, prompt]`, true at prompt tokens, false at padding;
 - `response_ids`: `[batch, time]`, right-padded with any token ids;
 - `mask`: `[batch, time]`, true at sampled tokens; tokens run without gaps to the last of them; outputs elsewhere are 0;
+- `support`: `[batch, time, k]`, only in updates on a truncated support: token ids of `Rollout.support`;
 - `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`;
 - `member`: `[batch]`, only in updates of an `Ensemble`: the index of the critic that learns from the row.
 """
@@ -206,6 +207,7 @@ class ActorCritic(nn.Module):
             softcap=self.softcap,
             entropy=entropy,
             additive=loss.additive,
+            support=extent.gather(inputs["support"]) if "support" in inputs else None,
         )
 
     def critic_outputs(self, inputs: Inputs) -> CriticOutputs:
