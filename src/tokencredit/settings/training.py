@@ -41,7 +41,7 @@ class SamplingConfig:
     """Sampling of completions.
 
     top_k, top_p, min_p and min_new_tokens filter the tokens that are sampled. Log-probabilities, entropy, KL and ratio
-    remain those of the full distribution, in sampling and training. The entropy is then computed exactly, and so is the
+    remain those of the full distribution, in sampling and training, unless off_policy.support is truncated. The entropy is then computed exactly, and so is the
     KL with kl.estimator: full in the reward. Otherwise the metric is `log_ratio`, Σ log π/reference of the sampled
     tokens, which does not estimate the KL when the tokens were not sampled from π.
     """
@@ -54,7 +54,7 @@ class SamplingConfig:
     """Sampling temperature: logits are divided by it."""
     top_k: int | None = setting(None, at_least=1)
     """Top-k sampling: only the k most likely tokens; null for all. Like top_p, min_p and min_new_tokens it filters the
-    sampled tokens only: log-probs remain those of the full distribution."""
+    sampled tokens only: log-probs remain those of the full distribution, unless off_policy.support is truncated."""
     top_p: float | None = setting(None, above=0, at_most=1)
     """Nucleus sampling: only the most likely tokens that together have this probability; null for all."""
     min_p: float | None = setting(None, above=0, at_most=1)
