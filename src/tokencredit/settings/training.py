@@ -42,9 +42,9 @@ class SamplingConfig:
 
     top_k, top_p, min_p and min_new_tokens filter the tokens that are sampled. Log-probabilities, entropy, KL and ratio
     remain those of the full distribution, in sampling and training, unless off_policy.support is truncated. With
-    filters the entropy is computed exactly, and so is the KL with kl.estimator: full in the reward. Otherwise the metric is
-    `log_ratio`, Σ log π/reference of the sampled tokens, which does not estimate the KL when the tokens were not
-    sampled from π.
+    filters the entropy is computed exactly, and so is the KL with kl.estimator: full in the reward. Otherwise the
+    metric is `log_ratio`, Σ log π/reference of the sampled tokens, which does not estimate the KL when the tokens were
+    not sampled from π.
     """
 
     max_new_tokens: int = setting(24, at_least=1)
