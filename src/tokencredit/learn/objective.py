@@ -125,8 +125,7 @@ class Interpolation:
         assert age is not None, "`Credit` sets it"
         proximal, weights = interpolated_logprobs(behavior, logprobs, age), None
         if self.correct != "none":
-            bounds = {"low": self.low, "high": self.high}
-            weights = correction(proximal, behavior, rows.mask, outside=self.correct, **bounds)
+            weights = correction(proximal, behavior, rows.mask, outside=self.correct, low=self.low, high=self.high)
         return replace(rows, logprobs=proximal, weights=weights)
 
 
