@@ -151,16 +151,16 @@ class Credit:
         bounds = {"low": args.low, "high": args.high}
         return correction(rollout.logprobs, behavior, rollout.mask, level=args.level, outside=args.correct, **bounds)
 
-    def _policies(self, rollout: Rollout) -> dict[str, Tensor | None]:
-        """Fields of the experience that hold log-probs of proximal and behavior policy, and ages."""
+    def _policies(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`logprobs`, `behavior_logprobs` and `age` of the experience."""
         proximal = self.args.off_policy.proximal
         if proximal == "recomputed":
-            return {"logprobs": rollout.logprobs}
+            return rollout.logprobs, None, None
         unscored = rollout.behavior_logprobs is None  # `logprobs` are then those of the draws
         behavior = rollout.logprobs if rollout.behavior_logprobs is None else rollout.behavior_logprobs
         if proximal == "interpolated":
-            return {"logprobs": behavior, "behavior_logprobs": behavior, "age": rollout.age}
-        return {"logprobs": behavior, "behavior_logprobs": behavior if unscored else None}
+            return behavior, behavior, rollout.age
+        return behavior, behavior if unscored else None, None
 
     def _turns(self, rollout: Rollout) -> Turns | None:
         """The turns of a rollout, if they are the steps of the estimator."""
@@ -276,16 +276,19 @@ class Credit:
         if self.args.critic.members > 1:
             rows = self.first + torch.arange(len(rollout.mask), device=rollout.mask.device)
             inputs["member"] = rows % self.args.critic.members
+        logprobs, behavior, age = self._policies(rollout)
         return Experience(
             inputs=inputs,
             mask=rollout.mask,
             lengths=rollout.lengths(),
+            logprobs=logprobs,
             values=rollout.values,
             advantages=advantages,
             returns=returns,
             ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
             value_mask=None if valued is None else valued & rollout.mask,
-            **self._policies(rollout),
+            behavior_logprobs=behavior,
+            age=age,
         )
 
     def state_dict(self) -> dict[str, dict[str, float]]:
