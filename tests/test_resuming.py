@@ -133,9 +133,9 @@ TEXTS = {
 
 @pytest.mark.parametrize("what", TEXTS)
 def test_a_language_model_goes_on_as_if_nothing_had_happened(what, tmp_path):
-    PPOTrainer(args=text(tmp_path / "whole", **TEXTS[what])).train()
-    cut(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]), 5)
-    resumed(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]))
+    PPOTrainer(args=text(tmp_path / "whole", 4, **TEXTS[what])).train()
+    cut(PPOTrainer, text(tmp_path / "cut", 4, **TEXTS[what]), 3)
+    resumed(PPOTrainer, text(tmp_path / "cut", 4, **TEXTS[what]))
     assert_same(tmp_path / "whole", tmp_path / "cut")
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "cut")]
     for name in ("reward_first", "reward_last", "kl_last", "iterations", "stopped_by"):
@@ -160,9 +160,9 @@ AGENTS = {
 
 @pytest.mark.parametrize("what", AGENTS)
 def test_an_agent_goes_on_as_if_nothing_had_happened(what, tmp_path):
-    ControlTrainer(args=control(tmp_path / "whole", **AGENTS[what])).train()
-    cut(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]), 5)
-    resumed(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]))
+    ControlTrainer(args=control(tmp_path / "whole", 4, **AGENTS[what])).train()
+    cut(ControlTrainer, control(tmp_path / "cut", 4, **AGENTS[what]), 3)
+    resumed(ControlTrainer, control(tmp_path / "cut", 4, **AGENTS[what]))
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 

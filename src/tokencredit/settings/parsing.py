@@ -136,7 +136,8 @@ class Parser(ArgumentParser):
         """Settings as YAML, for `--print_config`: a run's keys alone, without the options of its command."""
         if self.kind in FIRST_KEYS:
             keys = {item.name for item in fields(self.kind)}
-            namespace = Namespace(**{key: value for key, value in vars(namespace).items() if key in keys})
+            settings = {key: value for key, value in vars(namespace).items() if key in keys}
+            namespace = Namespace(**settings)  # type: ignore[no-untyped-call]
         return str(super().dump(namespace, *args, **kwargs))
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
