@@ -36,7 +36,9 @@ def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(clus
     file, out = sweep_file(tmp_path, base=LONG | {"steps": 256}, seeds=[1, 2]), tmp_path / "out"
     runs = read_sweep(file, configure)
     with start_command("sweep", file, "--on", "ray") as process:
-        assert wait_for(lambda: all(count_lines(run.folder / "metrics.jsonl") > 6 for run in runs), process)
+        assert wait_for(
+            lambda: all(count_lines(run.folder / "metrics.jsonl") > 6 for run in runs), process, seconds=300
+        )
         cluster.remove_node(other, allow_graceful=False)
         shown = process.stdout.readline()
         assert "lost with " in shown
