@@ -204,11 +204,14 @@ class Job:
             self.store.set(f"end/{self.rank}", reason)
 
     def ended(self, reason: str) -> bool:
-        """As `sign_off`, for an error; true unless another process ends for the same, and says so."""
+        """As `sign_off`, for an error; true unless another process ends for the same, and says so.
+
+        The same may begin with the process in which it happened (`Processes.agreed`).
+        """
         self.sign_off(reason)
         with suppress(DistError):
             rank, first = json.loads(self.store.compare_set("error", "", json.dumps([self.rank, reason])))
-            return bool(rank == self.rank or first != reason)
+            return bool(rank == self.rank or not (first.endswith(reason) or reason.endswith(first)))
         return True
 
     def restarted_because(self) -> str | None:
