@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
 from tokencredit.processes import Processes
+from tokencredit.runs.bad_steps import keep_batch
 from tokencredit.runs.checkpoint import size_of, versions, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
@@ -45,8 +45,6 @@ from tokencredit.settings.world import World
 from tokencredit.settings.yaml import dump_yaml
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
-BAD_STEPS_KEPT = 20
-"""Maximum number of batches in `bad_steps/`."""
 
 
 class RunRecord:
@@ -107,27 +105,33 @@ class RunRecord:
             ConfigError: the folder is in use, cannot be made, or its disk is too full.
         """
         self.config = asdict(config)
-        if self.main:
-            self.folder.refuse_if_used()
-            # AdamW keeps two numbers per weight.
-            self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
-            self.folder.lock()
-            self.folder.refuse_if_used()  # again: another run may have been quicker
-            if self.folder.job is not None:
-                self.folder.write(JOB, self.folder.job)
-            self._write_config()
-            if self.choices is not None:
-                self._write_choices(self.choices)
-            if self.from_python:
-                self.folder.write(PYTHON, json.dumps({"arguments": self.from_python}) + "\n")
+        with self._agreed():
+            if self.main:
+                self.folder.refuse_if_used()
+                # AdamW keeps two numbers per weight.
+                self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
+                self.folder.lock()
+                self.folder.refuse_if_used()  # again: another run may have been quicker
+                if self.folder.job is not None:
+                    self.folder.write(JOB, self.folder.job)
+                self._write_config()
+                if self.choices is not None:
+                    self._write_choices(self.choices)
+                if self.from_python:
+                    self.folder.write(PYTHON, json.dumps({"arguments": self.from_python}) + "\n")
         self._require_shared()
         self._start()
         for line in foreign_code(config):
             self.event(line)
 
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """A context at whose end all processes raise if the main one could not prepare the folder."""
+        with self.processes.agreed(OSError), self.processes.agreed(ConfigError):
+            yield
+
     def _require_shared(self) -> None:
         """Raise `ConfigError`, in every process, if one does not see the folder that the main process made."""
-        self.processes.wait()
         seen = self.processes.texts(str((self.folder.path / "config.yaml").is_file()))
         if str(False) in seen:
             raise ConfigError(
@@ -152,17 +156,17 @@ class RunRecord:
             ConfigError: the folder holds no run that can be resumed, another process is training it, or a setting has
                 changed that cannot change.
         """
-        self.config = asdict(config)
+        self.config, self.failed = asdict(config), False
         path = self.folder.path
         changed = allowed_changes(path / "config.yaml", self.config)
         checkpoints = path / "checkpoints"
-        if self.main:
-            self.folder.create(reserve)
-            self.folder.require_writable()
-            self.folder.lock()
-            recover(path)
-            recover(checkpoints)
-        self.processes.wait()
+        with self._agreed():
+            if self.main:
+                self.folder.create(reserve)
+                self.folder.require_writable()
+                self.folder.lock()
+                recover(path)
+                recover(checkpoints)
         if not saved(checkpoints) and not self.args.save_every and (path / "metrics.jsonl").is_file():
             raise ConfigError(
                 f"{str(path)!r} has no checkpoint: run.save_every is 0; begin a new run with another --run.dir"
@@ -174,7 +178,7 @@ class RunRecord:
                 f"(it is {self.args.iterations})"
             )
         lines = [] if state is None else [*load(for_trainer(state), set(changed)), *self._reshared(state)]
-        self.processes.wait()
+        self.processes.wait()  # all have read the checkpoint
         if self.main:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
             (path / "summary.json").unlink(missing_ok=True)
@@ -210,7 +214,8 @@ class RunRecord:
             )
 
     def _reread(self) -> None:
-        """Load the history and samples of finished iterations from the run's files."""
+        """Load the history and samples of finished iterations from the run's files, in place of an earlier start's."""
+        self.history, self.best, self.best_iteration = History(), -math.inf, 0
         for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
             self._judge(row)
@@ -392,24 +397,3 @@ class RunRecord:
             self.screen.findings(self._diagnose(ended=True))
         self.trackers.end()
         return summary
-
-
-def keep_batch(steps: Path, number: int, ending: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
-    """Write the batch of a skipped step into a new folder, and return the folder.
-
-    Args:
-        steps: folder of all skipped steps; only the newest are kept.
-        number: the iteration.
-        ending: suffix of the folder's name.
-        tensors: the batch.
-        about: the reason, and further information.
-    """
-    steps.mkdir(exist_ok=True)
-    folder = steps / f"{number:06d}-{len(list(steps.glob(f'{number:06d}-*'))) + 1}{ending}"
-    with replacing(folder) as part:
-        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, part / "batch.safetensors")
-        text = json.dumps({"iteration": number} | dict(about), indent=2)
-        (part / "about.json").write_text(text + "\n", encoding="utf-8")
-    for old in sorted(steps.glob("[0-9]*"))[:-BAD_STEPS_KEPT]:
-        shutil.rmtree(old)
-    return folder

@@ -22,7 +22,8 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines import vllm
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
-from tokencredit.text.engines.sampling import Decoding, logits_warpers, stop_detokenizers
+from tokencredit.text.engines.sampling import Decoding, logits_warpers
+from tokencredit.text.engines.stop_strings import stop_detokenizers
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy

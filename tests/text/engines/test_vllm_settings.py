@@ -22,7 +22,6 @@ from tokencredit.text.models.precision import Precision
         ({"rollout.temperature": 0.005}, r"rollout\.temperature is 0\.005, and vLLM samples at 0\.01 or more"),
         ({"eval.temperature": 0.005}, r"eval\.temperature is 0\.005"),
         ({"eval.min_p": 0.1, "eval.top_p": 0.9}, r"eval\.min_p and eval\.top_p are both set; vLLM applies min_p first"),
-        ({"run.shard": "full"}, r"run\.shard is full"),
         ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
         ({"rollout.engine_memory": 1.5}, r"rollout\.engine_memory"),
         ({"rollout.engine_memory": 0.5, "rollout.engine": "local"}, r"rollout\.engine_memory .* rollout\.engine: vllm"),

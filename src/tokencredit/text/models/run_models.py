@@ -40,8 +40,9 @@ from tokencredit.text.models.loading import (
     max_prompt_length,
 )
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
+from tokencredit.text.models.plain_weights import check_gathered
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
-from tokencredit.text.models.sharded_loading import Sharding
+from tokencredit.text.models.sharded_loading import Sharding, distributed_config
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Models:
     notes: list[str]
     """Lines for the user: resolved `auto` settings, and the origin of the critic."""
     in_step: Processes | None = None
-    """Processes that sample in step, if `sharding.sampling` is layers."""
+    """Processes that sample in step, or make the full passes of a rollout in step, if `sharding.sampling` is layers."""
 
     def engine(
         self,
@@ -72,7 +73,7 @@ class Models:
         Arguments are as in `RequestEngine`; `memory` is `rollout.engine_memory`.
 
         Raises:
-            ConfigError: the engine is not installed.
+            ConfigError: the engine is not installed, or cannot take over a sharded policy with its adapter.
             RunStopped: it does not take the model.
         """
         ends = end_ids(self.policy.lm, self.tokenizer)
@@ -80,10 +81,13 @@ class Models:
             return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
         sampler: Sampler
         if name == "vllm":
+            check_gathered(self.policy)
             sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, memory)
         else:
             sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
-        engine = RequestEngine(self.policy, self.tokenizer, ends, self.precision, sampler, budget, report)
+        engine = RequestEngine(
+            self.policy, self.tokenizer, ends, self.precision, sampler, budget, report, in_step=self.in_step
+        )
         with preserved():
             engine.weights_changed()
         return engine
@@ -153,6 +157,7 @@ def build_models(
     """
     lm = merged(args.model, lm)
     adapted = bool(args.model.lora.rank) or peft_config is not None or attached(lm) is not None
+    args.check_offload(adapted=adapted)
     reference = None
     if args.kl.coef > 0 and not adapted:
         reference = ActorCritic(copied(lm, args.model, tokenizer, sharding), compiled=args.model.compile)
@@ -174,6 +179,10 @@ def build_models(
             sharding.of_frozen().apply(reference.lm)
         _place(reference, precision.device)
     decoding, more = choose_decoding(args, policy, precision)
+    if sharding is not None and named and distributed_config() is None:
+        more.append(
+            "run.shard full: this version of Transformers loads models whole, before each process keeps its part"
+        )
     if precision.bfloat16 and sharding is None:
         if reference is not None and reference is not policy:
             round_frozen(reference.lm)
