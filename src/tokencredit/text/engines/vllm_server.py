@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from itertools import count
 from pathlib import Path
@@ -234,7 +234,7 @@ class VllmServer:
             )
         return done
 
-    async def _choices(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _choices(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The parts of an answer: one, or with `stream` one for each step."""
         async with self._answer(client, "POST", "/inference/v1/generate", body) as response:
             if not body["stream"]:
