@@ -228,7 +228,11 @@ def test_the_key_is_sent_and_never_shown(server, state, policy, tokenizer, monke
     [
         ("/v1/models", (200, {"data": []}), "does not say how long a sequence it takes"),
         ("/v1/models", (404, "Not Found"), "HTTP 404: Not Found; start it as VLLM_SERVER_DEV_MODE=1 vllm serve"),
-        ("/collective_rpc", (500, {"error": "shape\n mismatch"}), "collective_rpc answered HTTP 500: .*shape"),
+        (
+            "/collective_rpc",
+            (500, {"error": "shape\n mismatch"}),
+            "HTTP 500: .*shape.*; the server must hold the run's model",
+        ),
         ("/reset_prefix_cache", (200, {"success": False}), "prefix cache could not be dropped"),
         ("/update_weight_version", (200, "<html>"), "not JSON: <html>"),
         ("/v1/models", (302, ""), "HTTP 302"),

@@ -216,15 +216,6 @@ def test_a_server_that_dies_in_a_rollout_comes_back(engine, server):
     assert_equal_logprobs(rollout, engine.policy)
 
 
-def test_another_vocabulary_is_refused(engine):
-    other = deepcopy(engine.policy)
-    other.lm.resize_token_embeddings(len(engine.tokenizer) + 8)
-    sampler = VllmServer(other, engine.tokenizer, ENDS, RolloutConfig(engine="vllm", server=engine.sampler.url))
-    with pytest.raises(RunStopped, match=r"HTTP 400: .*2055"):
-        RequestEngine(other, engine.tokenizer, ENDS, engine.precision, sampler).weights_changed()
-    assert_equal_logprobs(generate(engine), engine.policy)
-
-
 def test_a_run_and_generate_sample_with_it(engine, server, tmp_path):
     """The model of the run is the server's, whose config is all that the server needs."""
     engine.policy.lm.save_pretrained(tmp_path / "model")
@@ -249,6 +240,14 @@ def test_a_run_and_generate_sample_with_it(engine, server, tmp_path):
     generated = command("generate", tmp_path / "run", "--engine", "vllm", "--server", server.address, "-n", 3)
     assert generated.returncode == 0, generated.stderr
     assert len(generated.stdout.splitlines()) >= 3
+
+
+def test_another_vocabulary_is_refused(engine):
+    other = deepcopy(engine.policy)
+    other.lm.resize_token_embeddings(len(engine.tokenizer) + 8)
+    sampler = VllmServer(other, engine.tokenizer, ENDS, RolloutConfig(engine="vllm", server=engine.sampler.url))
+    with pytest.raises(RunStopped, match=r"HTTP 500: .*must hold the run's model, with a vocabulary of 2056"):
+        RequestEngine(other, engine.tokenizer, ENDS, engine.precision, sampler).weights_changed()
 
 
 def test_a_server_without_the_flag_of_log_probs_is_refused(engine, server):

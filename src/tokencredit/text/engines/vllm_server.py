@@ -249,20 +249,28 @@ class VllmServer:
         await self._check(client)
         await self._asked(client, "POST", "/update_weight_version", {"new_version": f"{version} loading"})
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-        await self._asked(client, "POST", "/collective_rpc", reload)
+        try:
+            await self._asked(client, "POST", "/collective_rpc", reload)
+        except Unreachable:
+            raise
+        except EngineFailure as failure:
+            raise EngineFailure(
+                f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and see the "
+                f"folder {weights.parent.parent}"
+            ) from failure
         dropped = await self._asked(client, "POST", "/reset_prefix_cache?reset_running_requests=true")
         if dropped != {"success": True}:
             raise EngineFailure("its prefix cache could not be dropped")
         await self._asked(client, "POST", "/update_weight_version", {"new_version": version})
 
     async def _check(self, client: httpx2.AsyncClient) -> None:
-        """Take over the server's longest sequence, and check its vocabulary and its log-probs."""
+        """Take over the server's longest sequence, and check its log-probs."""
         models = await self._asked(client, "GET", "/v1/models")
         try:
             self.longest = int(models["data"][0]["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
             raise EngineFailure(f"it does not say how long a sequence it takes: {shown(json.dumps(models))}") from error
-        request = Request([self.vocabulary - 1], 1, 0, 0)
+        request = Request([0], 1, 0, 0)  # in any vocabulary: a token outside ends the server
         likeliest = SamplingConfig(top_k=1, stop_at_eos=False)
         body = {"token_ids": request.tokens, "stream": False}
         body |= {"sampling_params": sampling_arguments(request, likeliest, self.end_ids)}
