@@ -35,7 +35,7 @@ VARIANTS = {
 
 
 def build(shape: Shape, setup: Setup) -> ActorCritic:
-    """A model with random weights; beside an adapter, its matrices are in bfloat16 if compute is."""
+    """A model with random weights; beside an adapter, its matrices are in bfloat16 on a GPU if compute is."""
     torch.manual_seed(0)
     lm, trunk = AutoModelForCausalLM.from_config(costs.config_of(shape)), None
     if setup.critic == "separate":
@@ -43,7 +43,13 @@ def build(shape: Shape, setup: Setup) -> ActorCritic:
     if setup.lora_rank:
         add_adapter(lm, lora_config(LoraConfig(rank=setup.lora_rank)), "model.lora")
         for name, p in lm.named_parameters():
-            if setup.half and not p.requires_grad and p.dim() == 2 and not re.search("wte|wpe|embed", name):
+            if (
+                setup.half
+                and setup.device == "cuda"
+                and not p.requires_grad
+                and p.dim() == 2
+                and not re.search("wte|wpe|embed", name)
+            ):
                 p.data = p.data.bfloat16()
     if setup.gradient_checkpointing:
         for part in (lm, *([] if trunk is None else [trunk])):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from tokencredit.plan.shape import FLOAT, parameters
 from tokencredit.plan.work import Work
 from tokencredit.processes import Processes, threads
 from tokencredit.settings.model import LoraConfig
-from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.sampling import CachedSteps, sample
+from tokencredit.text.engines.sampling import CachedSteps, Steps, sample
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import cut_layers, trunk_of
@@ -37,11 +37,11 @@ from tokencredit.text.models.precision import Precision, round_frozen
 
 MEMORY = 4e9
 """Bytes that the timed model may take, with gradients and activations; a deeper or longer one is extrapolated."""
-SECONDS = 4.0
-"""A pass is timed again until this time is spent, at most `REPEATS` times, after a pass to warm up."""
+SECONDS = 15.0
+"""All passes are timed in turns until this time is spent, at most `REPEATS` times each."""
 REPEATS = 5
-FEW, MORE = 2, 8
-"""Tokens of two short rollouts, whose difference is the time of decoding steps."""
+SHORT = 9
+"""Tokens of a timed rollout; each decoding step is timed by itself."""
 
 
 @dataclass(frozen=True)
@@ -134,60 +134,75 @@ def timed(work: Work, processes: Processes, layers: int, rows: int) -> Timings:
     precision = Precision(setup.dtype, processes.device)
     policy, reference = build(work, precision, layers)
     inputs = random_inputs(work, replace(batch, rows=rows), processes.device)
-    clock, loss = Clock(processes), SumOfLogprobs(additive=config.ppo.loss != "gspo")
-
-    def scored(model: ActorCritic) -> Callable[[], Any]:
-        return lambda: model.logprobs(inputs, config.rollout.temperature)
-
-    def train() -> None:
-        with precision.autocast():
-            outputs = policy(inputs, config.rollout.temperature, loss, config.ppo.entropy_coef > 0)
-        (outputs.policy_loss + (0 if outputs.values is None else outputs.values.sum())).backward()
-
-    def train_critic() -> None:
-        with precision.autocast():
-            values = policy.critic_outputs(inputs).values
-        values.sum().backward()
-
-    own = setup.critic == "separate"
-    prefill, steps = sampling(work, policy, precision, clock)
-    with precision.no_grad():
-        scoring = clock(scored(policy))
-        other = clock(scored(reference)) if reference is not None else scoring if setup.reference else 0.0
-        critic = clock(lambda: policy.critic_outputs(inputs)) if own else 0.0
-    with training(training_modules(policy)), precision.updates():
-        trained = clock(train)
-        critic_trained = clock(train_critic) if config.critic.epochs else 0.0
-        train()
-    # Of what a step costs, only the number of parameters depends on the layers; it is timed as a whole.
+    loss = SumOfLogprobs(additive=config.ppo.loss != "gspo")
+    # Of what an optimizer step costs, only the number of parameters depends on the layers; it is timed as a whole.
     group = [{"params": trainable(policy), "lr": 1e-9}]
     optimizer = build_optimizer(group)
+    start, end = (Rollouts(work, policy, precision, processes, prompt) for prompt in rollout_prompts(batch))
+
+    def scored(model: ActorCritic) -> None:
+        with precision.no_grad():
+            model.logprobs(inputs, config.rollout.temperature)
+
+    def valued() -> None:
+        with precision.no_grad():
+            policy.critic_outputs(inputs)
+
+    def train() -> None:
+        with training(training_modules(policy)), precision.updates():
+            with precision.autocast():
+                outputs = policy(inputs, config.rollout.temperature, loss, config.ppo.entropy_coef > 0)
+            (outputs.policy_loss + (0 if outputs.values is None else outputs.values.sum())).backward()
+
+    def train_critic() -> None:
+        with training(training_modules(policy)), precision.updates():
+            with precision.autocast():
+                values = policy.critic_outputs(inputs).values
+            values.sum().backward()
 
     def step() -> None:
         clip_gradients(group[0]["params"], config.optim.max_grad_norm, config.optim.norm_order())  # type: ignore[arg-type]
         optimizer.step()
 
-    stepping = clock(step)
-    return Timings(layers, rows, prefill, steps, scoring, other, critic, trained, critic_trained, stepping)
+    calls: dict[str, Callable[[], None]] = {"start": start, "end": end, "scoring": partial(scored, policy)}
+    if reference is not None:
+        calls["reference"] = partial(scored, reference)
+    if setup.critic == "separate":
+        calls["critic"] = valued
+    if config.critic.epochs:
+        calls["critic_training"] = train_critic
+    calls |= {"training": train, "optimizer": step}
+    seconds = median_seconds(calls, processes)
+    if reference is None and setup.reference:
+        seconds["reference"] = seconds["scoring"]  # without the adapter
+    first, last = start.step(), end.step()
+    prefill = max(seconds.pop("start") - (start.new - 1) * first, 0.0)
+    del seconds["end"]
+    optional = {"reference": 0.0, "critic": 0.0, "critic_training": 0.0}
+    return Timings(layers, rows, prefill, (first, last), **(optional | seconds))
 
 
-class Clock:
-    """Median seconds of a call on the run's device, after a first call."""
-
-    def __init__(self, processes: Processes):
-        self.processes = processes
-
-    def __call__(self, call: Callable[[], Any]) -> float:
-        """Time a call; one that is longer than `SECONDS` is made only twice."""
+def median_seconds(calls: Mapping[str, Callable[[], None]], processes: Processes) -> dict[str, float]:
+    """Median seconds of each call, in turns, so that other programs disturb all of them alike; first all warm up."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
         call()
-        spent: list[float] = []
-        while not spent or (sum(spent) < SECONDS and len(spent) < REPEATS):
-            self.processes.settle()
-            started = time.perf_counter()
-            call()
-            self.processes.settle()
-            spent.append(time.perf_counter() - started)
-        return statistics.median(spent)
+    started = time.perf_counter()
+    for turn in range(REPEATS):
+        if turn and time.perf_counter() - started > SECONDS:
+            break
+        for name, call in calls.items():
+            spent[name].append(seconds_of(call, processes))
+    return {name: statistics.median(times) for name, times in spent.items()}
+
+
+def seconds_of(call: Callable[[], None], processes: Processes) -> float:
+    """Seconds of a call, until the run's device has computed it."""
+    processes.settle()
+    started = time.perf_counter()
+    call()
+    processes.settle()
+    return time.perf_counter() - started
 
 
 def build(work: Work, precision: Precision, layers: int) -> tuple[ActorCritic, ActorCritic | None]:
@@ -261,35 +276,60 @@ def random_inputs(work: Work, batch: Batch, device: torch.device) -> Inputs:
     }
 
 
-def sampling(work: Work, policy: ActorCritic, precision: Precision, clock: Clock) -> tuple[float, tuple[float, float]]:
-    """Seconds of a rollout's prompts with the first token, and of a decoding step at its start and at its end."""
-    batch, per_prompt = work.mean, work.config.rollout.per_prompt
-    decoding = static_decoding(policy, precision, compiled=False) if work.setup.static_cache else "off"
+def rollout_prompts(batch: Batch) -> tuple[int, int]:
+    """Tokens before short rollouts with the cache of a rollout's start and of its end."""
+    return batch.prompt, batch.prompt + max(batch.new - SHORT, 0)
 
-    def rollout(prompt: int, new: int) -> Callable[[], Any]:
+
+class Rollouts:
+    """Short rollouts of the run's batch; keeps the seconds of each decoding step."""
+
+    def __init__(self, work: Work, policy: ActorCritic, precision: Precision, processes: Processes, prompt: int):
+        """Prepare prompts of `prompt` random tokens."""
+        batch = work.mean
         inputs = random_inputs(work, replace(batch, prompt=prompt), precision.device)
         ids, mask = inputs["prompt_ids"], inputs["prompt_mask"]
         none: list[Any] = [""] * batch.rows
-        prompts = PromptBatch(prompts=none, texts=none, ids=ids, mask=mask, columns={})
-        settings = replace(work.config.rollout, max_new_tokens=new, min_new_tokens=0, stop=[], stop_at_eos=False)
-        uniforms = torch.rand(batch.rows, new, device=precision.device)
-        return lambda: generate(policy, prompts, uniforms, settings, per_prompt)
+        self.policy, self.precision, self.processes = policy, precision, processes
+        self.prompts = PromptBatch(prompts=none, texts=none, ids=ids, mask=mask, columns={})
+        self.per_prompt, self.new = work.config.rollout.per_prompt, min(batch.new, SHORT)
+        self.settings = replace(
+            work.config.rollout, max_new_tokens=self.new, min_new_tokens=0, stop=[], stop_at_eos=False
+        )
+        self.uniforms = torch.rand(batch.rows, self.new, device=precision.device)
+        self.decoding = static_decoding(policy, precision, compiled=False) if work.setup.static_cache else "off"
+        self.spent: list[float] = []
 
-    def generate(
-        policy: ActorCritic, prompts: PromptBatch, uniforms: Tensor, settings: RolloutConfig, per_prompt: int
-    ) -> None:
+    def __call__(self) -> None:
+        """Sample once."""
         tokenizer: Any = None  # only stop strings need one
-        with precision.no_grad(), weights(policy, decoding) as model:
-            steps = CachedSteps if isinstance(decoding, str) else decoding.steps
-            sample(model, prompts, uniforms, settings, tokenizer, [0], per_prompt, steps=steps)
+        with self.precision.no_grad(), weights(self.policy, self.decoding) as model:
+            sample(
+                model,
+                self.prompts,
+                self.uniforms,
+                self.settings,
+                tokenizer,
+                [0],
+                self.per_prompt,
+                steps=self._steps,
+                every=1,
+            )
 
-    if batch.new <= MORE:
-        whole = clock(rollout(batch.prompt, batch.new))
-        return whole / batch.new, (whole / batch.new, whole / batch.new)
-    longest = batch.prompt + batch.new - MORE
-    seconds = {p: [clock(rollout(p, new)) for new in (FEW, MORE)] for p in (batch.prompt, longest)}
-    first, last = (max(more - few, 0.0) / (MORE - FEW) for few, more in seconds.values())
-    return max(seconds[batch.prompt][0] - (FEW - 1) * first, 0.0), (first, last)
+    def step(self) -> float:
+        """Median seconds of a decoding step; 0 if there was none."""
+        return statistics.median(self.spent or [0.0])
+
+    def _steps(self, *args: Any) -> Steps:
+        """The steps of a rollout, each of which is timed."""
+        states = CachedSteps(*args) if isinstance(self.decoding, str) else self.decoding.steps(*args)
+        repeat = states.repeat
+
+        def timed_repeat(step: Callable[[], None], count: int) -> None:
+            self.spent.append(seconds_of(lambda: repeat(step, count), self.processes) / count)
+
+        states.repeat = timed_repeat  # type: ignore[method-assign]
+        return states
 
 
 @contextmanager

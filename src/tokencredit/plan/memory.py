@@ -301,7 +301,9 @@ def update_moments(shape: Shape, batch: Batch, setup: Setup) -> list[dict[str, f
     # The vocabulary's gradient is formed in the forward pass; that of a tied embedding is added to it last.
     forming = 0.0 if lora else float(FLOAT * projection(shape))
     completing = (forming if shape.tied else 0.0) + (forming if before else 0.0)
-    copied = adapter_parameters(shape, setup) if lora else trunk_matrices(shape)
+    # A backward pass needs the copies of frozen matrices too, where those are float32.
+    copied = 0 if lora and setup.device == "cuda" else trunk_matrices(shape)
+    copied += adapter_parameters(shape, setup) if lora else 0
     copied += trunk_matrices(critic) if own and trained_critics else 0
     copies = HALF * (copied + projection(shape)) if setup.half else 0
     policy = tokens * activation_bytes(shape, batch.length, setup) + sampled * head_activation_bytes(shape, setup)
