@@ -250,8 +250,8 @@ def test_another_vocabulary_is_refused(engine):
         RequestEngine(other, engine.tokenizer, ENDS, engine.precision, sampler).weights_changed()
 
 
-def test_a_server_without_the_flag_of_log_probs_is_refused(engine, server):
+def test_a_server_without_the_flag_of_log_probs_is_refused(started, server):
     server.kill()
     server.start(replaced=(" --logprobs-mode processed_logprobs", ""))
     with pytest.raises(RunStopped, match=r"top_k: 1 leaves has a log-prob of .*--logprobs-mode processed_logprobs"):
-        engine.weights_changed()
+        started[0].weights_changed()
