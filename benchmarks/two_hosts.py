@@ -45,6 +45,8 @@ ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 SLOW = "netem delay 5ms rate 50mbit", "tbf rate 50mbit burst 32kbit latency 100ms"
 CUT = "netem loss 100%", "blackhole"
 """Queueing disciplines of a slow and of a cut link; the second ones for kernels without netem, which cannot delay."""
+STORE_PER_START = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Makes torchrun tell each start of the job a new store, so that a host that died can come back (PyTorch 2.13)."""
 LIMIT = 600.0
 """Seconds that a case may take."""
 TIMES = ("seconds", "tokens_per_second")
@@ -142,9 +144,17 @@ Launch = Callable[[str], None]
 
 
 def train(
-    network: Network, folder: Path, *flags: str, restarts: int = 0, then: Callable[[Launch], None] | None = None
+    network: Network,
+    folder: Path,
+    *flags: str,
+    restarts: int = 0,
+    then: Callable[[Launch], None] | None = None,
+    **variables: str,
 ) -> Done:
-    """Train on both hosts; `then` is called once both have started, and may disturb them."""
+    """Train on both hosts; `then` is called once both have started, and may disturb them.
+
+    `variables` are of torchrun's environment.
+    """
     started = time.monotonic()
     logs = [folder.with_name(f"{folder.name}-{host}.log") for host in HOSTS]
     launched: list[subprocess.Popen[bytes]] = []
@@ -154,7 +164,7 @@ def train(
         torchrun += ["--rdzv_backend", "c10d", "--rdzv_id", folder.name, "--rdzv_endpoint", f"{HOSTS['host-a']}:{PORT}"]
         torchrun += ["--rdzv_conf", f"is_host={int(host == 'host-a')},join_timeout=240", "--local-addr", HOSTS[host]]
         torchrun += ["--shutdown-timeout", "5", "-m", "tokencredit.cli", *TRAIN, "--run.dir", str(folder), *flags]
-        environment = os.environ | ENVIRONMENT | {"GLOO_SOCKET_IFNAME": network.cables[host]}
+        environment = os.environ | ENVIRONMENT | {"GLOO_SOCKET_IFNAME": network.cables[host]} | variables
         with folder.with_name(f"{folder.name}-{host}.log").open("a") as output:
             command = network.inside(host, *torchrun)
             launched.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
@@ -262,7 +272,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=10.0, help="run.timeout of the cases with a cut link")
     parser.add_argument("--cut", type=float, default=40.0, help="seconds without a link")
-    parser.add_argument("--only", default="", help="one case: undisturbed, slow, short, long or death")
+    parser.add_argument("--only", default="", help="one case: undisturbed, slow, short, long, death or return")
     parser.add_argument("--keep", type=Path, help="folder for runs and logs; by default a temporary one")
     options = parser.parse_args()
     if os.geteuid() != 0:
@@ -278,7 +288,7 @@ def main() -> int:
         def report(what: str, done: Done) -> None:
             nonlocal failed
             good = same(home.folder, done.folder)
-            # PyTorch 2.13's torchrun does not tell a new agent where the store is: a host that died cannot come back.
+            # PyTorch 2.13's torchrun does not tell a new agent where a store is that it keeps over starts.
             failed = failed or not (good or "death" in what)
             print(
                 f"{what}: exit codes {done.codes}, {len(done.rows())} iterations, {done.seconds:.0f} s in all, "
@@ -297,15 +307,18 @@ def main() -> int:
             rule = hosts.shape(*SLOW)
             report(f"two hosts, {rule}", train(hosts, place / "slow", *length))
             hosts.shape()
-        disturbances = {
-            "short": ("short cut", partial(cut, seconds=options.timeout / 2)),
-            "long": ("long cut", partial(cut, seconds=options.cut)),
-            "death": ("death of host b, which comes back", partial(die, seconds=options.cut / 2)),
+        dies = partial(die, seconds=options.cut / 2)
+        disturbances: dict[str, tuple[str, Callable[..., Callable[[Launch], None]], dict[str, str]]] = {
+            "short": ("short cut", partial(cut, seconds=options.timeout / 2), {}),
+            "long": ("long cut", partial(cut, seconds=options.cut), {}),
+            "death": ("death of host b, which comes back", dies, {}),
+            "return": ("host b comes back, a store per start", dies, STORE_PER_START),
         }
-        for name, (what, disturbance) in disturbances.items():
+        for name, (what, disturbance, variables) in disturbances.items():
             if options.only in name:
                 disturb = disturbance(hosts, place / name)
-                report(f"two hosts, {what}", train(hosts, place / name, *length, *limit, restarts=3, then=disturb))
+                done = train(hosts, place / name, *length, *limit, restarts=3, then=disturb, **variables)
+                report(f"two hosts, {what}", done)
     return int(failed)
 
 

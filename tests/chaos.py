@@ -498,15 +498,25 @@ PLACES = ("start", "rollout", "update", "save", "evaluation")
 """At which a process of several is killed."""
 MOST_KILLS = 5
 """Of one such run."""
+SHARDED_KILLS = 2
+"""Of one such run with `run.shard: full`."""
 
 
 def elastic(
-    place: Path, chance: random.Random, where: str, rank: int, kills: int, signal: str = "SIGKILL", limit: float = 1800
+    place: Path,
+    chance: random.Random,
+    where: str,
+    rank: int,
+    kills: int,
+    signal: str = "SIGKILL",
+    limit: float = 1800,
+    shard: str = "none",
 ) -> Outcome:
     """One of two processes dies, again and again; torchrun starts both anew each time."""
-    whole, length = place.parent / "two-in-peace", ["--run.iterations", 2 * MOST_KILLS + 4]
+    whole = place.parent / f"two-in-peace-{shard}"
+    settings = ["--run.iterations", 2 * MOST_KILLS + 4, "--run.shard", shard]
     if not whole.exists():
-        code, said = train(whole, *length)
+        code, said = train(whole, *settings)
         assert code == 0, said[-2000:]
     if where == "start":
         deaths = [death(where, rank, after=chance.uniform(0, 2 * STARTS), signal=signal) for _ in range(kills)]
@@ -520,7 +530,7 @@ def elastic(
             death(where, rank, visit=n, after=seconds, signal=signal) for n, seconds in zip(visits, after, strict=True)
         ]
     code, said = train(
-        place / "run", *length, "--run.timeout", limit, deaths=deaths, restarts=kills, timeout=180.0 * (kills + 1)
+        place / "run", *settings, "--run.timeout", limit, deaths=deaths, restarts=kills, timeout=180.0 * (kills + 1)
     )
     assert code == 0, f"exit code {code}: {said[-2000:]}"
     if signal == "SIGSTOP":
@@ -550,7 +560,9 @@ def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Ou
         )
     for where in PLACES:
         for rank in (0, 1):
-            yield f"SIGKILL, process {rank} of 2, {where}", partial(elastic, where=where, rank=rank, kills=MOST_KILLS)
+            name, dies = f"SIGKILL, process {rank} of 2, {where}", partial(elastic, where=where, rank=rank)
+            yield name, partial(dies, kills=MOST_KILLS)
+            yield f"{name}, sharded", partial(dies, kills=SHARDED_KILLS, shard="full")
     for rank in (0, 1):
         yield (
             f"SIGSTOP, process {rank} of 2, rollout",

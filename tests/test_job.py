@@ -7,8 +7,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from helpers.commands import wait_for
-from tokencredit.errors import ProcessLost
+from tokencredit.errors import ConfigError, ProcessLost
 from tokencredit.job import Job
+from tokencredit.processes import Processes
 
 
 @pytest.fixture
@@ -64,6 +65,33 @@ def test_one_process_says_an_error_that_both_have(store, monkeypatch):
     assert other.ended("a wrong setting")
     assert not main.ended("a wrong setting")
     assert main.ended("something else")
+
+
+def test_one_process_says_an_error_of_process_0_that_all_agreed_on(store, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    main, other = join(store)
+    assert other.ended("process 0: the disk is full")
+    assert not main.ended("the disk is full")
+
+
+def test_a_job_of_a_store_that_ends_with_a_start_has_torchruns_name(store, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    names = []
+    for name in ("my-run", "none"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        names.append(Job(1.0).id)
+    assert names == ["my-run", None]
+
+
+def test_processes_that_were_not_joined_are_refused(monkeypatch):
+    Processes()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"^a launcher started 2 processes .*; set ACCELERATE_USE_CPU=true, or"):
+        Processes()
 
 
 def test_processes_meet_only_if_all_come(store, monkeypatch):

@@ -23,6 +23,8 @@ from tokencredit.errors import ProcessLost
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables by which a launcher tells a process its job."""
+UNNAMED = "none"
+"""torchrun's name of a job without `--rdzv_id`."""
 POLL = 0.02
 """Seconds between two looks at the store while the processes gather."""
 SPARE = 5.0
@@ -39,6 +41,12 @@ def launched() -> bool:
 def _kept() -> bool:
     """True if the launcher's store outlives this process: torchrun's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _named() -> str | None:
+    """The name that the user gave torchrun's job by `--rdzv_id`; None without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", UNNAMED)
+    return None if name == UNNAMED else name
 
 
 @dataclass(frozen=True)
@@ -60,11 +68,12 @@ class Job:
         rank: of this process, from 0.
         count: processes.
         timeout: `run.timeout`.
-        memory: store of the whole job; with torchrun it outlives restarts.
+        memory: store of the whole job; with torchrun it outlives restarts by default.
         store: store of this start alone.
         members: the processes of this start, by rank.
-        starts: number of starts so far, this one included.
-        id: name of the job; None if the launcher keeps no memory over restarts.
+        remembers: true if `memory` outlives restarts.
+        starts: number of starts so far, this one included; 1 without such a memory.
+        id: name of the job; None if the launcher keeps no memory over restarts, and has no name for it either.
     """
 
     def __init__(self, timeout: float):
@@ -82,7 +91,8 @@ class Job:
         self.memory = PrefixStore("tokencredit", self._launchers)
         self.start, self.members = self._gather()
         self.store = self._of_start(self.memory)
-        self.id: str | None = text(self.memory.compare_set("job", "", token_hex(8))) if _kept() else None
+        self.remembers = _kept()
+        self.id = text(self.memory.compare_set("job", "", token_hex(8))) if self.remembers else _named()
         self.starts = int(self.memory.get("starts"))
 
     def _connection(self, *, host: bool) -> TCPStore:
@@ -194,11 +204,14 @@ class Job:
             self.store.set(f"end/{self.rank}", reason)
 
     def ended(self, reason: str) -> bool:
-        """As `sign_off`, for an error; true unless another process ends for the same, and says so."""
+        """As `sign_off`, for an error; true unless another process ends for the same, and says so.
+
+        The same may begin with the process in which it happened (`Processes.agreed`).
+        """
         self.sign_off(reason)
         with suppress(DistError):
             rank, first = json.loads(self.store.compare_set("error", "", json.dumps([self.rank, reason])))
-            return bool(rank == self.rank or first != reason)
+            return bool(rank == self.rank or not (first.endswith(reason) or reason.endswith(first)))
         return True
 
     def restarted_because(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -16,6 +17,7 @@ from torch.distributed import DistError
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tokencredit.errors import ConfigError
 from tokencredit.heartbeats import Heartbeats
 from tokencredit.job import Job, launched
 from tokencredit.sharding import sharded_in
@@ -45,14 +47,22 @@ class Processes:
             timeout: `run.timeout`, of a process that trains.
 
         Raises:
+            ConfigError: Accelerate cannot join the processes of the job on this device.
             ProcessLost: a process of the job did not start in time.
         """
         if timeout is not None and Processes.job is None and launched():
             Processes.job = Job(timeout)
         group = {} if Processes.job is None else Processes.job.group()
-        self._state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), **group)
+        # Without this, PartialState makes each process of a job on CPUs a job of its own.
+        on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (launched() and not torch.accelerator.is_available())
+        self._state = PartialState(cpu=on_cpu, **group)
         self.device: torch.device = self._state.device
         self.count: int = self._state.num_processes
+        if launched() and self.count != int(os.environ["WORLD_SIZE"]):
+            raise ConfigError(
+                f"a launcher started {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), which cannot be joined on "
+                f"{self.device.type}; set ACCELERATE_USE_CPU=true, or start one process"
+            )
         self.rank: int = self._state.process_index
         self.main: bool = self._state.is_main_process
 

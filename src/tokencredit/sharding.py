@@ -31,6 +31,11 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without what sharding adds to it."""
+    return cast(type[nn.Module], type(module).__bases__[1]) if is_sharded(module) else type(module)
+
+
 def sharded_in(module: nn.Module) -> list[nn.Module]:
     """The outermost sharded modules of a module, which may be itself."""
     if is_sharded(module):

@@ -10,8 +10,8 @@ from tokencredit.runs.folder import JOB, LOCK, RunFolder
 class Job:
     """The part of `tokencredit.job.Job` that `plan` asks."""
 
-    def __init__(self, name="this"):
-        self.id, self.known = name, {}
+    def __init__(self, name="this", remembers=True):
+        self.id, self.remembers, self.known = name, remembers, {}
 
     def remember(self, key, value):
         return self.known.setdefault(key, value)
@@ -59,6 +59,12 @@ def test_without_a_folder_all_starts_agree_on_one(tmp_path, monkeypatch):
     job.known["folder"] = "runs/of-the-first-start"
     assert folder.startswith("runs/")
     assert plan(job, None, resume=False) == ("runs/of-the-first-start", False)
+
+
+def test_a_job_that_forgets_needs_a_folder(begun):
+    with pytest.raises(ConfigError, match=r"run\.dir is not given, .* begin another run; give run\.dir"):
+        plan(Job(remembers=False), None, resume=False)
+    assert plan(Job(remembers=False), str(begun), resume=False) == (str(begun), False)
 
 
 def test_an_empty_folder_name_is_refused(tmp_path):

@@ -21,6 +21,7 @@ from tokencredit.processes import Processes
 from tokencredit.sharding import gathered, is_sharded, sharded_in, whole
 from tokencredit.text.models.actor_critic import idle_row
 from tokencredit.text.models.building import save_policy
+from tokencredit.text.models.plain_weights import plain_weights
 from tokencredit.text.scoring_passes import values_after
 
 SMALL = {
@@ -62,6 +63,7 @@ CASES = {
     "wrapped": SEPARATE | {"model.name": "opt", "critic.detach": True},
     "ensemble": SEPARATE
     | {"model.name": "gpt2", "critic.members": 2, "critic.clip": None, "ppo.micro_batch_tokens": 16},  # a row each
+    "requests": {"model.name": "qwen3", "rollout.engine": "continuous"},
     "lora": {"model.name": "llama", "model.lora.rank": 2, "kl.estimator": "full", "kl.place": "loss"},
     "continued": {"model.name": "adapter", "model.gradient_checkpointing": True},
 }
@@ -148,6 +150,10 @@ def compare(name, models, folder, processes):
     result["reference"] = made.reference is made.policy or is_sharded(made.reference.lm)
     result["saved alike"] = saved_alike(made, plain, folder / f"{name} saved", processes.main)
     result["without tokens"] = without_tokens(made)
+    result["weights"] = weights_apart(made.policy, plain.policy)
+    with gathered(made.policy):
+        if processes.main:  # alone
+            result["weights"] += weights_apart(made.policy, plain.policy)
     if "bootstrap" in numbers:
         with made.pipeline.precision.no_grad():
             whole_texts = replace(made.rollout, truncated=torch.zeros_like(made.rollout.truncated))
@@ -159,6 +165,13 @@ def compare(name, models, folder, processes):
                 alone = replace(made.pipeline.engine, in_step=None)
                 result["alone"] = float((sampled(made, alone) - sampled(plain, plain.pipeline.engine)).abs().max())
     return result
+
+
+def weights_apart(sharded, plain):
+    """The largest difference of the weights that another engine loads; the names are the same."""
+    found, expected = dict(plain_weights(sharded)), dict(plain_weights(plain))
+    assert set(found) == set(expected), set(found) ^ set(expected)
+    return max(float((found[name] - x).abs().max()) for name, x in expected.items())
 
 
 def sampled(made, engine):

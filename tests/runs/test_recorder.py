@@ -278,3 +278,13 @@ def test_the_end_names_files_and_commands(tmp_path, capsys):
         f"next    tokencredit report '{folder}' --open  the report in the browser",
         f"        tokencredit generate '{folder}'       completions",
     ]
+
+
+def test_a_folder_that_process_0_cannot_prepare_is_an_error_of_all(tmp_path, monkeypatch):
+    args, _ = begun(tmp_path / "run")
+    other = record(args)
+    other.main = False
+    monkeypatch.setattr(other.processes, "texts", lambda own: ["the disk is full", own])
+    for start in (lambda: other.begin(args, 0, 0), lambda: other.resume(args, 0, lambda state, changed: ())):
+        with pytest.raises(ConfigError, match=r"^process 0: the disk is full$"):
+            start()

@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import torch
 
-from tokencredit.text.batch import token_pairs
+from tokencredit.text.batch import distinct_over_processes, text_hashes, token_pairs
 
 
 def test_pairs_by_hand():
@@ -14,3 +16,10 @@ def test_pairs_by_hand():
 def test_a_single_token_has_no_pair():
     count, distinct, in_rows = token_pairs(torch.tensor([[7]]), torch.tensor([[True]]))
     assert (count, len(distinct), in_rows) == (0, 0, 0)
+
+
+def test_texts_of_two_processes_are_counted_once():
+    own, others = text_hashes(["a", "a", "ab"], ["b", "b", ""]), text_hashes(["a", "c"], ["b", "d"])
+    assert int(own.min()) >= 0
+    two = SimpleNamespace(gather=lambda numbers: torch.cat([numbers, others, torch.tensor([-1])]))
+    assert distinct_over_processes(own, two) == 3, "a+b in both, ab without a completion, c+d"

@@ -39,6 +39,7 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
         ProcessLost: another process hung, ended or cannot be reached.
         SystemExit: on SIGTERM from the launcher, and for an error that another process says.
     """
+    asked = resume
     if not resume and "RANK" not in os.environ:
         RunFolder(config.run.dir).refuse_if_used()  # before slow imports
     from tokencredit.processes import Processes, connection_lost
@@ -56,7 +57,7 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
             folder, resume = job.agree("run", plan(job, config.run.dir, resume=resume) if job.rank == 0 else None)
             yield replace(config, run=replace(config.run, dir=folder)), resume
     except RunComplete:
-        if job is None or job.starts == 1:
+        if job is None or (asked and job.starts == 1):
             raise
         if job.rank == 0:
             print("the run was complete before the restart")
@@ -89,8 +90,13 @@ def plan(job: Job, folder: str | None, *, resume: bool) -> tuple[str, bool]:
     """The folder of a job's run, the same in all starts, and whether to resume it.
 
     Raises:
-        ConfigError: the folder is in use, and not by this job.
+        ConfigError: the folder is in use, and not by this job; or there is none, and a restart could not know it.
     """
+    if folder is None and job.id is not None and not job.remembers:
+        raise ConfigError(
+            "run.dir is not given, and the store of this job (TORCH_DISABLE_SHARE_RDZV_TCP_STORE) does not outlive a "
+            "restart, which would begin another run; give run.dir"
+        )
     if folder is None:
         folder = job.remember("folder", str(RunFolder(None).path))
     run = RunFolder(folder, job.id)

@@ -107,27 +107,33 @@ class RunRecord:
             ConfigError: the folder is in use, cannot be made, or its disk is too full.
         """
         self.config = asdict(config)
-        if self.main:
-            self.folder.refuse_if_used()
-            # AdamW keeps two numbers per weight.
-            self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
-            self.folder.lock()
-            self.folder.refuse_if_used()  # again: another run may have been quicker
-            if self.folder.job is not None:
-                self.folder.write(JOB, self.folder.job)
-            self._write_config()
-            if self.choices is not None:
-                self._write_choices(self.choices)
-            if self.from_python:
-                self.folder.write(PYTHON, json.dumps({"arguments": self.from_python}) + "\n")
+        with self._agreed():
+            if self.main:
+                self.folder.refuse_if_used()
+                # AdamW keeps two numbers per weight.
+                self.folder.create(reserve, (self.args.keep_last + 1) * 3 * weights if self.args.save_every else 0)
+                self.folder.lock()
+                self.folder.refuse_if_used()  # again: another run may have been quicker
+                if self.folder.job is not None:
+                    self.folder.write(JOB, self.folder.job)
+                self._write_config()
+                if self.choices is not None:
+                    self._write_choices(self.choices)
+                if self.from_python:
+                    self.folder.write(PYTHON, json.dumps({"arguments": self.from_python}) + "\n")
         self._require_shared()
         self._start()
         for line in foreign_code(config):
             self.event(line)
 
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """A context at whose end all processes raise if the main one could not prepare the folder."""
+        with self.processes.agreed(OSError), self.processes.agreed(ConfigError):
+            yield
+
     def _require_shared(self) -> None:
         """Raise `ConfigError`, in every process, if one does not see the folder that the main process made."""
-        self.processes.wait()
         seen = self.processes.texts(str((self.folder.path / "config.yaml").is_file()))
         if str(False) in seen:
             raise ConfigError(
@@ -156,13 +162,13 @@ class RunRecord:
         path = self.folder.path
         changed = allowed_changes(path / "config.yaml", self.config)
         checkpoints = path / "checkpoints"
-        if self.main:
-            self.folder.create(reserve)
-            self.folder.require_writable()
-            self.folder.lock()
-            recover(path)
-            recover(checkpoints)
-        self.processes.wait()
+        with self._agreed():
+            if self.main:
+                self.folder.create(reserve)
+                self.folder.require_writable()
+                self.folder.lock()
+                recover(path)
+                recover(checkpoints)
         if not saved(checkpoints) and not self.args.save_every and (path / "metrics.jsonl").is_file():
             raise ConfigError(
                 f"{str(path)!r} has no checkpoint: run.save_every is 0; begin a new run with another --run.dir"
@@ -174,7 +180,7 @@ class RunRecord:
                 f"(it is {self.args.iterations})"
             )
         lines = [] if state is None else [*load(for_trainer(state), set(changed)), *self._reshared(state)]
-        self.processes.wait()
+        self.processes.wait()  # all have read the checkpoint
         if self.main:
             self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
             (path / "summary.json").unlink(missing_ok=True)

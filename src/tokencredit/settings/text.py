@@ -175,16 +175,26 @@ class PPOConfig:
         engine = self.rollout.engine
         if engine == "local":
             return
-        if self.run.shard != "none":
+        if self.run.shard != "none" and self.rollout.max_age:
             raise ConfigError(
-                f"rollout.engine is {engine}, and run.shard is {self.run.shard}; sharded models are sampled from by "
-                "engine local only: leave one of them out"
+                f"rollout.max_age is {self.rollout.max_age}, and run.shard is {self.run.shard}; batches are sampled "
+                "ahead with a copy of the weights, and sharded models cannot be copied: leave one of them out"
+            )
+        if engine == "continuous" and self.sharding.sampling == "layers":
+            raise ConfigError(
+                "sharding.sampling is layers, and rollout.engine is continuous, which samples with the whole weights; "
+                "set sharding.sampling: gathered"
             )
         if engine == "vllm":
             self.rollout.check_vllm("rollout")
             self.eval.check_vllm("eval")
         if self.rollout.server is not None:
             check_server(self.rollout.server)
+            if self.run.shard != "none":
+                raise ConfigError(
+                    f"rollout.server is {self.rollout.server}, and run.shard is {self.run.shard}; sharded models have no "
+                    "server: leave one of them out"
+                )
             self.rollout.check_vllm_server("rollout")
             self.eval.check_vllm_server("eval")
         lengths = {"rollout": self.rollout.min_new_tokens, "eval": self.eval.min_new_tokens}

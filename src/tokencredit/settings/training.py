@@ -363,7 +363,8 @@ class ShardingConfig:
     """Models kept in the memory of the CPU between their passes: none, or the frozen ones, such as the reference."""
     sampling: Literal["gathered", "layers"] = setting("gathered", needs="run.shard: not none")
     """Weights while sampling: gathered holds the whole policy; layers gathers one layer at a time for each token, which
-    is slower and takes the least memory."""
+    is slower and takes the least memory. With `rollout.engine: vllm`, which has a copy, layers gathers them only for
+    the full pass after sampling, and one tensor at a time for a sync."""
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -160,21 +162,28 @@ def text_metrics(scored: Scored, processes: Processes) -> dict[str, float]:
     """Diversity metrics over the completions of all processes.
 
     Returns:
-        `distinct`, the share of distinct texts (counted per process); `distinct_2`, the share of distinct token
-        bigrams; and `repetition`, the share of bigrams that repeat one of the same completion.
+        `distinct`, the share of distinct texts; `distinct_2`, the share of distinct token bigrams; and `repetition`,
+        the share of bigrams that repeat one of the same completion.
     """
     rollout = scored.rollout
-    texts = len(set(zip(scored.prompts.texts, scored.completions, strict=True)))
+    hashes = text_hashes(scored.prompts.texts, scored.completions).to(rollout.mask.device)
     all_pairs, pairs, distinct_in_rows = token_pairs(rollout.response_ids, rollout.mask)
     counts = torch.tensor(
-        [float(x) for x in (len(rollout.mask), texts, all_pairs, distinct_in_rows)], device=rollout.mask.device
+        [float(x) for x in (len(rollout.mask), all_pairs, distinct_in_rows)], device=rollout.mask.device
     )
-    rows, distinct, all_pairs_sum, distinct_in_rows_sum = processes.sum(counts).tolist()
+    rows, all_pairs_sum, distinct_in_rows_sum = processes.sum(counts).tolist()
     return {
-        "distinct": distinct / rows,
+        "distinct": distinct_over_processes(hashes, processes) / rows,
         "distinct_2": distinct_over_processes(pairs, processes) / max(all_pairs_sum, 1),
         "repetition": 1 - distinct_in_rows_sum / max(all_pairs_sum, 1),
     }
+
+
+def text_hashes(prompts: Sequence[str], completions: Sequence[str]) -> Tensor:
+    """A hash of 63 bits of each prompt with its completion, the same in every process, `[n]`."""
+    texts = [json.dumps(pair).encode() for pair in zip(prompts, completions, strict=True)]
+    digests = [blake2b(text, digest_size=8).digest() for text in texts]
+    return torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=torch.long)
 
 
 def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
@@ -193,9 +202,9 @@ def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
     return len(pairs), pairs.unique(), len(in_rows)
 
 
-def distinct_over_processes(pairs: Tensor, processes: Processes) -> int:
-    """Number of distinct bigrams over all processes, from those of this one, `[n]`."""
-    gathered = processes.gather(pairs)
+def distinct_over_processes(numbers: Tensor, processes: Processes) -> int:
+    """Number of distinct numbers over all processes, from those of this one, `[n]`, which are not negative."""
+    gathered = processes.gather(numbers)
     return len(gathered[gathered >= 0].unique())
 
 

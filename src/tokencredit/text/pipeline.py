@@ -19,6 +19,7 @@ from tokencredit.sharding import gathered, is_sharded
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
@@ -145,7 +146,7 @@ class Pipeline:
         self, prompts: PromptBatch | TaskBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
     ) -> Sampled:
         """Sample a completion, or play an episode, for each row of prompts. Arguments as in `collect`."""
-        in_step = isinstance(self.engine, LocalEngine) and self.engine.in_step is not None
+        in_step = isinstance(self.engine, LocalEngine | RequestEngine) and self.engine.in_step is not None
         with nullcontext() if in_step else gathered(self.policy.lm):
             if isinstance(prompts, TaskBatch):
                 assert self.player is not None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import SamplingConfig
@@ -285,6 +286,14 @@ def test_a_second_failure_ends_the_run(model, tokenizer):
         generate(engine)
 
 
+def test_one_of_several_processes_in_step_does_not_sync_again_alone(model, tokenizer):
+    engine = engine_of(model, tokenizer, Failing(model, tokenizer, 1))
+    engine.in_step = Processes()
+    with pytest.raises(RunStopped, match=r"engine continuous failed: the connection was lost"):
+        generate(engine)
+    assert engine.sampler.asked == [12]
+
+
 class Dead(Failing):
     """Never answers."""
 
@@ -315,7 +324,6 @@ def test_the_random_numbers_of_the_process_stay_as_they_were(model, tokenizer):
     ("settings", "message"),
     [
         ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
-        ({"run.shard": "full"}, r"run\.shard is full"),
         ({"rollout.min_new_tokens": 2}, r"rollout\.min_new_tokens is 2"),
         ({"eval.min_new_tokens": 2}, r"eval\.min_new_tokens is 2"),
     ],

@@ -59,8 +59,13 @@ def test_generate_and_evaluate_sample_with_it(run):
     assert "reward" in evaluated.stdout
 
 
-def test_each_process_of_a_job_has_its_own(tmp_path):
-    options = flags(run__iterations=2, run__dir=tmp_path / "run")
+SHARDED = {"run__shard": "full", "critic__kind": "shared", "model__lora__rank": 2}
+
+
+@pytest.mark.parametrize("settings", [{}, SHARDED, {"run__shard": "full", "sharding__sampling": "layers"}])
+def test_each_process_of_a_job_has_its_own(settings, tmp_path):
+    """The proof of each sync shows that sharded weights arrived whole, with the adapter."""
+    options = flags(run__iterations=2, run__dir=tmp_path / "run", **settings)
     done = python(*TWO_PROCESSES, *COMMAND, "train", *options, ACCELERATE_USE_CPU="true", timeout=600)
     assert done.returncode == 0, done.stderr
     assert [record["iteration"] for record in metrics(tmp_path / "run")] == [1, 2]

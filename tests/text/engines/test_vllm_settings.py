@@ -23,7 +23,6 @@ from tokencredit.text.models.precision import Precision
         ({"rollout.temperature": 2.5}, r"rollout\.temperature is 2\.5, and vLLM samples at 0\.01 to 2"),
         ({"eval.temperature": 0.005}, r"eval\.temperature is 0\.005"),
         ({"eval.min_p": 0.1, "eval.top_p": 0.9}, r"eval\.min_p and eval\.top_p are both set; vLLM applies min_p first"),
-        ({"run.shard": "full"}, r"run\.shard is full"),
         ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
         ({"rollout.engine_memory": 1.5}, r"rollout\.engine_memory"),
         ({"rollout.engine_memory": 0.5, "rollout.engine": "local"}, r"rollout\.engine_memory .* rollout\.engine: vllm"),
@@ -58,6 +57,7 @@ SERVER = "http://gpu.example:8000/vllm"
         ),
         ({"eval.min_new_tokens": 2, "eval.stop_at_eos": False}, r"eval\.min_new_tokens is 2"),
         ({"rollout.server_timeout": 0.0}, r"rollout\.server_timeout"),
+        ({"run.shard": "full"}, r"rollout\.server is http://.*, and run\.shard is full"),
     ],
 )
 def test_settings_that_do_not_fit_a_server_are_refused(settings, message):

@@ -29,7 +29,10 @@ POLL_SECONDS = 1.0
 
 @dataclass
 class ContinuousSampler:
-    """A `Sampler` on the policy itself, which shares its weights: samples in their dtype, float32."""
+    """A `Sampler` on the policy itself, which shares its weights: samples in their dtype, float32.
+
+    A sharded policy must be held whole (`sharding.gathered`) during a call.
+    """
 
     policy: ActorCritic
     tokenizer: PreTrainedTokenizerBase
@@ -82,6 +85,7 @@ class ContinuousSampler:
         """A manager for this call."""
         lm = self.policy.lm
         attention = lm.config._attn_implementation
+        mesh = vars(lm).pop("_device_mesh", None)  # of a sharded model, which Transformers refuses though it is held
         try:
             manager = manager_of(lm, requests, settings)
             try:
@@ -92,6 +96,8 @@ class ContinuousSampler:
                 manager.destroy()
         finally:
             lm.set_attn_implementation(attention)
+            if mesh is not None:
+                lm._device_mesh = mesh
 
 
 def pages_of(request: Request) -> int:

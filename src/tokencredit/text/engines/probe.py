@@ -59,7 +59,7 @@ class Probe:
         conversation.sample(range(ROWS), [[]] * ROWS, [NEW] * ROWS, lambda _row: None)
         rollout = conversation.sampled()
         with engine.precision.no_grad():
-            logprobs = rollout_logprobs(engine.policy, rollout, settings.temperature, engine.budget)
+            logprobs = rollout_logprobs(engine.policy, rollout, settings.temperature, engine.budget, engine.in_step)
         return cls(rollout, logprobs, number, before is not None and before.same_samples(rollout, logprobs))
 
     def same_samples(self, rollout: Rollout, logprobs: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -13,7 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import RunStopped
+from tokencredit.processes import Processes
 from tokencredit.settings.training import SamplingConfig
+from tokencredit.sharding import gathered
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.probe import Probe, require_draws
@@ -86,7 +89,7 @@ class Sampler(Protocol):
         """
 
     def sync(self, policy: ActorCritic) -> None:
-        """Take over the policy's weights, whole in this process, and drop all keys and values of earlier ones.
+        """Take over the policy's weights (`plain_weights`), and drop all keys and values of earlier ones.
 
         Raises:
             EngineFailure: it cannot.
@@ -118,6 +121,9 @@ class RequestEngine:
     """Leave log-probs of a full pass to a later call of `exact`, and try once only."""
     probe: Probe | None = None
     """What the last sync was proven with; None before the first."""
+    in_step: Processes | None = None
+    """Processes that sync and make full passes in step, since the policy is sharded over them and gathered layer by
+    layer; a failure is then final, since one process alone cannot sync again."""
 
     def generate(
         self,
@@ -144,10 +150,10 @@ class RequestEngine:
     ) -> None:
         """Ask the sampler; after a failure sync it and ask once more for the requests that have not ended.
 
-        With `deferred` there is no second try, since the weights may be those of half an update.
+        With `deferred` there is no second try, since the weights may be those of half an update; nor with `in_step`.
 
         Raises:
-            RunStopped: it failed twice.
+            RunStopped: it failed, the last time.
         """
         left = dict(enumerate(requests))
 
@@ -155,7 +161,8 @@ class RequestEngine:
             del left[numbers[index]]
             ended(numbers[index], completion)
 
-        for last in (True,) if self.deferred else (False, True):
+        once = self.deferred or self.in_step is not None
+        for last in (True,) if once else (False, True):
             numbers = list(left)
             try:
                 self.sampler.complete([left[number] for number in numbers], settings, partial(take, numbers))
@@ -163,7 +170,7 @@ class RequestEngine:
             except EngineFailure as failure:
                 if last:
                     raise RunStopped(
-                        f"rollout.engine {self.sampler.name} failed{'' if self.deferred else ' twice in a row'}: "
+                        f"rollout.engine {self.sampler.name} failed{'' if once else ' twice in a row'}: "
                         f"{failure}; the run can be resumed when it works again, or with rollout.engine: local"
                     ) from failure
                 self.report(f"rollout.engine {self.sampler.name} failed, and is asked again: {failure}")
@@ -191,12 +198,16 @@ class RequestEngine:
             return {name: x for name, x in named.items() if x is not None}
 
         with self.precision.no_grad():
-            outputs = read_by_length(rollout, self.budget, read)
-        if not (self.sampler.shares_weights or filtered):
+            outputs = read_by_length(rollout, self.budget, read, self.in_step)
+        if len(rollout.mask) and not (self.sampler.shares_weights or filtered):
             drawn = rollout.mask & (rollout.logprobs != 0)  # not those of `begin`
             apart = (rollout.logprobs - outputs["logprobs"])[drawn].abs()
             require_draws(self.sampler.name, apart, settings.temperature, self.precision.bfloat16)
         return replace(rollout, behavior_logprobs=rollout.logprobs, **outputs)
+
+    def held(self) -> AbstractContextManager[None]:
+        """A context in which this process holds a sharded policy whole, unless processes pass in step."""
+        return gathered(self.policy.lm) if self.in_step is None else nullcontext()
 
     def weights_changed(self) -> None:
         """Sync the sampler with the policy's weights, and prove it; shared ones are proven once.
@@ -207,8 +218,9 @@ class RequestEngine:
         if self.sampler.shares_weights and self.probe is not None:
             return
         try:
-            self.sampler.sync(self.policy)
-            self.probe = Probe.sampled(self, self.probe)
+            with self.held():
+                self.sampler.sync(self.policy)
+                self.probe = Probe.sampled(self, self.probe)
         except EngineFailure as failure:
             raise RunStopped(
                 f"rollout.engine {self.sampler.name} could not take over the policy's weights: {failure}"

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.training import SamplingConfig
+from tokencredit.sharding import kind_of
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.sampling import STOP_CONTEXT, contains_stop
@@ -227,7 +228,7 @@ def _start(policy: ActorCritic, precision: Precision, memory: float, in_job: boo
         ConfigError: vLLM cannot be imported, or does not run this model.
     """
     config = deepcopy(policy.lm.config)
-    config.architectures = [type(policy.lm).__name__]
+    config.architectures = [kind_of(policy.lm).__name__]
     on_gpu = precision.device.type == "cuda"
     size = {"gpu_memory_utilization": memory} if on_gpu else {"kv_cache_memory_bytes": CACHE_ON_CPU}
     with tempfile.TemporaryDirectory() as folder:

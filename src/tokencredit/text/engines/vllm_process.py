@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 
 from tokencredit.learn.rng import preserved
+from tokencredit.sharding import kind_of
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine shares this process, so that tensors are passed as they are
@@ -56,7 +57,7 @@ def classes_of(model: nn.Module) -> Iterator[None]:
 
     Models without an implementation in vLLM run in Transformers' own, whose classes vLLM patches for its compiler.
     """
-    before = {kind: (kind.__bases__, dict(vars(kind))) for kind in {type(module) for module in model.modules()}}
+    before = {kind: (kind.__bases__, dict(vars(kind))) for kind in {kind_of(module) for module in model.modules()}}
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.training_mode import checkpointing_modules, training
 from tokencredit.settings.training import SamplingConfig
-from tokencredit.sharding import shard_alike
+from tokencredit.sharding import kind_of, shard_alike
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.sampling import CachedSteps, sample
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
@@ -268,5 +268,5 @@ def _passes(title: str) -> Iterator[None]:
 
 
 def _title(name: str, model: nn.Module) -> str:
-    kind = type(model).__name__.removeprefix("FSDP")  # of a sharded model
+    kind = kind_of(model).__name__
     return f"{name!r} ({kind})" if name else kind

@@ -271,7 +271,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model by an Auto class, with float32 weights, from safetensors only.
 
-    With `sharding` each process loads its part, without ever holding the whole; with `trunk` as well, only the trunk is
+    With `sharding` each process loads its part, as `Sharding.options` can; with `trunk` as well, only the trunk is
     loaded for use, and returned.
 
     Raises:

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from tokencredit.errors import ConfigError
+from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.peft_models import adapter_layers, merge
 
@@ -29,6 +31,9 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
 
     A tied weight comes once under each of its names. The trained model stays as it is; weights without an adapter are
     its own tensors, not copies.
+
+    Weights of a sharded policy that `sharding.gathered` does not hold are gathered one at a time: all processes must
+    then iterate in step.
     """
     tensors = _merged(policy)
     if not _conversions(policy.lm):
@@ -53,6 +58,15 @@ def write_plain_weights(policy: ActorCritic, folder: Path) -> None:
         save_file(part, folder / f"model-{next(numbers):05}.safetensors")
 
 
+def check_gathered(policy: ActorCritic) -> None:
+    """Raise `ConfigError` for a sharded policy whose adapter can only be merged in a copy of the whole model."""
+    if is_sharded(policy.lm) and policy.adapter is not None and not _only_linear(policy.lm, policy.adapter.name):
+        raise ConfigError(
+            "run.shard is full, and the adapter adapts layers that are not linear, so it cannot be merged into the "
+            "weights that rollout.engine takes over; adapt linear layers only, or set rollout.engine: local"
+        )
+
+
 def _conversions(lm: PreTrainedModel) -> list[Any]:
     """Transformers' conversions between the names of a checkpoint and those in memory."""
     own = getattr(lm, "_weight_conversions", None)
@@ -63,10 +77,23 @@ def _conversions(lm: PreTrainedModel) -> list[Any]:
 def _merged(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
     """Tensors with the adapter merged, under the names in memory."""
     if policy.adapter is None:
-        return ((name, x.detach()) for name, x in policy.lm.state_dict().items())
+        return _whole_tensors(policy.lm)
     if policy.adapter.adds and _only_linear(policy.lm, policy.adapter.name):
         return _with_lora(policy.lm, policy.adapter.name)
     return iter(merge(deepcopy(policy.lm)).state_dict().items())
+
+
+def _whole_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `state_dict()`, which would take gathered weights away from a sharded model."""
+    if not is_sharded(lm):
+        yield from ((name, x.detach()) for name, x in lm.state_dict().items())
+        return
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        yield name, whole(parameter.detach())
+    dropped = dict(lm.named_non_persistent_buffers(remove_duplicate=False))
+    for name, buffer in lm.named_buffers(remove_duplicate=False):
+        if name not in dropped:
+            yield name, buffer
 
 
 def _only_linear(lm: PreTrainedModel, adapter: str) -> bool:
@@ -82,12 +109,12 @@ def _with_lora(lm: PreTrainedModel, adapter: str) -> Iterator[tuple[str, Tensor]
 
     layers = {name: layer for name, layer in lm.named_modules() if isinstance(layer, Linear)}
     own = tuple(f"{name}.lora_" for name in layers)
-    for name, tensor in lm.state_dict().items():
+    for name, tensor in _whole_tensors(lm):
         if name.startswith(own):
             continue
         layer, base, kind = name.rpartition(BASE)
         if base and kind == ".weight":
             with torch.no_grad():
-                yield f"{layer}{kind}", tensor.detach() + layers[layer].get_delta_weight(adapter).to(tensor.dtype)
+                yield f"{layer}{kind}", tensor + layers[layer].get_delta_weight(adapter).to(tensor.dtype)
         else:
-            yield name.replace(BASE, ""), tensor.detach()
+            yield name.replace(BASE, ""), tensor

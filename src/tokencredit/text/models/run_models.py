@@ -41,8 +41,9 @@ from tokencredit.text.models.loading import (
     max_prompt_length,
 )
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
+from tokencredit.text.models.plain_weights import check_gathered
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
-from tokencredit.text.models.sharded_loading import Sharding
+from tokencredit.text.models.sharded_loading import Sharding, distributed_config
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Models:
     notes: list[str]
     """Lines for the user: resolved `auto` settings, and the origin of the critic."""
     in_step: Processes | None = None
-    """Processes that sample in step, if `sharding.sampling` is layers."""
+    """Processes that sample in step, or make the full passes of a rollout in step, if `sharding.sampling` is layers."""
 
     def engine(
         self,
@@ -72,7 +73,8 @@ class Models:
         Arguments are as in `RequestEngine`.
 
         Raises:
-            ConfigError: the engine is not installed, or does not run in several processes.
+            ConfigError: the engine is not installed, does not run in several processes, or cannot take over a sharded
+                policy with its adapter.
             RunStopped: it does not take the model.
         """
         ends = end_ids(self.policy.lm, self.tokenizer)
@@ -82,10 +84,13 @@ class Models:
         if rollout.server is not None:
             sampler = VllmServer(self.policy, self.tokenizer, ends, rollout, report)
         elif rollout.engine == "vllm":
+            check_gathered(self.policy)
             sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, rollout.engine_memory)
         else:
             sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
-        engine = RequestEngine(self.policy, self.tokenizer, ends, self.precision, sampler, budget, report)
+        engine = RequestEngine(
+            self.policy, self.tokenizer, ends, self.precision, sampler, budget, report, in_step=self.in_step
+        )
         with preserved():
             engine.weights_changed()
         return engine
@@ -176,6 +181,10 @@ def build_models(
             sharding.of_frozen().apply(reference.lm)
         _place(reference, precision.device)
     decoding, more = choose_decoding(args, policy, precision)
+    if sharding is not None and named and distributed_config() is None:
+        more.append(
+            "run.shard full: this version of Transformers loads models whole, before each process keeps its part"
+        )
     if precision.bfloat16 and sharding is None:
         if reference is not None and reference is not policy:
             round_frozen(reference.lm)

@@ -1,9 +1,13 @@
-"""Load language models sharded, so that no process ever holds a whole one, and shard models that are whole already."""
+"""Load language models sharded, so that no process ever holds a whole one, and shard models that are whole already.
+
+Transformers before `fsdp_plan` loads a model whole in each process, which then keeps its part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -50,7 +54,6 @@ class Sharding:
             return None
         if args.sharding.offload == "frozen" and processes.device.type == "cpu":
             raise ConfigError("sharding.offload is frozen, and this run is on a CPU already; leave it out")
-        distributed_config()
         if processes.count == 1:
             return None
         accelerator = torch.accelerator.current_accelerator()
@@ -66,7 +69,7 @@ class Sharding:
         return replace(self, frozen=True)
 
     def options(self, kind: Any, folder: str, args: ModelConfig, *, trunk: bool = False) -> dict[str, Any]:
-        """Arguments of `kind.from_pretrained(folder)` that load a model sharded.
+        """Arguments of `kind.from_pretrained(folder)` that load a model sharded; none where it is loaded whole.
 
         Args:
             kind: an Auto class, or the model's own.
@@ -74,6 +77,8 @@ class Sharding:
             args: may trust remote code.
             trunk: shard the trunk alone, of which the rest of the model is dropped.
         """
+        if (with_plan := distributed_config()) is None:
+            return {}
         config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
         with torch.device("meta"):
             if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
@@ -85,7 +90,7 @@ class Sharding:
             names = [*names, _name_of(skeleton, trunk_of(skeleton))]
         plan = Plan(dict.fromkeys(names, GATHERED_ALONE))
         offload = {"fsdp_cpu_offload": True} if self.offloads else {}
-        return {"distributed_config": distributed_config()(fsdp_size=self.processes.count, fsdp_plan=plan, **offload)}
+        return {"distributed_config": with_plan(fsdp_size=self.processes.count, fsdp_plan=plan, **offload)}
 
     @property
     def offloads(self) -> bool:
@@ -106,8 +111,11 @@ class Sharding:
         return [".".join(filter(None, [_name_of(model, trunk), layers, "*"]))]
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Prepare a model, or a trunk, that was loaded with `options`."""
-        allow_within(model, self.settings.reshard_after_forward)
+        """Prepare a model, or a trunk, that was loaded with `options`: one that was loaded whole is sharded now."""
+        if is_sharded(model):
+            allow_within(model, self.settings.reshard_after_forward)
+        else:
+            self.apply(model)
 
     def apply(self, model: PreTrainedModel) -> None:
         """Shard a model that is whole in every process, in place, unless it is sharded; adapters stay whole."""
@@ -119,27 +127,18 @@ class Sharding:
         offload = {"offload_policy": CPUOffloadPolicy()} if self.offloads else {}
         reshard = self.settings.reshard_after_forward
         shard(model, parts, reshard_after_forward=reshard, ignored_params=adapters, **offload)
-        plan = Plan(dict.fromkeys(names, GATHERED_ALONE))
-        # `save_pretrained` gathers weights if it finds this.
-        model.config.distributed_config = distributed_config()(fsdp_size=self.processes.count, fsdp_plan=plan)
+        if (with_plan := distributed_config()) is not None:  # with which `save_pretrained` gathers weights
+            plan = Plan(dict.fromkeys(names, GATHERED_ALONE))
+            model.config.distributed_config = with_plan(fsdp_size=self.processes.count, fsdp_plan=plan)
 
 
 def distributed_config() -> Any:
-    """Transformers' `DistributedConfig`.
-
-    Raises:
-        ConfigError: this version of Transformers cannot load models sharded.
-    """
+    """Transformers' `DistributedConfig`; None in versions without `fsdp_plan`, which load models whole."""
     try:
         from transformers import DistributedConfig
-
-        DistributedConfig(fsdp_size=1)
-    except (ImportError, TypeError) as error:
-        raise ConfigError(
-            "run.shard is full, which needs a version of Transformers with DistributedConfig(fsdp_size=…): "
-            "pip install --upgrade transformers"
-        ) from error
-    return DistributedConfig
+    except ImportError:
+        return None
+    return DistributedConfig if "fsdp_plan" in signature(DistributedConfig).parameters else None
 
 
 def named(model: nn.Module, names: Iterable[str]) -> list[str]:
