@@ -192,8 +192,8 @@ class PPOConfig:
             check_server(self.rollout.server)
             if self.run.shard != "none":
                 raise ConfigError(
-                    f"rollout.server is {self.rollout.server}, and run.shard is {self.run.shard}; sharded models have no "
-                    "server: leave one of them out"
+                    f"rollout.server is {self.rollout.server}, and run.shard is {self.run.shard}; sharded models "
+                    "have no server: leave one of them out"
                 )
             self.rollout.check_vllm_server("rollout")
             self.eval.check_vllm_server("eval")
