@@ -2,6 +2,8 @@
 # PIP_EXTRA_INDEX_URL chooses the build of torch (README, "Install").
 PYTHON ?= python3
 BIN := .venv/bin
+# Without compiled files each of a hundred processes of the tests would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install train test fast fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
 .PHONY: findings world fuzz-templates
@@ -32,7 +34,7 @@ proofs: install  ## The proofs that take too long for `make test`, with a line f
 fast: install lint types  ## Lint, types and the quick tests: about a minute
 	$(BIN)/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few
 
-fuzz: install  ## The tests with random inputs, with fresh and ten times as many inputs
+fuzz: install  ## The tests with random inputs, with fresh and thirty times as many inputs
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh
 
 fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templates: a table of tokens that differ, in minutes

@@ -100,6 +100,7 @@ def test_a_sweep_of_language_models_goes_on_after_a_kill(tmp_path):
     assert all("model.dtype auto: " in text for text in events)
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("_warm")
 def test_memory_does_not_grow(tmp_path):
     """4 MB in 200 iterations would be 20 kB each: a few tensors, or the metrics and samples that are on the disk."""

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.results import audit_parser
+from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MOST_SEED
 from tokencredit.text.engines.continuous import ContinuousSampler
 
@@ -246,14 +248,16 @@ def test_debug_shows_the_traceback():
     assert "Traceback" in done.stderr
 
 
-def test_print_config_explains_every_key_and_can_be_read_back(tmp_path, capsys):
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_print_config_explains_every_key_and_nothing_else(command, capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--kl.coef", "0.5", "--print_config"])
+        main([command, "--kl.coef", "0.5", "--print_config"])
     text = capsys.readouterr().out
     assert "# KL coefficient β: penalty per nat." in text
     settings = yaml.safe_load(text)
     assert settings["kl"]["coef"] == 0.5
     assert settings["reward"][0]["label"] == "NEGATIVE"
+    assert [*settings] == [item.name for item in fields(PPOConfig)]
 
 
 def test_help_and_mistakes_import_nothing_heavy():

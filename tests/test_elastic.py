@@ -1,4 +1,4 @@
-"""Two processes under torchrun: killed and stopped ones, and mistakes that no restart cures."""
+"""Two processes, started again as torchrun would: killed and stopped ones, and mistakes that no restart cures."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 
 from chaos import assert_same
 from helpers import commands
-from helpers.elastic import COMMAND, death, restarts, torchrun, train
+from helpers.elastic import COMMAND, death, forked, restarts, torchrun
 from helpers.warm import together
 
 pytestmark = [
@@ -26,15 +26,17 @@ def whole(tmp_path_factory):
     return folder
 
 
-def two(folder):
-    return together(2, *commands.COMMAND, *COMMAND, *SHORT, "--run.dir", folder, ACCELERATE_USE_CPU="true")
+def two(folder, *arguments, starts=1):
+    command = [*commands.COMMAND, *COMMAND, *SHORT, "--run.dir", folder, *arguments]
+    return together(2, *command, starts=starts, ACCELERATE_USE_CPU="true")
 
 
-def test_a_job_goes_on_after_killed_and_stopped_processes_as_if_nothing_had_been(whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("launch", [forked, pytest.param(torchrun, marks=pytest.mark.proof)])
+def test_a_job_goes_on_after_killed_and_stopped_processes_as_if_nothing_had_been(launch, whole, tmp_path, monkeypatch):
     """Without run.dir: all starts agree on one folder."""
     monkeypatch.chdir(tmp_path)
     deaths = [death("update", 1, visit=2), death("save", 0, signal="SIGSTOP")]
-    code, said = torchrun(tmp_path / "run", *COMMAND, *SHORT, "--run.timeout", 10, deaths=deaths, restarts=2)
+    code, said = launch(tmp_path / "run", *COMMAND, *SHORT, "--run.timeout", 10, deaths=deaths, restarts=2)
     assert code == 0, said
     (run,) = (tmp_path / "runs").iterdir()
     assert_same(whole, run)
@@ -69,8 +71,9 @@ def judge(completions, **columns):
 def test_a_reward_that_fails_in_one_process_stops_both_and_saves_and_no_restart_tries_again(tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
     reward = f"[{{function: '{tmp_path / 'judge.py'}:judge', retries: 0}}]"
-    code, said = train(tmp_path / "run", *SHORT, "--reward", reward, restarts=1)
-    assert code != 0
+    done = two(tmp_path / "run", "--reward", reward, starts=2)
+    assert done.returncode != 0
+    said = done.stderr
     for reason in ("a reward could not be computed in another process", ".*the service of process 1 is down"):
         assert len(re.findall(f"^tokencredit: stopped in iteration 1: {reason}", said, re.MULTILINE)) == 1, reason
     assert (tmp_path / "run" / "policy").is_dir()

@@ -1,6 +1,6 @@
 """Whatever bytes stand in a file that is read: a right result or one message, no other exception, no end of waiting.
 
-`make fuzz` tries ten times as many, and others each time.
+`make fuzz` tries thirty times as many, and others each time.
 """
 
 import io

@@ -102,20 +102,20 @@ def cut_in_6(tmp_path_factory):
 
 
 TEXTS = {
-    "plain": {},
     "everything that remembers": {
+        "advantage": AdvantageConfig(lam_follows=True),
         "kl": KLConfig(target=1.0),
         "score": ScoreConfig(normalize="running"),
         "eval": EvalConfig(every=2, samples=8, max_new_tokens=6),
         "prompts": PromptsConfig(text=["This movie", "The film was", "I"], shuffle=True),
     },
-    "pretrained": {"critic": CriticConfig(kind="separate", pretrain=3), "score": ScoreConfig(normalize="running")},
-    "a λ that follows": {"advantage": AdvantageConfig(lam_follows=True)},
-    "LoRA with dropout": {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1))},
+    "LoRA with dropout, a probe on the first layer": {
+        "model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1)),
+        "critic": CriticConfig(layers=1, detach=True, epochs=1),
+    },
     "two half critics with frozen attention": {
         "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, freeze="attention", epochs=1),
     },
-    "a probe on the first layer": {"critic": CriticConfig(layers=1, detach=True, epochs=1)},
     "episodes of several turns, credit by turn": {
         "model": ModelConfig(name="builtin:grid", dtype="float32"),
         "env": EnvironmentConfig(factory="builtin:grid", turn_tokens=4, max_turns=3),
@@ -124,8 +124,9 @@ TEXTS = {
         "critic": CriticConfig(epochs=1, buffer=2),
         "eval": EvalConfig(every=2, samples=4, max_new_tokens=120),
     },
-    "muon, separate critic of histograms, buffer": {
-        "critic": CriticConfig(kind="separate", epochs=1, loss="histogram", buffer=2),
+    "muon, pretrained separate critic of histograms, buffer": {
+        "critic": CriticConfig(kind="separate", epochs=1, loss="histogram", buffer=2, pretrain=2),
+        "score": ScoreConfig(normalize="running"),
         "optim": OptimConfig(name="muon"),
     },
 }
@@ -133,9 +134,9 @@ TEXTS = {
 
 @pytest.mark.parametrize("what", TEXTS)
 def test_a_language_model_goes_on_as_if_nothing_had_happened(what, tmp_path):
-    PPOTrainer(args=text(tmp_path / "whole", **TEXTS[what])).train()
-    cut(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]), 5)
-    resumed(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]))
+    PPOTrainer(args=text(tmp_path / "whole", 4, **TEXTS[what])).train()
+    cut(PPOTrainer, text(tmp_path / "cut", 4, **TEXTS[what]), 3)
+    resumed(PPOTrainer, text(tmp_path / "cut", 4, **TEXTS[what]))
     assert_same(tmp_path / "whole", tmp_path / "cut")
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "cut")]
     for name in ("reward_first", "reward_last", "kl_last", "iterations", "stopped_by"):
@@ -160,9 +161,9 @@ AGENTS = {
 
 @pytest.mark.parametrize("what", AGENTS)
 def test_an_agent_goes_on_as_if_nothing_had_happened(what, tmp_path):
-    ControlTrainer(args=control(tmp_path / "whole", **AGENTS[what])).train()
-    cut(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]), 5)
-    resumed(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]))
+    ControlTrainer(args=control(tmp_path / "whole", 4, **AGENTS[what])).train()
+    cut(ControlTrainer, control(tmp_path / "cut", 4, **AGENTS[what]), 3)
+    resumed(ControlTrainer, control(tmp_path / "cut", 4, **AGENTS[what]))
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 

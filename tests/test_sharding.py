@@ -130,6 +130,8 @@ def test_audits_and_continuations_need_gathered_weights():
         ({"model.compile": True}, "model.compile is True, and run.shard is full"),
         ({"model.adapter": "merge"}, "model.adapter is merge, and run.shard is full"),
         ({"rollout.cache": "static"}, "rollout.cache is static, and run.shard is full"),
+        ({"sharding.offload": "frozen", "kl.coef": 0}, "no model of this run is: kl.coef is 0, and no separate critic"),
+        ({"sharding.offload": "frozen", "model.lora.rank": 2}, "with an adapter the policy is its own reference"),
         (CONTINUOUS | {"rollout.max_age": 1}, "rollout.max_age is 1, and run.shard is full; .* cannot be copied"),
         (CONTINUOUS | {"sharding.sampling": "layers"}, "set sharding.sampling: gathered"),
     ],
@@ -179,6 +181,14 @@ def test_after_an_error_in_perhaps_one_process_a_sharded_policy_is_not_gathered(
         trainer.finish(reason)
     assert saved == [False, True, True], "all processes stop for bad steps, and for a reward that fails in one of them"
     assert events == ["the policy is sharded, so it is not saved after this error"]
+
+
+def test_a_frozen_critic_may_be_offloaded_without_a_reference_model():
+    settings = {"run.shard": "full", "sharding.offload": "frozen", "critic.kind": "separate"}
+    args = PPOConfig.from_dict(settings | {"critic.detach": True, "kl.coef": 0})
+    args.check_offload(adapted=True)
+    with pytest.raises(ConfigError, match=r"no separate critic has critic\.detach; leave it out"):
+        PPOConfig.from_dict(settings).check_offload(adapted=True)  # an adapter of a folder or from Python
 
 
 def test_nothing_is_offloaded_on_a_cpu(tmp_path):

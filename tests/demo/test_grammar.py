@@ -10,7 +10,10 @@ from demo.genres import GENRES
 from demo.grammar import POSITIVE_SHARE, review, reviews
 from demo.notation import fill
 
-DRAWN = reviews(6_000, seed=11)
+
+@pytest.fixture(scope="module")
+def drawn():
+    return reviews(6_000, seed=11)
 
 
 def pattern(template: str) -> str:
@@ -40,10 +43,10 @@ def test_the_same_seed_gives_the_same_reviews():
     assert reviews(50, seed=3) != reviews(50, seed=4)
 
 
-def test_three_in_four_reviews_are_positive_also_after_the_default_prompt():
-    assert sum(r.positive for r in DRAWN) / len(DRAWN) == pytest.approx(POSITIVE_SHARE, abs=0.015)
-    prompted = [r for r in DRAWN if r.text.startswith("This movie was really ")]
-    assert len(prompted) > 0.1 * len(DRAWN)
+def test_three_in_four_reviews_are_positive_also_after_the_default_prompt(drawn):
+    assert sum(r.positive for r in drawn) / len(drawn) == pytest.approx(POSITIVE_SHARE, abs=0.015)
+    prompted = [r for r in drawn if r.text.startswith("This movie was really ")]
+    assert len(prompted) > 0.1 * len(drawn)
     assert sum(r.positive for r in prompted) / len(prompted) == pytest.approx(POSITIVE_SHARE, abs=0.03)
 
 
@@ -64,9 +67,9 @@ def test_there_are_more_than_a_million_distinct_reviews_of_either_kind():
 
 
 @pytest.mark.slow
-def test_every_review_says_its_verdict_and_never_the_other():
+def test_every_review_says_its_verdict_and_never_the_other(drawn):
     praise, blame = verdict(True), verdict(False)
-    for r in DRAWN[:2_000]:
+    for r in drawn[:2_000]:
         own, other = (praise, blame) if r.positive else (blame, praise)
         assert own.search(r.text), r.text
         assert not other.search(r.text), r.text
@@ -78,8 +81,8 @@ def test_the_words_for_the_whole_film_are_never_shared():
         assert not set(part.good) & set(part.bad), part.name
 
 
-def test_the_text_is_clean():
-    for r in DRAWN:
+def test_the_text_is_clean(drawn):
+    for r in drawn:
         assert not re.search(r"[\[\]{}|~_]|  |\s[.,:]|[.,:]{2}", r.text), r.text
         assert r.text == r.text.strip()
         assert r.text.endswith(".")
@@ -88,30 +91,30 @@ def test_the_text_is_clean():
             assert sentence[0].isupper(), r.text
 
 
-def test_articles_fit_the_word_that_follows():
-    for r in DRAWN:
+def test_articles_fit_the_word_that_follows(drawn):
+    for r in drawn:
         for article, word in re.findall(r"\b([Aa]n?) (\w+)", r.text):
             vowel = word[0].lower() in "aeiou" or word.startswith(("honest", "hour"))
             assert (article.lower() == "an") == vowel, r.text
 
 
-def test_no_sentence_is_said_twice_in_a_review():
-    for r in DRAWN:
+def test_no_sentence_is_said_twice_in_a_review(drawn):
+    for r in drawn:
         sentences = r.text.rstrip(".").split(". ")
         assert len(set(sentences)) == len(sentences), r.text
 
 
-def test_plural_parts_take_plural_verbs():
+def test_plural_parts_take_plural_verbs(drawn):
     plural = "|".join(part.name for part in ASPECTS if part.noun == "plural")
-    assert not any(re.search(rf"\bthe (?:{plural}) was\b", r.text, re.IGNORECASE) for r in DRAWN)
+    assert not any(re.search(rf"\bthe (?:{plural}) was\b", r.text, re.IGNORECASE) for r in drawn)
 
 
-def test_lengths_suit_a_short_completion():
-    words = sorted(len(r.text.split()) for r in DRAWN)
+def test_lengths_suit_a_short_completion(drawn):
+    words = sorted(len(r.text.split()) for r in drawn)
     assert words[len(words) // 50] >= 10
     assert 24 <= sum(words) / len(words) <= 36
     for positive in (True, False):
-        mine = [len(r.text.split()) for r in DRAWN if r.positive == positive]
+        mine = [len(r.text.split()) for r in drawn if r.positive == positive]
         assert sum(mine) / len(mine) == pytest.approx(sum(words) / len(words), rel=0.05)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.files import read_metrics
+from tokencredit.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,8 @@ grid: {advantage.lam: [0, 1]}
 """
     )
     monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "cartpole.yaml", "--seeds", "1", "--export", "files"]) == 0
+    assert main(["control", "--config", "files/lam=0-seed-7.yaml"]) == 0  # which leaves one run to the study
     monkeypatch.setattr(study, "RECIPES", tmp_path)
     monkeypatch.setattr(study, "DATA", tmp_path / "kept")
     monkeypatch.setattr(study, "STUDIES", {"few": "cartpole.yaml"})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from helpers import commands
+from helpers import warm
 from helpers.configs import as_flags
 from helpers.files import read_jsonl, read_metrics
 from tokencredit.cli import main
@@ -28,7 +28,7 @@ SMALL = {
 
 def python(*arguments):
     """Run Python from the repository's root, as the examples are run."""
-    done = commands.python(*arguments, cwd=ROOT)
+    done = warm.python(*arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 from helpers.files import read_events
+from helpers.warm import together
 
 DYING = Path(__file__).with_name("dying.py")
 COMMAND = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "6"]
 COMMAND += ["--run.trackers", "[]", "--run.show_every", "0", "--ppo.minibatches", "1", "--kl.target", "1"]
 COMMAND += ["--run.iterations", "6", "--run.save_every", "2"]
 COMMAND += ["--eval.every", "2", "--eval.samples", "8", "--eval.max_new_tokens", "4"]
+GRACE = 3
+"""Seconds for which a stopped process is waited for before it is killed."""
 
 
 def death(place, rank, *, visit=1, after=0.0, signal="SIGKILL"):
@@ -21,14 +24,35 @@ def death(place, rank, *, visit=1, after=0.0, signal="SIGKILL"):
     return {"place": place, "rank": rank, "visit": visit, "after": after, "signal": signal}
 
 
-def torchrun(folder, *arguments, deaths=(), restarts=0, timeout=600.0, **variables):
-    """Train with two processes; returns the exit code and all output."""
+def _plan(folder, deaths):
+    """The folder of these plans, beside the run's."""
     plans = folder.with_name(f"{folder.name}-deaths")
     plans.mkdir(parents=True, exist_ok=True)
     for number, plan in enumerate(deaths):
         (plans / f"{number:03d}.json").write_text(json.dumps(plan))
-    # The agent waits so long for a stopped process to end before it kills it.
-    launcher = ["--standalone", "--nproc_per_node", "2", "--max-restarts", str(restarts), "--shutdown-timeout", "3"]
+    return plans
+
+
+def _require_done(plans, output):
+    """Fail if a plan was not carried out."""
+    left = [file.name for file in plans.glob("*.json")]
+    assert not left, f"did not happen: {left}\n{output[-3000:]}"
+
+
+def forked(folder, *arguments, deaths=(), restarts=0):
+    """As `torchrun`, in forks of a process with the libraries, which get what torchrun gives: variables and a store."""
+    plans = _plan(folder, deaths)
+    variables = {"ACCELERATE_USE_CPU": "true", "DEATHS": str(plans)}
+    done = together(2, DYING, *arguments, starts=restarts + 1, grace=GRACE, **variables)
+    _require_done(plans, done.stdout + done.stderr)
+    return done.returncode, done.stdout + done.stderr
+
+
+def torchrun(folder, *arguments, deaths=(), restarts=0, timeout=600.0, **variables):
+    """Train with two processes; returns the exit code and all output."""
+    plans = _plan(folder, deaths)
+    launcher = ["--standalone", "--nproc_per_node", "2", "--max-restarts", str(restarts)]
+    launcher += ["--shutdown-timeout", str(GRACE)]
     paths = [str(DYING.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *launcher, str(DYING), *map(str, arguments)],
@@ -40,8 +64,7 @@ def torchrun(folder, *arguments, deaths=(), restarts=0, timeout=600.0, **variabl
         encoding="utf-8",
         timeout=timeout,
     )
-    left = [file.name for file in plans.glob("*.json")]
-    assert not left, f"did not happen: {left}\n{done.stdout[-3000:]}"
+    _require_done(plans, done.stdout)
     return done.returncode, done.stdout
 
 

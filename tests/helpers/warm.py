@@ -87,15 +87,24 @@ def python(*arguments, cwd=None, timeout=300, **variables):
     return _run([variables], arguments, cwd, timeout)
 
 
-def together(count, *arguments, cwd=None, timeout=300, **variables):
-    """Run a program in several processes, as torchrun would; once one fails, the others are asked to end."""
+def together(count, *arguments, cwd=None, timeout=300, starts=1, grace=30, **variables):
+    """Run a program in several processes, as torchrun would; once one fails, the others are asked to end.
+
+    With `starts` above 1 all are started again after a failure, with the same store; the output is that of all starts.
+    What has not ended `grace` seconds after it was asked to is killed.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     job = variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
     job |= {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
     ranks = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    return _run(ranks, arguments, cwd, timeout)
+    done = _run(ranks, arguments, cwd, timeout, grace)
+    for _ in range(starts - 1):
+        if done.returncode:
+            before, done = done, _run(ranks, arguments, cwd, timeout, grace)
+            done.stdout, done.stderr = before.stdout + done.stdout, before.stderr + done.stderr
+    return done
 
 
 class Started:
@@ -143,20 +152,20 @@ def _text(files):
     return said
 
 
-def _run(processes, arguments, cwd, timeout):
+def _run(processes, arguments, cwd, timeout, grace=30):
     """Run a program in processes with these variables: the output of all, and the first failure's exit code."""
     arguments = [str(argument) for argument in arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         here = str(cwd or Path.cwd())
         pids = [starter().start(arguments, os.environ | own, here, out, err) for own in processes]
-        code, in_time = _end(pids, time.monotonic() + timeout)
+        code, in_time = _end(pids, time.monotonic() + timeout, grace)
         said = _text((out, err))
     if not in_time:
         raise subprocess.TimeoutExpired(arguments, timeout, *said)
     return subprocess.CompletedProcess(arguments, code, *said)
 
 
-def _end(pids, limit):
+def _end(pids, limit, grace):
     """Wait for processes: the code of the first that failed, and whether they ended in time."""
     code, in_time, kill_at = 0, True, None
     while True:
@@ -167,7 +176,7 @@ def _end(pids, limit):
             return code, in_time
         now = time.monotonic()
         if kill_at is None and (code or now > limit):
-            in_time, kill_at = bool(code), now + 30
+            in_time, kill_at = bool(code), now + grace
             _signal(left, signal.SIGTERM)
         elif kill_at is not None and now > kill_at:
             _signal(left, signal.SIGKILL)

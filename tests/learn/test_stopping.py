@@ -77,6 +77,8 @@ def test_it_goes_on_where_it_was():
     assert run(stopping, [1.0, 1.0], [0.0, 0.0]) is None
     state = stopping.state_dict()
     assert state == {"kl": 0, "reward": 2}
+    stopping.reset()
+    assert run(stopping, [1.0, 1.0], [0.0, 0.0]) is None
     other = EarlyStopping(reward=0.9, patience=3)
     other.load_state_dict(state)
     assert other.update(reward=1.0, kl=0.0) == "reward"

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from helpers.configs import control_config, quiet_agent, text_config
+from helpers.files import read_events
 from tokencredit.control.trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.text.trainer import PPOTrainer
@@ -88,6 +89,11 @@ def test_a_setting_that_user_code_refuses_in_a_run_fails_the_run(tmp_path):
     with pytest.raises(RunStopped, match=r"^stopped in iteration 2: my key is 3; it must be 4; "):
         trainer.train()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "an invalid setting"
+
+
+def test_a_timeout_of_ones_own_has_no_effect_in_one_process_and_that_is_said(tmp_path):
+    ControlTrainer(control_config(tmp_path, 1, run=quiet_agent(tmp_path / "run", 1, timeout=60.0))).train()
+    assert read_events(tmp_path / "run") == ["run.timeout is 60, which has no effect in one process"]
 
 
 @pytest.mark.slow

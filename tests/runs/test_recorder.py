@@ -13,8 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from helpers.files import read_events
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.processes import Processes
+from tokencredit.runs.bad_steps import BAD_STEPS_KEPT
 from tokencredit.runs.checkpoint import FORMAT
-from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
+from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -67,6 +68,15 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
     assert "resumed after iteration 2" in read_events(tmp_path / "run")
     assert "optim.lr is now 0.5; it was 0.0001" in read_events(tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 0.5
+
+
+def test_resuming_the_same_record_counts_each_iteration_once(tmp_path):
+    args, made = begun(tmp_path / "run", iterations=3)
+    made.failed = True
+    made.resume(args, 0, lambda state, changed: ())
+    assert [row["iteration"] for row in made.history] == [1, 2, 3]
+    assert not made.failed
+    assert made.end("iterations", None)["iterations"] == 3
 
 
 def test_the_summary_is_returned_and_written(tmp_path):

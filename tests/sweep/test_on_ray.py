@@ -21,7 +21,6 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": F
 @pytest.fixture(scope="module")
 def cluster():
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
-    made.other = made.add_node(num_cpus=1, object_store_memory=NODE["object_store_memory"])
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = made.address
     yield made
@@ -31,13 +30,16 @@ def cluster():
     made.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(cluster, tmp_path):
+    other = cluster.add_node(num_cpus=1, object_store_memory=NODE["object_store_memory"])
     file, out = sweep_file(tmp_path, base=LONG | {"steps": 256}, seeds=[1, 2]), tmp_path / "out"
     runs = read_sweep(file, configure)
     with start_command("sweep", file, "--on", "ray") as process:
-        assert wait_for(lambda: all(count_lines(run.folder / "metrics.jsonl") > 6 for run in runs), process)
-        cluster.remove_node(cluster.other, allow_graceful=False)
+        assert wait_for(
+            lambda: all(count_lines(run.folder / "metrics.jsonl") > 6 for run in runs), process, seconds=300
+        )
+        cluster.remove_node(other, allow_graceful=False)
         shown = process.stdout.readline()
         assert "lost with " in shown
         assert "continuing it in another job" in shown
@@ -59,6 +61,14 @@ def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(clus
         uninterrupted = tmp_path / f"seed-{run.seed}"
         assert main(["control", "--config", str(run.settings), "--run.dir", str(uninterrupted)]) == 0
         assert without_times(read_metrics(run.folder)) == without_times(read_metrics(uninterrupted))
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_on_a_cluster_and_is_compared_without_a_pickle(cluster, tmp_path):
+    done = command("sweep", sweep_file(tmp_path), "--on", "ray", "--cores", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 finished" in done.stdout
+    assert (tmp_path / "out" / "comparison" / "comparison.html").is_file()
     for kind in ("*.pkl", "*.pickle"):
         assert not list(tmp_path.rglob(kind))
 

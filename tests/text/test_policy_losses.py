@@ -7,7 +7,7 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import Objective, SequenceObjective, WeightedObjective
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.setup import build_objective
+from tokencredit.text.setup import build_objective, remarks
 
 SMALL = ["--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "8"]
 SMALL += ["--ppo.epochs", "2", "--ppo.minibatches", "2", "--run.show_every", "0"]
@@ -40,6 +40,13 @@ def test_gspo_needs_a_clip_range_of_its_own():
         "ppo.clip is 0.2, and ppo.loss is gspo, whose mean ratio of a completion hardly moves that far; it must be "
         "below 0.2, such as ppo.clip: 0.0003 with ppo.clip_high: 0.0004"
     )
+
+
+def test_gspo_without_its_papers_reduction_is_said():
+    (line,) = remarks(PPOConfig.from_dict(GSPO), sharded=False)
+    assert line.startswith("ppo.loss gspo with ppo.reduction token: longer completions weigh more than in GSPO's paper")
+    assert not [*remarks(PPOConfig.from_dict(GSPO | {"ppo.reduction": "sequence"}), sharded=False)]
+    assert not [*remarks(PPOConfig(), sharded=False)]
 
 
 @pytest.mark.slow

@@ -65,6 +65,10 @@ class EarlyStopping:
             require_positive("the kl that stops", kl)
         self.patience = patience
         self._thresholds = {"kl": kl, "reward": reward}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all checks."""
         self._above = {"kl": 0, "reward": 0}
 
     def update(self, *, reward: float, kl: float) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -17,12 +18,18 @@ def fill(template: str, **values: Any) -> str:
     Raises:
         NotInstalled: the template has Plotly's charts, and Plotly is missing.
     """
+    return _pages().get_template(template).render(**values)
+
+
+@cache
+def _pages() -> Environment:
+    """The templates, each compiled once per process."""
     # Autoescape for text in the page; `tojson` for its data, which escapes HTML's special characters.
     pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
     pages.filters |= {"visible": visible, "readable": readable, "two_digits": two_digits}
     pages.globals["plotly"] = plotly
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    return pages.get_template(template).render(**values)
+    return pages
 
 
 def plotly() -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
+from tokencredit.settings.training import RunSettings
 from tokencredit.signals import Signals
 
 State = dict[str, Any]
@@ -19,6 +20,9 @@ State = dict[str, Any]
 
 class Stopping(Protocol):
     """`learn.stopping.EarlyStopping`."""
+
+    def reset(self) -> None:
+        """Forget all iterations."""
 
     def update(self, *, reward: float, kl: float) -> str | None:
         """Record an iteration; returns the rule that stops the run, or None."""
@@ -153,12 +157,19 @@ def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[
     if record.main and job is not None and (why := job.restarted_because()):
         record.event(why)
     record.screen.pairs(trainer.overview())
-    for note in trainer.notes if number == 0 else ():
+    for note in [*trainer.notes, *_unused(record)] if number == 0 else ():
         record.event(note)
     stopped_by = None
+    trainer.stopping.reset()
     for metrics in record.history:
         stopped_by = _reached(trainer, metrics)
     return number, stopped_by
+
+
+def _unused(record: RunRecord) -> Iterator[str]:
+    """A line on `run.timeout` in one process; it is not refused, since a run of several processes may go on in one."""
+    if record.processes.count == 1 and record.args.timeout != RunSettings.timeout:
+        yield f"run.timeout is {record.args.timeout:g}, which has no effect in one process"
 
 
 def _place(number: int) -> str:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
 from tokencredit.processes import Processes
+from tokencredit.runs.bad_steps import keep_batch
 from tokencredit.runs.checkpoint import size_of, versions, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
@@ -45,8 +45,6 @@ from tokencredit.settings.world import World
 from tokencredit.settings.yaml import dump_yaml
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
-BAD_STEPS_KEPT = 20
-"""Maximum number of batches in `bad_steps/`."""
 
 
 class RunRecord:
@@ -158,7 +156,7 @@ class RunRecord:
             ConfigError: the folder holds no run that can be resumed, another process is training it, or a setting has
                 changed that cannot change.
         """
-        self.config = asdict(config)
+        self.config, self.failed = asdict(config), False
         path = self.folder.path
         changed = allowed_changes(path / "config.yaml", self.config)
         checkpoints = path / "checkpoints"
@@ -216,7 +214,8 @@ class RunRecord:
             )
 
     def _reread(self) -> None:
-        """Load the history and samples of finished iterations from the run's files."""
+        """Load the history and samples of finished iterations from the run's files, in place of an earlier start's."""
+        self.history, self.best, self.best_iteration = History(), -math.inf, 0
         for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
             self._judge(row)
@@ -398,24 +397,3 @@ class RunRecord:
             self.screen.findings(self._diagnose(ended=True))
         self.trackers.end()
         return summary
-
-
-def keep_batch(steps: Path, number: int, ending: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
-    """Write the batch of a skipped step into a new folder, and return the folder.
-
-    Args:
-        steps: folder of all skipped steps; only the newest are kept.
-        number: the iteration.
-        ending: suffix of the folder's name.
-        tensors: the batch.
-        about: the reason, and further information.
-    """
-    steps.mkdir(exist_ok=True)
-    folder = steps / f"{number:06d}-{len(list(steps.glob(f'{number:06d}-*'))) + 1}{ending}"
-    with replacing(folder) as part:
-        save_file({name: x.detach().contiguous() for name, x in tensors.items()}, part / "batch.safetensors")
-        text = json.dumps({"iteration": number} | dict(about), indent=2)
-        (part / "about.json").write_text(text + "\n", encoding="utf-8")
-    for old in sorted(steps.glob("[0-9]*"))[:-BAD_STEPS_KEPT]:
-        shutil.rmtree(old)
-    return folder

@@ -132,6 +132,14 @@ class Parser(ArgumentParser):
         """The help on all options and keys."""
         return str(super().format_help(*args))
 
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        """Settings as YAML, for `--print_config`: a run's keys alone, without the options of its command."""
+        if self.kind in FIRST_KEYS:
+            keys = {item.name for item in fields(self.kind)}
+            settings = {key: value for key, value in vars(namespace).items() if key in keys}
+            namespace = Namespace(**settings)  # type: ignore[no-untyped-call]
+        return str(super().dump(namespace, *args, **kwargs))
+
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Parse a file; raise `ConfigError`, which names it, for a value or group that it cannot hold."""
         keys: Mapping[str, Any] = {}

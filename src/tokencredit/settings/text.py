@@ -205,10 +205,21 @@ class PPOConfig:
                     "rollout.engine: local, or leave it out"
                 )
 
+    def check_offload(self, *, adapted: bool) -> None:
+        """Raise `ConfigError` if `sharding.offload` is frozen, and no model is; `adapted` is true with an adapter."""
+        frozen = (self.kl.coef > 0 and not adapted) or (self.critic.kind == "separate" and self.critic.detach)
+        if self.sharding.offload == "frozen" and not frozen:
+            why = "with an adapter the policy is its own reference" if self.kl.coef > 0 else "kl.coef is 0"
+            raise ConfigError(
+                f"sharding.offload is frozen, and no model of this run is: {why}, and no separate critic has "
+                "critic.detach; leave it out"
+            )
+
     def _check_sharding(self) -> None:
         """Raise `ConfigError` for settings that sharded models do not have."""
         if self.run.shard == "none":
             return
+        self.check_offload(adapted=bool(self.model.lora.rank))
         refused = {
             "model.compile": (True, "compiled passes skip the hooks that gather weights"),
             "model.adapter": ("merge", "merging needs the whole weights in each process"),

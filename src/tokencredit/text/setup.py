@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +229,17 @@ def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) 
 def dropped(*prompts: Prompts | Tasks) -> list[str]:
     """One line per set of prompts from which overlong ones were dropped."""
     return [line for line in (unique.dropped() for unique in dict.fromkeys(prompts)) if line]
+
+
+def remarks(args: PPOConfig, *, sharded: bool) -> Iterator[str]:
+    """Lines for the user on settings that do something other than their names suggest."""
+    if args.run.shard == "full" and not sharded:
+        yield "run.shard full: one process, which holds the models whole"
+    if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":
+        yield (
+            f"ppo.loss gspo with ppo.reduction {args.ppo.reduction}: longer completions weigh more than in GSPO's "
+            "paper, whose mean over completions is ppo.reduction: sequence"
+        )
 
 
 def load_terms(

@@ -128,10 +128,9 @@ class PPOTrainer:
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
             setup.check_columns(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
-        self.policy, self.reference, self.notes = models.policy, models.reference, models.notes
+        self.policy, self.reference = models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
-        if args.run.shard == "full" and not self.sharded:
-            self.notes.append("run.shard full: one process, which holds the models whole")
+        self.notes = [*models.notes, *setup.remarks(args, sharded=self.sharded)]
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)

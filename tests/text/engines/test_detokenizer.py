@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import contains_stop
+from tokencredit.text.engines.stop_strings import contains_stop
 
 KINDS = ["sentencepiece", "unigram", "wordpiece", "bytes"]
 

@@ -34,7 +34,8 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines import vllm
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
-from tokencredit.text.engines.sampling import Decoding, logits_warpers, stop_detokenizers
+from tokencredit.text.engines.sampling import Decoding, logits_warpers
+from tokencredit.text.engines.stop_strings import stop_detokenizers
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model

@@ -16,7 +16,7 @@ from tokencredit.learn.rng import preserved
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
-from tokencredit.text.engines.sampling import STOP_CONTEXT, contains_stop
+from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop
 from tokencredit.text.models.actor_critic import ActorCritic
 
 PAGE = 32

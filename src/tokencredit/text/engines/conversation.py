@@ -19,7 +19,8 @@ from tokencredit.text.engines.dynamic_kv_cache import (
     take_rows,
 )
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import STOP_CONTEXT, CachedSteps, Decoding, decode, stop_detokenizers
+from tokencredit.text.engines.sampling import CachedSteps, Decoding, decode
+from tokencredit.text.engines.stop_strings import STOP_CONTEXT, stop_detokenizers
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 

@@ -22,14 +22,12 @@ from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.dynamic_kv_cache import sampling_cache
 from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.stop_strings import contains_stop, stop_detokenizers
 from tokencredit.text.models.actor_critic import ActorCritic, positions
 from tokencredit.text.models.critic import Critic
 
 CHECK_EVERY = 16
 """Steps between checks for finished completions, on devices other than a CPU; each check is a host sync."""
-
-STOP_CONTEXT = 16
-"""Prompt tokens that are decoded again at each step of a search for stop strings."""
 
 
 class Steps(Protocol):
@@ -382,21 +380,6 @@ def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:
     if settings.min_p is not None:
         warpers.append(MinPLogitsWarper(settings.min_p))
     return warpers
-
-
-def stop_detokenizers(prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase) -> list[Detokenizer]:
-    """A detokenizer per row for the search for stop strings, which may be special tokens.
-
-    Decoding depends on a few tokens before, so the prompt's last ones are enough and each step stays cheap.
-    """
-    rows = zip(prompts.ids, prompts.mask, strict=True)
-    return [Detokenizer(tokenizer, ids[mask][-STOP_CONTEXT:].tolist(), skip_special_tokens=False) for ids, mask in rows]
-
-
-def contains_stop(stops: Sequence[str], ids: Sequence[int], detokenizer: Detokenizer) -> bool:
-    """True if the text of these token ids contains a stop string."""
-    text = detokenizer.text(ids)
-    return any(stop in text for stop in stops)
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:

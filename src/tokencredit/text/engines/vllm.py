@@ -19,7 +19,7 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.sharding import kind_of
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
-from tokencredit.text.engines.sampling import STOP_CONTEXT, contains_stop
+from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop
 from tokencredit.text.engines.vllm_process import (
     classes_of,
     contained,

@@ -160,6 +160,7 @@ def build_models(
     """
     lm = merged(args.model, lm)
     adapted = bool(args.model.lora.rank) or peft_config is not None or attached(lm) is not None
+    args.check_offload(adapted=adapted)
     reference = None
     if args.kl.coef > 0 and not adapted:
         reference = ActorCritic(copied(lm, args.model, tokenizer, sharding), compiled=args.model.compile)

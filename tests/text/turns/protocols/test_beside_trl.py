@@ -36,7 +36,7 @@ def here():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.proof  # TRL takes 12 seconds of a core; test_tool_episode.py has the same form without it
 def test_an_environment_of_trls_works_unchanged(tokenizer, tmp_path):
     pytest.importorskip("trl", reason="needs TRL: pip install tokencredit[path]")
     tokenizer.save_pretrained(tmp_path)
