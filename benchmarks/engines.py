@@ -58,7 +58,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
             return int((tokens != end).sum()) + int((tokens == end).any(1).sum())
 
         return generate
-    sampler = models.engine(None, name)
+    sampler = models.engine(None, rollout)
 
     def sample(seed: int) -> int:
         uniforms = torch.rand(ROWS, NEW, generator=torch.Generator().manual_seed(seed))

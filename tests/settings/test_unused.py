@@ -41,6 +41,17 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "without rollout.max_age",
     ),
     ("text", {"rollout.engine_memory": 0.5}, "rollout.engine_memory", "without rollout.engine: vllm"),
+    (
+        "text",
+        {"rollout.engine": "vllm", "rollout.server": "http://localhost:1", "rollout.engine_memory": 0.5},
+        "rollout.engine_memory",
+        "with rollout.server",
+    ),
+    ("text", {"rollout.server": "http://localhost:1"}, "rollout.server", "without rollout.engine: vllm"),
+    *[
+        ("text", {"rollout.engine": "vllm", f"rollout.{key}": value}, f"rollout.{key}", "without rollout.server")
+        for key, value in [("server_folder", "weights"), ("server_timeout", 60.0)]
+    ],
     ("text", {"critic.lr": 0.1, "critic.coef": 0.0}, "critic.lr", "without critic.coef or critic.epochs"),
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
     ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),

@@ -37,6 +37,10 @@ def generate_parser() -> Parser:
     parser.add_argument("--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's.")
     parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
     parser.add_argument("--engine", type=EngineName, default="local", help="Sampling engine (docs/engines.md).")
+    parser.add_argument("--server", type=str | None, help="Address of a vLLM server, with --engine vllm.")
+    parser.add_argument(
+        "--server_folder", type=str | None, help="Folder through which weights reach the server; by default temporary."
+    )
     return parser
 
 
@@ -54,7 +58,12 @@ def generate(options: Namespace) -> None:
 
     disable_progress_bar()
     which = "base" if options.base else "policy"
-    policy = Policy(Path(options.run), with_engine(config, options.engine), which, critic=False)
+    policy = Policy(
+        Path(options.run),
+        with_engine(config, options.engine, options.server, options.server_folder),
+        which,
+        critic=False,
+    )
     longest = options.max_new_tokens or config.rollout.max_new_tokens
     if config.several_turns() and options.prompt is None:
         console = Console(highlight=False)

@@ -17,7 +17,7 @@ from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MOST_SEED, EngineName, SamplingConfig, ShardingConfig
+from tokencredit.settings.training import MOST_SEED, EngineName, RolloutConfig, SamplingConfig, ShardingConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
@@ -57,6 +57,10 @@ class ScoringOptions:
     """Stop strings; null for the run's, or none."""
     engine: EngineName | None = None
     """Sampling engine; null for local, whatever the run's was (docs/engines.md)."""
+    server: str | None = setting(None, needs="engine: vllm")
+    """Address of a vLLM server; null for vLLM in this process, whatever the run's was."""
+    server_folder: str | None = setting(None, needs="server")
+    """Folder through which weights reach the server; null for a temporary folder of this machine."""
     dtype: Literal["float32", "bfloat16", "auto"] | None = None
     """Compute dtype; null for the run's, or auto, which is bfloat16 where that is faster."""
     trust_remote_code: bool = False
@@ -116,19 +120,27 @@ class ScoringOptions:
         seed = config.seed if self.seed is None else self.seed
         reward, no_update = self.reward or config.reward, OffPolicyConfig()
         config = replace(config, seed=seed, model=model, reward=reward, off_policy=no_update)
-        config = with_engine(config, self.engine or "local")
+        config = with_engine(config, self.engine or "local", self.server, self.server_folder)
         if no_code:
             refuse_foreign_code(config)
         return config
 
 
-def with_engine(config: PPOConfig, engine: EngineName = "local") -> PPOConfig:
-    """The configuration with another sampling engine, without corrections or shards: nothing is trained with it."""
-    if engine == config.rollout.engine:
+def with_engine(
+    config: PPOConfig, engine: EngineName = "local", server: str | None = None, folder: str | None = None
+) -> PPOConfig:
+    """The configuration with another sampling engine, without corrections or shards: nothing is trained with it.
+
+    `server` and `folder` are `rollout.server` and `rollout.server_folder`. Those of the configuration are dropped: a
+    run may still train with that server.
+    """
+    own = config.rollout
+    if (engine, server, folder) == (own.engine, own.server, own.server_folder):
         return config
     changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
+    changed |= {"server": server, "server_folder": folder, "server_timeout": RolloutConfig().server_timeout}
     changed |= {"max_age": 0, "stale_cache": "recompute"}
-    rollout, whole = replace(config.rollout, **changed), replace(config.run, shard="none")
+    rollout, whole = replace(own, **changed), replace(config.run, shard="none")
     return replace(config, rollout=rollout, off_policy=OffPolicyConfig(), run=whole, sharding=ShardingConfig())
 
 

@@ -19,6 +19,7 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
+from tokencredit.settings.server import check_server
 from tokencredit.settings.training import (
     ADAPTED,
     MOST_SEED,
@@ -187,6 +188,15 @@ class PPOConfig:
         if engine == "vllm":
             self.rollout.check_vllm("rollout")
             self.eval.check_vllm("eval")
+        if self.rollout.server is not None:
+            check_server(self.rollout.server)
+            if self.run.shard != "none":
+                raise ConfigError(
+                    f"rollout.server is {self.rollout.server}, and run.shard is {self.run.shard}; sharded models "
+                    "have no server: leave one of them out"
+                )
+            self.rollout.check_vllm_server("rollout")
+            self.eval.check_vllm_server("eval")
         lengths = {"rollout": self.rollout.min_new_tokens, "eval": self.eval.min_new_tokens}
         for group, shortest in lengths.items():
             if engine == "continuous" and shortest:

@@ -16,8 +16,8 @@ from tokencredit.settings.model import CriticTraining
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
 EngineName = Literal["local", "continuous", "vllm"]
-VLLM_LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""vLLM raises lower temperatures to the first, and refuses higher ones than the second."""
 
 MOST_SEED = 2**62
 """Largest seed; PyTorch must accept 2 · seed + 1 too."""
@@ -87,15 +87,25 @@ class SamplingConfig:
 
     def check_vllm(self, group: str) -> None:
         """Raise `ConfigError` for settings under which vLLM samples from another distribution."""
-        if self.temperature < VLLM_LOWEST_TEMPERATURE:
+        least, most = VLLM_TEMPERATURES
+        if not least <= self.temperature <= most:
             raise ConfigError(
-                f"{group}.temperature is {self.temperature}, and vLLM samples at {VLLM_LOWEST_TEMPERATURE} or more; "
-                "raise it, or set rollout.engine: local"
+                f"{group}.temperature is {self.temperature}, and vLLM samples at {least} to {most}; change it, or set "
+                "rollout.engine: local"
             )
         if self.min_p is not None and self.top_p is not None and self.top_p < 1:
             raise ConfigError(
                 f"{group}.min_p and {group}.top_p are both set; vLLM applies min_p first, which changes what top_p "
                 "leaves: leave one of them out, or set rollout.engine: local"
+            )
+
+    def check_vllm_server(self, group: str) -> None:
+        """Raise `ConfigError` for settings that requests to a vLLM server cannot express."""
+        if self.min_new_tokens and not self.stop_at_eos:
+            raise ConfigError(
+                f"{group}.min_new_tokens is {self.min_new_tokens}, and {group}.stop_at_eos is False; a vLLM server "
+                "then draws end-of-sequence tokens before that length: leave one of them out, or leave out "
+                "rollout.server"
             )
 
 
@@ -111,12 +121,21 @@ class RolloutConfig(SamplingConfig):
     """Completions per prompt; must divide batch_size."""
     engine: EngineName = "local"
     """Sampling engine, also of evaluations and audits. `local` samples with the model itself, the same bits for the
-    same seed. `continuous` is Transformers' continuous batching, `vllm` is vLLM in this process; their log-probs
-    are checked at the start, those of vLLM after each update too, and their rollouts are the same in distribution only
-    (docs/engines.md)."""
-    engine_memory: float | None = setting(None, needs="engine: vllm", above=0, below=1)
+    same seed. `continuous` is Transformers' continuous batching, `vllm` is vLLM in this process or on a `server`; their
+    log-probs are checked at the start, those of vLLM after each update too, and their rollouts are the same in
+    distribution only (docs/engines.md)."""
+    engine_memory: float | None = setting(None, needs=("engine: vllm", "not server"), above=0, below=1)
     """Share of a GPU's memory for vLLM's weights, activations and KV cache; null for 0.4. On a CPU the KV cache has
     1 GiB, or VLLM_CPU_KVCACHE_SPACE."""
+    server: str | None = setting(None, needs="engine: vllm")
+    """Address of a vLLM server, such as http://localhost:8000; null for vLLM in this process. docs/engines.md has the
+    command that starts it. Its API key is read from the environment variable VLLM_API_KEY."""
+    server_folder: str | None = setting(None, needs="server")
+    """Folder through which weights reach the server, which must see it under the same path; null for a temporary folder
+    of this machine."""
+    server_timeout: float = setting(600.0, needs="server", above=0)
+    """Seconds without an answer after which a request to the server has failed, and for which a server that does not
+    answer is waited for."""
     max_age: int = setting(0, needs="engine: continuous", at_least=0)
     """Most updates between the drawing of a token and its use. Above 0, so many batches are sampled ahead, while the
     policy learns and rewards and tools are waited for; rollouts then depend on timing (docs/engines.md)."""

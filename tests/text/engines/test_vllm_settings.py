@@ -19,7 +19,8 @@ from tokencredit.text.models.precision import Precision
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout.temperature": 0.005}, r"rollout\.temperature is 0\.005, and vLLM samples at 0\.01 or more"),
+        ({"rollout.temperature": 0.005}, r"rollout\.temperature is 0\.005, and vLLM samples at 0\.01 to 2"),
+        ({"rollout.temperature": 2.5}, r"rollout\.temperature is 2\.5, and vLLM samples at 0\.01 to 2"),
         ({"eval.temperature": 0.005}, r"eval\.temperature is 0\.005"),
         ({"eval.min_p": 0.1, "eval.top_p": 0.9}, r"eval\.min_p and eval\.top_p are both set; vLLM applies min_p first"),
         ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
@@ -36,6 +37,48 @@ def test_settings_that_fit():
     fitting = {"rollout.min_new_tokens": 2, "kl.coef": 0.0, "eval.top_p": 0.9, "rollout.engine_memory": 0.3}
     config = PPOConfig.from_dict({"rollout.engine": "vllm"} | fitting)
     assert with_engine(config).rollout.engine_memory is None
+
+
+SERVER = "http://gpu.example:8000/vllm"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout.server": "localhost:8000"}, r"rollout\.server is 'localhost:8000'; it must be an address such as"),
+        ({"rollout.server": "http://"}, "it must be an address"),
+        ({"rollout.server": "http://host:port"}, "it must be an address"),
+        ({"rollout.server": "http://a host"}, "it must be an address"),
+        ({"rollout.server": "http://host:8000/v1"}, "it must be an address"),
+        ({"rollout.server": "http://host?key=1"}, "it must be an address"),
+        (
+            {"rollout.min_new_tokens": 2, "rollout.stop_at_eos": False},
+            r"rollout\.min_new_tokens is 2, and .*stop_at_eos",
+        ),
+        ({"eval.min_new_tokens": 2, "eval.stop_at_eos": False}, r"eval\.min_new_tokens is 2"),
+        ({"rollout.server_timeout": 0.0}, r"rollout\.server_timeout"),
+        ({"run.shard": "full"}, r"rollout\.server is http://.*, and run\.shard is full"),
+    ],
+)
+def test_settings_that_do_not_fit_a_server_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig.from_dict({"rollout.engine": "vllm", "rollout.server": SERVER} | settings)
+
+
+@pytest.mark.parametrize("address", ["http://me:secret@host:1", "https://secret@host", "http://me:secret@host:port"])
+def test_a_password_in_the_address_is_refused_and_not_shown(address):
+    with pytest.raises(ConfigError, match="environment variable VLLM_API_KEY") as info:
+        PPOConfig.from_dict({"rollout.engine": "vllm", "rollout.server": address})
+    assert "secret" not in str(info.value)
+
+
+def test_commands_use_the_server_that_they_are_given():
+    own = {"rollout.server": SERVER, "rollout.server_folder": "shared", "rollout.server_timeout": 9.0}
+    config = PPOConfig.from_dict({"rollout.engine": "vllm"} | own)
+    assert with_engine(config, "vllm").rollout.server is None, "the run may still train with its own"
+    assert with_engine(config).rollout.server_timeout == 600
+    other = with_engine(config, "vllm", "http://other:1", "folder").rollout
+    assert (other.server, other.server_folder) == ("http://other:1", "folder")
 
 
 def test_another_engine_samples_from_a_run_that_was_sharded():

@@ -8,11 +8,12 @@ from safetensors.torch import load_file
 
 from helpers.models import SHAPE, copy_weights, random_lm
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.text.models import plain_weights as module
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.peft_models import merge
-from tokencredit.text.models.plain_weights import plain_weights
+from tokencredit.text.models.plain_weights import plain_weights, write_plain_weights
 
 peft = pytest.importorskip("peft")
 
@@ -51,6 +52,20 @@ def test_names_and_tensors_are_those_of_a_checkpoint(architecture, model_folders
     if tied:
         assert weights["lm_head.weight"] is not None
         assert torch.equal(weights["lm_head.weight"], lm.get_input_embeddings().weight)
+
+
+def test_files_hold_all_weights_however_they_are_cut(architecture, model_folders, tmp_path, monkeypatch):
+    policy = ActorCritic(load_language_model(ModelConfig(name=str(model_folders[architecture])))[0])
+    expected, counts = dict(plain_weights(policy)), []
+    for size in (1, 50_000, 2**30):
+        monkeypatch.setattr(module, "FILE_BYTES", size)
+        write_plain_weights(policy, tmp_path / str(size))
+        files = list((tmp_path / str(size)).glob("*.safetensors"))
+        found = {name: x for file in files for name, x in load_file(file).items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        counts.append(len(files))
+    assert counts[0] == len(expected) > counts[1] > counts[2] == 1
 
 
 def test_fused_experts_are_taken_apart(tmp_path, tokenizer):

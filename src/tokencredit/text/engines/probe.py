@@ -96,3 +96,22 @@ class Probe:
         if max(repeated, fresh) < TOLERANCE_BFLOAT16:
             return "so small a difference is one of dtypes: it may compute, or keep its weights, in fewer bits"
         return "some weights did not arrive, or it holds another model"
+
+
+def require_draws(name: str, apart: Tensor, temperature: float, bfloat16: bool) -> None:
+    """Raise `RunStopped` if tokens of a rollout were not drawn from the policy: its weights were changed after a sync.
+
+    Args:
+        name: the engine's name.
+        apart: differences of the engine's log-probs and the policy's, at the sampling temperature, one per token.
+        temperature: the sampling temperature, by which rounding grows too.
+        bfloat16: the policy computes in bfloat16.
+    """
+    tolerance = (TOLERANCE_BFLOAT16 if bfloat16 else TOLERANCE) / min(temperature, 1)
+    mean = float(apart.mean()) if len(apart) else 0.0
+    if not mean <= tolerance:
+        raise RunStopped(
+            f"rollout.engine {name} did not draw a rollout from the policy, though the sync before was proven: "
+            f"log-probs differ by {mean:.2g} nats per token on average (expected at most {tolerance:g}); something "
+            "else changes its weights, or it samples with settings of its own. Nothing was learned from its samples"
+        )

@@ -19,7 +19,7 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.sharding import gathered
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.probe import Probe
+from tokencredit.text.engines.probe import Probe, require_draws
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.precision import Precision
@@ -183,7 +183,11 @@ class RequestEngine:
         return isinstance(critic, Critic) and critic.reads_last
 
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
-        """The rollout with log-probs by a full forward pass, and with values of a critic on the policy's trunk."""
+        """The rollout with log-probs by a full forward pass, and with values of a critic on the policy's trunk.
+
+        Raises:
+            RunStopped: the sampler has weights of its own, and they are not the policy's.
+        """
         try:
             self.sampler.sleep()
         except EngineFailure as failure:
@@ -199,6 +203,10 @@ class RequestEngine:
 
         with self.precision.no_grad():
             outputs = read_by_length(rollout, self.budget, read, self.in_step)
+        if len(rollout.mask) and not (self.sampler.shares_weights or filtered):
+            drawn = rollout.mask & (rollout.logprobs != 0)  # not those of `begin`
+            apart = (rollout.logprobs - outputs["logprobs"])[drawn].abs()
+            require_draws(self.sampler.name, apart, settings.temperature, self.precision.bfloat16)
         return replace(rollout, behavior_logprobs=rollout.logprobs, **outputs)
 
     def held(self) -> AbstractContextManager[None]:

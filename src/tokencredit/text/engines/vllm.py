@@ -89,16 +89,16 @@ class VllmSampler:
         """Sample all requests in batches that vLLM schedules."""
         settings.check_vllm("sampling")
         self._wake("weights", "kv_cache")
-        left: dict[str, _Progress] = {}
+        left: dict[str, Progress] = {}
         try:
             for number, request in enumerate(requests):
                 _ask(self._add, str(number), request, settings)
-                left[str(number)] = _Progress(request, settings, self.tokenizer)
+                left[str(number)] = Progress(request, settings, self.tokenizer)
             while left:
                 with own_randomness(self.device):
                     outputs = _ask(self.llm.llm_engine.step)
                 for output in outputs:
-                    done = left[output.request_id].take(output.outputs[0])
+                    done = left[output.request_id].take(*_new_tokens(output.outputs[0]))
                     if done is not None:
                         del left[output.request_id]
                         if not output.finished:
@@ -152,8 +152,8 @@ class VllmSampler:
             self._asleep = [part for part in self._asleep if part not in tags]
 
 
-class _Progress:
-    """The tokens of a request so far."""
+class Progress:
+    """The tokens of a request so far, and the search for its end."""
 
     def __init__(self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase):
         self.stops, self.shortest = settings.stop, max(request.shortest, 1)
@@ -163,41 +163,55 @@ class _Progress:
         if self.stops:
             self.detokenizer = Detokenizer(tokenizer, prompt[-STOP_CONTEXT:], skip_special_tokens=False)
 
-    def take(self, output: Any) -> Completion | None:
-        """Append new tokens; the completion, if they end it."""
+    def take(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Completion | None:
+        """Append new tokens; the completion, if they or vLLM's reason to finish end it.
+
+        Raises:
+            EngineFailure: vLLM ended it for another reason than an end token or the limit.
+        """
         first = max(len(self.ids) + 1, self.shortest)
-        self.ids += output.token_ids
-        places = zip(output.token_ids, output.logprobs, strict=True)
-        self.logprobs += [place[token].logprob for token, place in places]
+        self.ids += ids
+        self.logprobs += logprobs
         for length in range(first, len(self.ids) + 1) if self.stops else ():
             if contains_stop(self.stops, self.started + self.ids[:length], self.detokenizer):
                 return Completion(self.ids[:length], self.logprobs[:length], truncated=False)
-        if output.finish_reason is None:
+        if reason is None:
             return None
-        if output.finish_reason not in ("stop", "length"):
-            raise EngineFailure(f"a request ended with {output.finish_reason}")
-        return Completion(self.ids, self.logprobs, truncated=output.finish_reason == "length")
+        if reason not in ("stop", "length"):
+            raise EngineFailure(f"a request ended with {reason}")
+        return Completion(self.ids, self.logprobs, truncated=reason == "length")
+
+
+def _new_tokens(output: Any) -> tuple[Sequence[int], list[float], str | None]:
+    """Arguments of `Progress.take`, from vLLM's output."""
+    places = zip(output.token_ids, output.logprobs, strict=True)
+    return output.token_ids, [place[token].logprob for token, place in places], output.finish_reason
+
+
+def sampling_arguments(request: Request, settings: SamplingConfig, end_ids: Sequence[int]) -> dict[str, Any]:
+    """Arguments of vLLM's `SamplingParams`; stop strings are searched for here, in the text after the prompt."""
+    return {
+        "temperature": settings.temperature,
+        "top_k": settings.top_k or 0,
+        "top_p": 1.0 if settings.top_p is None else settings.top_p,
+        "min_p": settings.min_p or 0.0,
+        "max_tokens": request.limit,
+        "min_tokens": min(request.shortest, request.limit),
+        "seed": request.seed,
+        "stop_token_ids": list(end_ids) if settings.stop_at_eos else [],
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 def sampling_params(request: Request, settings: SamplingConfig, end_ids: Sequence[int]) -> Any:
-    """vLLM's sampling parameters of a request; stop strings are searched for here, in the text after its prompt."""
+    """vLLM's sampling parameters of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    parameters = SamplingParams(
-        temperature=settings.temperature,
-        top_k=settings.top_k or 0,
-        top_p=1.0 if settings.top_p is None else settings.top_p,
-        min_p=settings.min_p or 0.0,
-        max_tokens=request.limit,
-        min_tokens=min(request.shortest, request.limit),
-        seed=request.seed,
-        stop_token_ids=list(end_ids) if settings.stop_at_eos else [],
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if settings.stop else RequestOutputKind.FINAL_ONLY,
-    )
+    output_kind = RequestOutputKind.DELTA if settings.stop else RequestOutputKind.FINAL_ONLY
+    parameters = SamplingParams(**sampling_arguments(request, settings, end_ids), output_kind=output_kind)
     parameters.all_stop_token_ids.update(end_ids)  # min_tokens also holds where an end token ends nothing
     return parameters
 

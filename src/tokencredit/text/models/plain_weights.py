@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -19,6 +22,8 @@ from tokencredit.text.models.peft_models import adapter_layers, merge
 
 BASE = ".base_layer"
 """PEFT's module around an adapted layer's own weights."""
+FILE_BYTES = 2**30
+"""Bytes of a file of weights, which is held in memory once more while it is written."""
 
 
 def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
@@ -35,6 +40,22 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
         return tensors
     converted: dict[str, Tensor] = revert_weight_conversion(policy.lm, dict(tensors))
     return iter(converted.items())
+
+
+def write_plain_weights(policy: ActorCritic, folder: Path) -> None:
+    """Write `plain_weights` into a new folder of safetensors files, of about `FILE_BYTES` each."""
+    folder.mkdir()
+    part: dict[str, Tensor] = {}
+    numbers, size = count(1), 0
+    for name, tensor in plain_weights(policy):
+        # Copied, since a file cannot hold a tied weight under two names otherwise.
+        part[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+        if size >= FILE_BYTES:
+            save_file(part, folder / f"model-{next(numbers):05}.safetensors")
+            part, size = {}, 0
+    if part:
+        save_file(part, folder / f"model-{next(numbers):05}.safetensors")
 
 
 def check_gathered(policy: ActorCritic) -> None:

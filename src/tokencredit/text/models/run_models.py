@@ -18,13 +18,14 @@ from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EngineName
+from tokencredit.settings.training import RolloutConfig
 from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.continuous import ContinuousSampler
 from tokencredit.text.engines.local import LocalEngine
 from tokencredit.text.engines.requests import RequestEngine, Sampler
 from tokencredit.text.engines.static_kv_cache import StaticDecoding
 from tokencredit.text.engines.vllm import VllmSampler
+from tokencredit.text.engines.vllm_server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
@@ -64,25 +65,27 @@ class Models:
     def engine(
         self,
         budget: int | None,
-        name: EngineName = "local",
+        rollout: RolloutConfig,
         report: Callable[[str], None] = print,
-        memory: float | None = None,
     ) -> LocalEngine | RequestEngine:
-        """The sampling engine of this name for the policy, whose weights it has.
+        """The sampling engine of these settings for the policy, whose weights it has.
 
-        Arguments are as in `RequestEngine`; `memory` is `rollout.engine_memory`.
+        Arguments are as in `RequestEngine`.
 
         Raises:
-            ConfigError: the engine is not installed, or cannot take over a sharded policy with its adapter.
+            ConfigError: the engine is not installed, does not run in several processes, or cannot take over a sharded
+                policy with its adapter.
             RunStopped: it does not take the model.
         """
         ends = end_ids(self.policy.lm, self.tokenizer)
-        if name == "local":
+        if rollout.engine == "local":
             return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
         sampler: Sampler
-        if name == "vllm":
+        if rollout.server is not None:
+            sampler = VllmServer(self.policy, self.tokenizer, ends, rollout, report)
+        elif rollout.engine == "vllm":
             check_gathered(self.policy)
-            sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, memory)
+            sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, rollout.engine_memory)
         else:
             sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
         engine = RequestEngine(

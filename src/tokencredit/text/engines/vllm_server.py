@@ -1,0 +1,338 @@
+"""A vLLM server elsewhere as a sampler: requests of token ids over HTTP, weights through a folder that both see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from torch import distributed
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.training import RolloutConfig, SamplingConfig
+from tokencredit.text.engines.requests import Completion, EngineFailure, Request
+from tokencredit.text.engines.vllm import Progress, rows_of, sampling_arguments
+from tokencredit.text.engines.vllm_answers import (
+    CERTAIN,
+    COMMAND,
+    check_ending,
+    choice_of,
+    choice_version,
+    parsed,
+    read_choice,
+    shown,
+)
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.plain_weights import write_plain_weights
+from tokencredit.text.user_code.workers import EventLoop
+
+KEY = "VLLM_API_KEY"
+"""Environment variable of the API key; the server reads the same one."""
+IN_FLIGHT = 256
+"""Most requests on their way at once; the server schedules them."""
+CONNECT_SECONDS = 10.0
+"""Timeout of a connection attempt."""
+POLL_SECONDS = 1.0
+"""Seconds between attempts to reach a server that is waited for."""
+HINTS = {
+    401: f"give its --api-key as the environment variable {KEY}",
+    403: f"start it as {COMMAND}",
+    404: f"start it as {COMMAND}",
+}
+LOOP = EventLoop()
+"""The event loop of all servers; the caller, such as a notebook, may already run one of its own."""
+
+
+class Unreachable(EngineFailure):
+    """The server cannot be reached, or did not answer in time."""
+
+
+class VllmServer:
+    """A `Sampler` on a vLLM server, in the server's dtype, with weights that are synced after each update.
+
+    The server labels every completion with a version of its weights, and each sync sets another one. Tokens of a
+    server that was restarted meanwhile, or was given weights by another run, are so refused before they are used.
+    """
+
+    name = "vllm"
+    shares_weights = False
+
+    def __init__(
+        self,
+        policy: ActorCritic,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+        rollout: RolloutConfig,
+        report: Callable[[str], None] = print,
+    ):
+        """Prepare requests; nothing is sent before the first sync.
+
+        Args:
+            policy: gives the size of the vocabulary.
+            tokenizer: decodes completions for stop strings.
+            end_ids: token ids that end a completion.
+            rollout: `server`, `server_folder` and `server_timeout`.
+            report: called with a line when the server is waited for.
+
+        Raises:
+            ConfigError: the job has several processes, or the folder cannot be written to.
+        """
+        assert rollout.server is not None
+        processes = distributed.get_world_size() if distributed.is_initialized() else 1
+        if processes > 1:
+            raise ConfigError(
+                f"rollout.server is {rollout.server}, and the job has {processes} processes, each of which would "
+                "replace the weights under the others' requests; start one process, or leave out rollout.server, so "
+                "that each process has a vLLM of its own"
+            )
+        self.url, self.seconds = rollout.server.rstrip("/"), rollout.server_timeout
+        self.tokenizer, self.end_ids, self.report = tokenizer, list(end_ids), report
+        self.vocabulary = rows_of(policy)
+        self.versions = map(f"tokencredit-{uuid.uuid4().hex}-{{}}".format, count(1))
+        self.version: str | None = None
+        """The version of the last sync; None before the first."""
+        self.longest = 0
+        """Most tokens of a prompt with its completion."""
+        self.parent = Path(rollout.server_folder or tempfile.gettempdir()).absolute()
+        """Folder that holds weights while the server loads them."""
+        try:
+            with _folder_in(self.parent):
+                pass
+        except OSError as error:
+            message = f"rollout.server_folder is {rollout.server_folder!r}, where no weights can be written: {error}"
+            raise ConfigError(message) from error
+        key = os.environ.get(KEY)
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.tls = httpx2.create_ssl_context()
+
+    def complete(
+        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
+    ) -> None:
+        """Send all requests at once, at most `IN_FLIGHT`; a failure, or an exception of `ended`, cancels the rest."""
+        settings.check_vllm("sampling")
+        settings.check_vllm_server("sampling")
+        self._check_lengths(requests)
+        results: queue.SimpleQueue[tuple[int, Completion | Exception]] = queue.SimpleQueue()
+
+        async def sample(index: int, request: Request, client: httpx2.AsyncClient) -> None:
+            done: Completion | Exception
+            try:
+                done = await self._sampled(client, request, settings)
+            except Exception as error:  # raised below, in the caller's thread
+                done = error
+            results.put((index, done))
+
+        async def sample_all(client: httpx2.AsyncClient) -> None:
+            async with client, asyncio.TaskGroup() as tasks:
+                for index, request in enumerate(requests):
+                    tasks.create_task(sample(index, request, client))
+
+        started = LOOP.submit(sample_all, self._client())
+        try:
+            for _ in requests:
+                index, done = results.get()
+                if isinstance(done, Exception):
+                    raise done
+                ended(index, done)
+        except BaseException:
+            started.future.cancel()
+            raise
+        LOOP.result(started, None)
+
+    def sync(self, policy: ActorCritic) -> None:
+        """Replace the server's weights by the policy's, and drop its prefix cache; a restart is waited for."""
+        version = next(self.versions)
+        try:
+            with _folder_in(self.parent) as folder:
+                partial, whole = folder / "partial", folder / "weights"
+                write_plain_weights(policy, partial)
+                partial.rename(whole)
+                self._hand_over(whole, version)
+        except OSError as error:
+            raise EngineFailure(f"weights could not be written to {self.parent}: {error}") from error
+        self.version = version
+
+    def sleep(self) -> None:
+        """Do nothing: the server has memory of its own."""
+
+    def _client(self) -> httpx2.AsyncClient:
+        """A client for one call: a connection kept for longer may have been closed by the server."""
+        timeout = httpx2.Timeout(self.seconds, connect=CONNECT_SECONDS, pool=None)
+        limits = httpx2.Limits(max_connections=IN_FLIGHT)
+        return httpx2.AsyncClient(
+            base_url=self.url, headers=self.headers, timeout=timeout, limits=limits, verify=self.tls
+        )
+
+    def _hand_over(self, weights: Path, version: str) -> None:
+        """Let the server load weights; one that has answered before is waited for."""
+        try:
+            self._run(self._load, weights, version)
+        except Unreachable as failure:
+            if self.version is None:
+                raise
+            self.report(f"rollout.server is waited for, for up to {self.seconds:g} s: {failure}")
+            self._run(self._wait)
+            self._run(self._load, weights, version)
+
+    def _run(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Call a coroutine function with a client, and wait for it."""
+
+        async def call(client: httpx2.AsyncClient) -> None:
+            async with client:
+                await function(client, *args)
+
+        started = LOOP.submit(call, self._client())
+        try:
+            LOOP.result(started, None)
+        finally:
+            started.future.cancel()
+
+    def _check_lengths(self, requests: Sequence[Request]) -> None:
+        """Raise `RunStopped` for a request that is too long for the server, before any is sent."""
+        longest = max((len(request.tokens) + request.limit for request in requests), default=0)
+        if longest > self.longest:
+            raise RunStopped(
+                f"a prompt and its completion may have {longest} tokens, and the server at {self.url} takes "
+                f"{self.longest}; start it with --max-model-len {longest} or more, or shorten prompts or "
+                "rollout.max_new_tokens"
+            )
+
+    async def _sampled(self, client: httpx2.AsyncClient, request: Request, settings: SamplingConfig) -> Completion:
+        """The completion of a request, drawn with the weights of the last sync."""
+        progress = Progress(request, settings, self.tokenizer)
+        done, choice = None, {}
+        body = {
+            "token_ids": request.tokens,
+            "sampling_params": sampling_arguments(request, settings, self.end_ids),
+            "stream": bool(settings.stop),
+        }
+        async with aclosing(self._choices(client, body)) as choices:
+            async for choice in choices:
+                ids, logprobs, reason = read_choice(choice, self.vocabulary)
+                done = progress.take(ids, logprobs, reason)
+                check_ending(progress.ids, reason, request, self.end_ids if settings.stop_at_eos else [])
+                if done is not None:
+                    break
+        if done is None:
+            raise EngineFailure("its answer broke off")
+        version = choice_version(choice) or await self._version(client)  # a stop string ends it before vLLM does
+        if version != self.version:
+            raise EngineFailure(
+                "its weights are not those of the last sync: it was restarted, or another run gives it weights"
+            )
+        return done
+
+    async def _choices(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The parts of an answer: one, or with `stream` one for each step."""
+        async with self._answer(client, "POST", "/inference/v1/generate", body) as response:
+            if not body["stream"]:
+                yield choice_of(await response.aread())
+                return
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield choice_of(line.removeprefix("data: "))
+
+    async def _load(self, client: httpx2.AsyncClient, weights: Path, version: str) -> None:
+        """Let the server load weights; tokens drawn meanwhile have a version of their own."""
+        await self._check(client)
+        await self._asked(client, "POST", "/update_weight_version", {"new_version": f"{version} loading"})
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        try:
+            await self._asked(client, "POST", "/collective_rpc", reload)
+        except Unreachable:
+            raise
+        except EngineFailure as failure:
+            raise EngineFailure(
+                f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and see the "
+                f"folder {weights.parent.parent}"
+            ) from failure
+        dropped = await self._asked(client, "POST", "/reset_prefix_cache?reset_running_requests=true")
+        if dropped != {"success": True}:
+            raise EngineFailure("its prefix cache could not be dropped")
+        await self._asked(client, "POST", "/update_weight_version", {"new_version": version})
+
+    async def _check(self, client: httpx2.AsyncClient) -> None:
+        """Take over the server's longest sequence, and check its log-probs."""
+        models = await self._asked(client, "GET", "/v1/models")
+        try:
+            self.longest = int(models["data"][0]["max_model_len"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineFailure(f"it does not say how long a sequence it takes: {shown(json.dumps(models))}") from error
+        request = Request([0], 1, 0, 0)  # in any vocabulary: a token outside ends the server
+        likeliest = SamplingConfig(top_k=1, stop_at_eos=False)
+        body = {"token_ids": request.tokens, "stream": False}
+        body |= {"sampling_params": sampling_arguments(request, likeliest, self.end_ids)}
+        async with aclosing(self._choices(client, body)) as choices:
+            _, logprobs, _ = read_choice(await anext(choices), self.vocabulary)
+        if logprobs[0] < -CERTAIN:
+            raise EngineFailure(
+                f"the only token that top_k: 1 leaves has a log-prob of {logprobs[0]:.2g} and not 0, so its log-probs "
+                f"are not those of its draws: start it as {COMMAND}"
+            )
+
+    async def _wait(self, client: httpx2.AsyncClient) -> None:
+        """Wait until the server is healthy."""
+        end = time.monotonic() + self.seconds
+        while True:
+            try:
+                async with self._answer(client, "GET", "/health"):
+                    return
+            except EngineFailure:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _version(self, client: httpx2.AsyncClient) -> str:
+        """The present version of the server's weights."""
+        answer = await self._asked(client, "GET", "/weight_info")
+        return str(answer.get("weight_version")) if isinstance(answer, dict) else ""
+
+    async def _asked(self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None) -> Any:
+        """The JSON of an answer; None if it is empty."""
+        async with self._answer(client, method, path, body) as response:
+            text = await response.aread()
+        return parsed(text) if text else None
+
+    @asynccontextmanager
+    async def _answer(
+        self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None
+    ) -> AsyncIterator[httpx2.Response]:
+        """A context with the answer to a request, unread.
+
+        Raises:
+            Unreachable: there was none in time, or it broke off.
+            EngineFailure: the server refused.
+        """
+        try:
+            async with client.stream(method, path, json=body) as response:
+                if response.status_code != 200:
+                    text, hint = shown(await response.aread()), HINTS.get(response.status_code)
+                    hint = f"; {hint}" if hint else ""
+                    raise EngineFailure(f"{self.url}{path} answered HTTP {response.status_code}: {text}{hint}")
+                yield response
+        except httpx2.HTTPError as error:
+            raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__} {error}".rstrip()) from error
+
+
+@contextmanager
+def _folder_in(parent: Path) -> Iterator[Path]:
+    """A context with a new folder; whoever can read its parent can read it, such as a server of another user."""
+    folder = Path(tempfile.mkdtemp(prefix="tokencredit-", dir=parent))
+    try:
+        if parent != Path(tempfile.gettempdir()):
+            folder.chmod(0o700 | parent.stat().st_mode & 0o055)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
