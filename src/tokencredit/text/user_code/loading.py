@@ -9,8 +9,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from tokencredit.errors import ConfigError
@@ -45,17 +46,25 @@ def _from_file(location: str, kind: str) -> ModuleType:
     name = f"tokencredit_user_{path.stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # the name ends in .py, so there is a loader
-    assert spec.loader is not None
+    loader = _Uncached(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None  # since there is a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module there
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"the {kind} file {location!r} cannot be run: {type(error).__name__}: {error}") from error
     return module
+
+
+class _Uncached(SourceFileLoader):
+    """Compiles the file each time: Python takes a compiled file for that of a source of equal size and second."""
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002  (importlib's signature)
+        """The code of the file as it is."""
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _from_module(location: str, kind: str) -> ModuleType:
