@@ -5,7 +5,7 @@
 Each configuration is planned by the command and then run at once, both in processes of their own, so that calibration
 and run see the same machine. The models have random weights and completions full length. Memory is the resident set's
 high-water mark by the kernel (VmHWM), reset before each stage; tensors are summed by their storage. Time is the median
-iteration after the first, which warms up. The whole takes 24 minutes on 2 idle cores and prints the tables
+iteration after the first, which warms up. The whole takes 17 minutes on 2 idle cores and prints the tables
 of RESULTS.md; `--memory` skips the calibration.
 """
 

@@ -78,7 +78,7 @@ def plan_work(config: PPOConfig, options: Options) -> Work:
     assumptions += unplanned(config)
     if config.run.shard == "full":
         assumptions.append(
-            "the peak of sharded models is too low: in a measured run of two processes it was 1.4 times as high"
+            "peak and time of sharded models are too low: in a measured run of two processes they were 1.35 times as high"
         )
     return Work(
         model,
