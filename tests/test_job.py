@@ -74,6 +74,19 @@ def test_one_process_says_an_error_of_process_0_that_all_agreed_on(store, monkey
     assert not main.ended("the disk is full")
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ConfigError("the folder is in use")])
+def test_all_processes_raise_the_kind_of_error_that_one_had(error, monkeypatch):
+    processes, said = Processes(), []
+    monkeypatch.setattr(processes, "texts", lambda text: said.append(text) or [text])
+    with pytest.raises(type(error)) as caught, processes.agreed(OSError, ConfigError):
+        raise error
+    assert caught.value is error
+    monkeypatch.setattr(processes, "texts", lambda text: [*said, text])
+    with pytest.raises(type(error), match=f"process 0: .*{error.args[-1]}"), processes.agreed(OSError, ConfigError):
+        pass
+    assert len(said) == 1, "one exchange, whatever the kind"
+
+
 def test_a_job_of_a_store_that_ends_with_a_start_has_torchruns_name(store, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")

@@ -120,19 +120,21 @@ class Processes:
         return [bytes(part.tolist()).decode() for part in parts]
 
     @contextmanager
-    def agreed(self, kind: type[Exception]) -> Iterator[None]:
-        """A context at whose end all processes raise an error of this kind if one of them did."""
+    def agreed(self, *kinds: type[Exception]) -> Iterator[None]:
+        """A context at whose end all processes raise an error of one of these kinds if one of them did."""
         error = None
         try:
             yield
-        except kind as raised:
+        except kinds as raised:
             error = raised
-        texts = self.texts("" if error is None else str(error) or type(error).__name__)
+        number = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), None)
+        texts = self.texts("" if number is None else f"{number} {str(error) or type(error).__name__}")
         if error is not None:
             raise error
         for rank, text in enumerate(texts):
             if text:
-                message = f"process {rank}: {text}"
+                which, _, said = text.partition(" ")
+                kind, message = kinds[int(which)], f"process {rank}: {said}"
                 raise OSError(errno.EIO, message) if kind is OSError else kind(message)
 
     def max(self, tensor: Tensor) -> Tensor:

@@ -81,6 +81,12 @@ def test_cache_bytes_are_those_of_a_real_cache(shape, dtype):
     assert formulas.cache_capacity(BATCH.prompt, BATCH.new) == buffers[0].shape[-2]
 
 
+def test_the_support_of_a_token_is_kept_with_it():
+    shape = next(iter(SMALL.values()))
+    full, kept = (memory(shape, BATCH, replace(CPU, support=k))["kept"]["experience"] for k in (0, 20))
+    assert kept - full == 4 * 20 * BATCH.responses
+
+
 def test_capacity_of_a_growing_cache():
     assert formulas.cache_capacity(16, 48) == 80, "16 and 64 more"
     assert formulas.cache_capacity(16, 200) == 80 + 1 + 64 + 1 + 73

@@ -339,6 +339,8 @@ def test_an_interpolated_update_by_hand(tmp_path):
     scored = replace(scored, rollout=replace(scored.rollout, behavior_logprobs=drawn, age=age))
     _, experience = trainer.credit.give(scored)
     assert experience.weights is None
+    _, early = trainer.credit.give(replace(scored, rollout=replace(scored.rollout, age=None)))
+    assert (early.age == 0).all(), "pretraining samples nothing ahead"
     metrics = trainer.learner.update(experience)
     power = torch.where(age > 0, 1 / age.clamp(min=1), 1.0)
     ratio, weight = (power * (present - drawn)).exp(), ((1 - power) * (present - drawn)).exp()

@@ -39,7 +39,7 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
         ProcessLost: another process hung, ended or cannot be reached.
         SystemExit: on SIGTERM from the launcher, and for an error that another process says.
     """
-    asked = resume
+    given = resume
     if not resume and "RANK" not in os.environ:
         RunFolder(config.run.dir).refuse_if_used()  # before slow imports
     from tokencredit.processes import Processes, connection_lost
@@ -57,7 +57,7 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
             folder, resume = job.agree("run", plan(job, config.run.dir, resume=resume) if job.rank == 0 else None)
             yield replace(config, run=replace(config.run, dir=folder)), resume
     except RunComplete:
-        if job is None or (asked and job.starts == 1):
+        if job is None or (given and job.starts == 1):
             raise
         if job.rank == 0:
             print("the run was complete before the restart")

@@ -158,7 +158,7 @@ class ControlTrainer:
         processes = self.record.processes
         if processes.count == 1:
             return measure()
-        with processes.agreed(OSError), processes.agreed(RunStopped):
+        with processes.agreed(OSError, RunStopped):
             metrics = measure() if processes.main else {}
         received: dict[str, float] = json.loads(processes.texts(json.dumps(metrics))[0])
         return received

@@ -38,6 +38,8 @@ FILES, SMALLEST_FILE, LARGEST_FILE = 64, 2**26, 2**30
 """Number and bytes of a checkpoint's files; `runs.tensor_files` has them too, and a test holds them equal."""
 SERIALIZED = 2
 """Copies of a checkpoint's file in RAM while it is written: 472 MB were measured for a file of 240 MB."""
+ID = 4
+"""Bytes of a kept token id."""
 EXPERIENCE = (9, 47)
 """Bytes kept per prompt token and per sampled token, padding included: ids and mask; and for sampled tokens uniform
 number, log-probs of policy and reference, values, KL, rewards, advantages, returns and their masks."""
@@ -96,6 +98,8 @@ class Setup:
     shard: Literal["none", "full"] = "none"
     gathered: bool = True
     """While sampling, a sharded policy is whole in each process."""
+    support: int = 0
+    """Token ids that are kept for each sampled token (`off_policy.support`)."""
 
     @property
     def half(self) -> bool:
@@ -264,6 +268,7 @@ def kept_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
     if setup.shard == "full":
         parts = sharded(parts, shape, setup)
     prompt, sampled = EXPERIENCE
+    sampled += ID * setup.support
     return parts | {"experience": batch.rows * (prompt * batch.prompt + sampled * batch.new)}
 
 

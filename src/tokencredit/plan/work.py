@@ -78,7 +78,8 @@ def plan_work(config: PPOConfig, options: Options) -> Work:
     assumptions += unplanned(config)
     if config.run.shard == "full":
         assumptions.append(
-            "peak and time of sharded models are too low: in a measured run of two processes they were 1.35 times as high"
+            "peak and time of sharded models are too low: in a measured run of two processes both were 1.35 times"
+            " as high"
         )
     return Work(
         model,
@@ -152,6 +153,7 @@ def plan_setup(config: PPOConfig, model: Planned, options: Options, padded: bool
         processes=options.processes,
         shard=config.run.shard,
         gathered=config.sharding.sampling == "gathered",
+        support=(config.rollout.top_k or 0) if config.off_policy.support == "truncated" else 0,
     )
 
 

@@ -127,7 +127,7 @@ class RunRecord:
     @contextmanager
     def _agreed(self) -> Iterator[None]:
         """A context at whose end all processes raise if the main one could not prepare the folder."""
-        with self.processes.agreed(OSError), self.processes.agreed(ConfigError):
+        with self.processes.agreed(OSError, ConfigError):
             yield
 
     def _require_shared(self) -> None:

@@ -159,7 +159,8 @@ class Credit:
         unscored = rollout.behavior_logprobs is None  # `logprobs` are then those of the draws
         behavior = rollout.logprobs if rollout.behavior_logprobs is None else rollout.behavior_logprobs
         if proximal == "interpolated":
-            return behavior, behavior, rollout.age
+            new = torch.zeros_like(rollout.mask, dtype=torch.long)  # pretraining samples nothing ahead
+            return behavior, behavior, new if rollout.age is None else rollout.age
         return behavior, behavior if unscored else None, None
 
     def _turns(self, rollout: Rollout) -> Turns | None:

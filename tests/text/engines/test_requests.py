@@ -203,6 +203,14 @@ class OwnWeights(ContinuousSampler):
         self.policy.lm.load_state_dict(weights, strict=False)
 
 
+def test_a_probe_fits_into_a_sampler_that_takes_less_than_the_model(model, tokenizer):
+    sampler = OwnWeights(model, tokenizer)
+    sampler.longest = 64
+    engine = engine_of(model, tokenizer, sampler)
+    engine.weights_changed()
+    assert engine.probe.rollout.prompt_ids.shape[1] == 56
+
+
 def changed(model, size):
     """Change all weights a little, as an update does."""
     generator = torch.Generator().manual_seed(0)

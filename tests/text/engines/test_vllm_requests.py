@@ -211,7 +211,7 @@ def test_a_restarted_server_is_found_at_the_first_completion(sampler, state, pol
 
 
 def test_the_key_is_sent_and_never_shown(server, state, policy, tokenizer, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret\n")  # as of a file
     sampler = sampler_of(server, policy, tokenizer)
     sampler.sync(policy)
     assert {key for *_, key in state.calls} == {"Bearer secret"}
@@ -221,6 +221,10 @@ def test_the_key_is_sent_and_never_shown(server, state, policy, tokenizer, monke
     ) as info:
         sampler.sync(policy)
     assert "secret" not in str(info.value)
+    for key in ("sécret", "sec\nret"):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        with pytest.raises(ConfigError, match=r"^the environment variable VLLM_API_KEY has characters that no API key"):
+            sampler_of(server, policy, tokenizer)
 
 
 @pytest.mark.parametrize(

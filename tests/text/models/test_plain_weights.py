@@ -61,6 +61,7 @@ def test_files_hold_all_weights_however_they_are_cut(architecture, model_folders
         monkeypatch.setattr(module, "FILE_BYTES", size)
         write_plain_weights(policy, tmp_path / str(size))
         files = list((tmp_path / str(size)).glob("*.safetensors"))
+        assert {file.stat().st_mode & 0o044 for file in files} == {(tmp_path / str(size)).stat().st_mode & 0o044}
         found = {name: x for file in files for name, x in load_file(file).items()}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], x) for name, x in expected.items())

@@ -38,12 +38,12 @@ def engine_distance(run: Evidence) -> float:
 
 
 def engine_mismatch(run: Evidence) -> Finding | None:
-    """The engine draws tokens from another distribution than the trained model's, and neither the run's filters nor the
-    age of its weights explain it."""
+    """The engine draws tokens from another distribution than the trained model's, and neither the run's filters nor
+    sampling ahead explain it."""
     exact = run.setting("model.dtype") == "float32"
     kl, distance = (ROUNDING_KL, ROUNDING_DISTANCE) if exact else (ROUNDING_IN_BFLOAT16, ROUNDING_IN_BFLOAT16)
     apart = run.last("behavior_kl") > kl or engine_distance(run) > distance
-    if filters_of(run) or run.last("age_max") > 0 or not apart:
+    if filters_of(run) or run.setting("rollout.max_age") or not apart:
         return None
     corrected = run.setting("off_policy.correct") not in (None, "none")
     return Finding(

@@ -60,6 +60,7 @@ class BackgroundSampler:
 
     name = "continuous"
     shares_weights = False
+    longest: int | None = None
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ class ContinuousSampler:
 
     name = "continuous"
     shares_weights = True
+    longest: int | None = None
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]

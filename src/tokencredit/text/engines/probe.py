@@ -46,6 +46,8 @@ class Probe:
     def sampled(cls, engine: RequestEngine, before: Probe | None) -> Probe:
         """Sample a probe, and compute the policy's log-probs; `before` is that of the last sync."""
         length = min(PROMPT, max_prompt_length(engine.policy.lm, NEW, engine.budget) or PROMPT)
+        if engine.sampler.longest is not None:
+            length = min(length, engine.sampler.longest - NEW)
         own = set(engine.tokenizer.all_special_ids)
         usable = torch.tensor([i for i in sorted(set(engine.tokenizer.get_vocab().values())) if i not in own])
         number = 0 if before is None else before.number + 1

@@ -73,6 +73,8 @@ class Sampler(Protocol):
     """Its name in `rollout.engine`."""
     shares_weights: bool
     """True if its weights are the policy's own, so that there is nothing to sync."""
+    longest: int | None
+    """Most tokens of a prompt with its completion, known after a sync; None where the model alone limits them."""
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]

@@ -13,7 +13,7 @@ from tokencredit.text.engines.requests import EngineFailure, Request
 COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --generation-config vllm --logprobs-mode processed_logprobs"
 )
-"""What starts a server."""
+"""The command that starts a server."""
 SHOWN = 300
 """Most characters of an answer in a message."""
 MISSING = -9999.0

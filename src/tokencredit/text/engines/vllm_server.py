@@ -87,7 +87,7 @@ class VllmServer:
             report: called with a line when the server is waited for.
 
         Raises:
-            ConfigError: the job has several processes, or the folder cannot be written to.
+            ConfigError: the job has several processes, the folder cannot be written to, or the API key is none.
         """
         assert rollout.server is not None
         processes = distributed.get_world_size() if distributed.is_initialized() else 1
@@ -103,7 +103,7 @@ class VllmServer:
         self.versions = map(f"tokencredit-{uuid.uuid4().hex}-{{}}".format, count(1))
         self.version: str | None = None
         """The version of the last sync; None before the first."""
-        self.longest = 0
+        self.longest: int | None = None
         """Most tokens of a prompt with its completion."""
         self.parent = Path(rollout.server_folder or tempfile.gettempdir()).absolute()
         """Folder that holds weights while the server loads them."""
@@ -113,7 +113,9 @@ class VllmServer:
         except OSError as error:
             message = f"rollout.server_folder is {rollout.server_folder!r}, where no weights can be written: {error}"
             raise ConfigError(message) from error
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"the environment variable {KEY} has characters that no API key can have")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.tls = httpx2.create_ssl_context()
 
@@ -202,7 +204,7 @@ class VllmServer:
     def _check_lengths(self, requests: Sequence[Request]) -> None:
         """Raise `RunStopped` for a request that is too long for the server, before any is sent."""
         longest = max((len(request.tokens) + request.limit for request in requests), default=0)
-        if longest > self.longest:
+        if self.longest is not None and longest > self.longest:
             raise RunStopped(
                 f"a prompt and its completion may have {longest} tokens, and the server at {self.url} takes "
                 f"{self.longest}; start it with --max-model-len {longest} or more, or shorten prompts or "
@@ -247,10 +249,10 @@ class VllmServer:
     async def _load(self, client: httpx2.AsyncClient, weights: Path, version: str) -> None:
         """Let the server load weights; tokens drawn meanwhile have a version of their own."""
         await self._check(client)
-        await self._asked(client, "POST", "/update_weight_version", {"new_version": f"{version} loading"})
+        await self._fetched(client, "POST", "/update_weight_version", {"new_version": f"{version} loading"})
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
         try:
-            await self._asked(client, "POST", "/collective_rpc", reload)
+            await self._fetched(client, "POST", "/collective_rpc", reload)
         except Unreachable:
             raise
         except EngineFailure as failure:
@@ -258,14 +260,14 @@ class VllmServer:
                 f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and see the "
                 f"folder {weights.parent.parent}"
             ) from failure
-        dropped = await self._asked(client, "POST", "/reset_prefix_cache?reset_running_requests=true")
+        dropped = await self._fetched(client, "POST", "/reset_prefix_cache?reset_running_requests=true")
         if dropped != {"success": True}:
             raise EngineFailure("its prefix cache could not be dropped")
-        await self._asked(client, "POST", "/update_weight_version", {"new_version": version})
+        await self._fetched(client, "POST", "/update_weight_version", {"new_version": version})
 
     async def _check(self, client: httpx2.AsyncClient) -> None:
         """Take over the server's longest sequence, and check its log-probs."""
-        models = await self._asked(client, "GET", "/v1/models")
+        models = await self._fetched(client, "GET", "/v1/models")
         try:
             self.longest = int(models["data"][0]["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
@@ -296,10 +298,10 @@ class VllmServer:
 
     async def _version(self, client: httpx2.AsyncClient) -> str:
         """The present version of the server's weights."""
-        answer = await self._asked(client, "GET", "/weight_info")
+        answer = await self._fetched(client, "GET", "/weight_info")
         return str(answer.get("weight_version")) if isinstance(answer, dict) else ""
 
-    async def _asked(self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None) -> Any:
+    async def _fetched(self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None) -> Any:
         """The JSON of an answer; None if it is empty."""
         async with self._answer(client, method, path, body) as response:
             text = await response.aread()

@@ -43,19 +43,28 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_plain_weights(policy: ActorCritic, folder: Path) -> None:
-    """Write `plain_weights` into a new folder of safetensors files, of about `FILE_BYTES` each."""
+    """Write `plain_weights` into a new folder of safetensors files, of about `FILE_BYTES` each.
+
+    Whoever can read the folder can read them.
+    """
     folder.mkdir()
     part: dict[str, Tensor] = {}
     numbers, size = count(1), 0
+
+    def write() -> None:
+        file = folder / f"model-{next(numbers):05}.safetensors"
+        save_file(part, file)
+        file.chmod(0o600 | folder.stat().st_mode & 0o044)  # safetensors lets its owner alone read it
+
     for name, tensor in plain_weights(policy):
         # Copied, since a file cannot hold a tied weight under two names otherwise.
         part[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         size += tensor.nbytes
         if size >= FILE_BYTES:
-            save_file(part, folder / f"model-{next(numbers):05}.safetensors")
+            write()
             part, size = {}, 0
     if part:
-        save_file(part, folder / f"model-{next(numbers):05}.safetensors")
+        write()
 
 
 def check_gathered(policy: ActorCritic) -> None:
