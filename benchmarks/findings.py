@@ -98,6 +98,14 @@ def lately(run: Run, metric: str) -> float:
     return average(run.get(metric, [])[-LATELY:])
 
 
+def updated(run: Run, what: str) -> float:
+    """The mean reward of the policies after so many updates, such as `14 23`; samples are as many updates older as
+    their age."""
+    first, last = map(int, what.split())
+    age = round(end(run, "age_mean")) if "age_mean" in run else 0
+    return average(run["reward"][age + first : age + last + 1])
+
+
 def average(values: Sequence[float | None]) -> float:
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else math.nan
@@ -435,6 +443,13 @@ def tables(found: Studies) -> dict[str, str]:
         "turns per episode at the end": (end, "env/turns"),
         "entropy at the end, nats per token": (end, "entropy"),
     }
+    aged = {
+        "reward after 14 to 23 updates": (updated, "14 23"),
+        "reward after 0 to 23 updates": (updated, "0 23"),
+        "reward of the samples, mean of all iterations": (whole, "reward"),
+        "behavior_kl, nats per token": (whole, "behavior_kl"),
+        "clip_fraction": (whole, "clip_fraction"),
+    }
     return {
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
         "course": table({**compared, **found["beside-trl"]}, course, base="default"),
@@ -486,6 +501,16 @@ def tables(found: Studies) -> dict[str, str]:
             pairs=[("large", "tiny")],
         ),
         "turns": table(at_equal_tokens(found["turns"]), solved, base="token-gae"),
+        "ages": table(
+            found["ages"],
+            aged,
+            base="age=0",
+            pairs=[
+                (f"age={age},{correction}", f"age={age}")
+                for correction in ("clip", "interpolated")
+                for age in (1, 2, 4, 8)
+            ],
+        ),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
         "planted-squared": length_table(found["planted-credit"], first, "shown_squared"),
         "planted-reward": length_table(found["planted-credit"], whole, "reward"),

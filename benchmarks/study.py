@@ -48,10 +48,12 @@ STUDIES = {
     "planted-credit": "planted-credit/sweep.yaml",
     "planted-kinds": "planted-credit/kinds.yaml",
     "turns": "turns/sweep.yaml",
+    "ages": "ages/sweep.yaml",
 }
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
 KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return", "tokens", "env/turns")
+KEPT += ("age_mean", "behavior_kl", "weight_mean", "weight_zero")
 WORDS = 4
 
 
