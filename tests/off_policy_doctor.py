@@ -54,8 +54,11 @@ class HalfEngine(LocalEngine):
         started: Sequence[Tensor] | None = None,
     ) -> Rollout:
         """Sample in bfloat16, and score in float32."""
-        half = LocalEngine(self.policy, self.tokenizer, self.end_ids, replace(self.precision, dtype="bfloat16"))
-        return self.scored(half.generate(prompts, settings, uniforms, per_prompt, started), settings)
+        return self.scored(self.half().generate(prompts, settings, uniforms, per_prompt, started), settings)
+
+    def half(self) -> LocalEngine:
+        """The engine that samples."""
+        return LocalEngine(self.policy, self.tokenizer, self.end_ids, replace(self.precision, dtype="bfloat16"))
 
     def scored(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """The rollout with log-probs and values of the trained model in float32."""
@@ -69,20 +72,12 @@ class HalfEngine(LocalEngine):
 class HalfWeights(HalfEngine):
     """A local engine whose weights are rounded to bfloat16."""
 
-    def generate(
-        self,
-        prompts: PromptBatch,
-        settings: SamplingConfig,
-        uniforms: Tensor,
-        per_prompt: int = 1,
-        started: Sequence[Tensor] | None = None,
-    ) -> Rollout:
-        """Sample with rounded weights, and score with the policy's."""
+    def half(self) -> LocalEngine:
+        """The engine that samples."""
         rounded = deepcopy(self.policy)
         for parameter in rounded.lm.parameters():
             parameter.data = parameter.data.bfloat16().float()
-        half = LocalEngine(rounded, self.tokenizer, self.end_ids, self.precision)
-        return self.scored(half.generate(prompts, settings, uniforms, per_prompt, started), settings)
+        return LocalEngine(rounded, self.tokenizer, self.end_ids, self.precision)
 
 
 class Patient(Callback):

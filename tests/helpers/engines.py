@@ -57,3 +57,11 @@ def assert_equal_logprobs(rollout, policy, temperature=0.7, atol=1e-4):
         now = policy.logprobs(rollout.inputs(), temperature)[0]
     mask = rollout.mask
     torch.testing.assert_close(rollout.behavior_logprobs[mask], now[mask], atol=atol, rtol=0)
+
+
+def with_first_weights(engine, weights):
+    """The engine with these weights, synced and proven as at its start."""
+    engine.policy.lm.load_state_dict(weights)
+    engine.probe = None
+    engine.weights_changed()
+    return engine

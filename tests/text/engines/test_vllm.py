@@ -25,6 +25,7 @@ from helpers.engines import (
     changed,
     generate,
     policy_of,
+    with_first_weights,
 )
 from helpers.models import random_lm
 from tokencredit.errors import ConfigError, RunStopped
@@ -61,11 +62,7 @@ def started(tokenizer):
 @pytest.fixture
 def engine(started):
     """The engine with its first weights."""
-    engine, weights = started
-    engine.policy.lm.load_state_dict(weights)
-    engine.probe = None
-    engine.weights_changed()
-    return engine
+    return with_first_weights(*started)
 
 
 def test_log_probs_are_those_of_a_full_pass(engine):

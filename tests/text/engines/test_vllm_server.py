@@ -18,7 +18,17 @@ import torch
 pytest.importorskip("vllm")
 
 from helpers.commands import command, wait_for
-from helpers.engines import BROKEN, CPU, ENDS, LIMIT, assert_equal_logprobs, changed, generate, policy_of
+from helpers.engines import (
+    BROKEN,
+    CPU,
+    ENDS,
+    LIMIT,
+    assert_equal_logprobs,
+    changed,
+    generate,
+    policy_of,
+    with_first_weights,
+)
 from tokencredit.errors import RunStopped
 from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.engines.requests import RequestEngine
@@ -93,11 +103,7 @@ def engine_of(server, policy, tokenizer):
 @pytest.fixture
 def engine(started):
     """The engine with its first weights."""
-    engine, weights = started
-    engine.policy.lm.load_state_dict(weights)
-    engine.probe = None
-    engine.weights_changed()
-    return engine
+    return with_first_weights(*started)
 
 
 def test_log_probs_are_those_of_a_full_pass_after_each_sync(engine):
