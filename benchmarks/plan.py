@@ -205,10 +205,12 @@ def measure(file: Path, out: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit import PPOConfig, PPOTrainer
-    from tokencredit.processes import Processes
+    from tokencredit.processes import Processes, return_freed_memory
 
     disable_progress_bar()
     config = PPOConfig.from_yaml(file)
+    if config.run.shard != "none":
+        return_freed_memory()
     processes, marks = Processes(), Marks()
     trainer = PPOTrainer(args=config, callbacks=[marks])
     tensors: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """Several processes do what one does: gloo on the processor, two of them, as a launcher starts them."""
 
 import json
+import platform
 
 import pytest
 import torch
@@ -9,13 +10,35 @@ from safetensors.torch import load_file
 import processes_matrix
 from helpers.commands import COMMAND
 from helpers.files import read_events, read_metrics
-from helpers.warm import together
+from helpers.warm import python, together
 from tokencredit.cli import main
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = ["--model.dtype", "float32", "--rollout.batch_size", "16", "--rollout.max_new_tokens", "10"]
 OPTIONS += ["--ppo.minibatches", "5", "--run.show_every", "0"]
+
+
+FREED = """
+import torch
+from pathlib import Path
+from tokencredit.processes import return_freed_memory
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+return_freed_memory()
+torch.ones(2**22)  # glibc would keep blocks up to this size from here on
+before, large, small = held(), [], []
+for _ in range(200):
+    large.append(torch.ones(2**18))
+    small.append(torch.ones(2**8))
+print(held() - before)
+del large
+print(held() - before)
+"""
+"""Frees blocks of 1 MB that lie between others, and prints the memory held before and after."""
 
 
 def train_alone(folder, options):
@@ -103,3 +126,10 @@ def test_the_first_process_chooses_the_number_format_for_all(tmp_path):
     assert done.returncode == 0, done.stderr
     chosen = json.loads((tmp_path / "two" / "choices.json").read_text())["model.dtype"]
     assert done.stdout.count("model.dtype auto: ") == done.stdout.count(f"model.dtype auto: {chosen}, ") == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_freed_blocks_between_others_are_returned_to_the_system():
+    held, after = map(int, python("-c", FREED).stdout.split())
+    assert held > 2e8
+    assert after < 5e6

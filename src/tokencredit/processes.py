@@ -1,7 +1,9 @@
-"""Distributed training: this process's device and rank, collective operations, and out-of-memory errors."""
+"""Distributed training: this process's device and rank, collective operations, memory of the C library, and
+out-of-memory errors."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +23,11 @@ from tokencredit.errors import ConfigError
 from tokencredit.heartbeats import Heartbeats
 from tokencredit.job import Job, launched
 from tokencredit.sharding import sharded_in
+
+M_MMAP_THRESHOLD = -3
+"""The parameter of glibc's mallopt(3)."""
+RETURNED = 2**19
+"""Bytes from which freed blocks are returned to the system, with `return_freed_memory`."""
 
 
 class Processes:
@@ -241,6 +248,18 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def return_freed_memory() -> None:
+    """Let the C library return freed blocks of `RETURNED` bytes or more to the system, in the whole process.
+
+    glibc raises that limit to 32 MB once larger blocks are freed. The gathered weights of sharded models, some MB per
+    layer, then leave its heap fragmented, at 1.2 times the peak. Without glibc, and if the user has set
+    MALLOC_MMAP_THRESHOLD_, nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt(M_MMAP_THRESHOLD, RETURNED)
 
 
 def out_of_memory(error: BaseException) -> bool:

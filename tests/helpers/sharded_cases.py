@@ -3,6 +3,7 @@
 Arguments: the folder of the small models, and a folder for results. Each process writes `results-RANK.json`.
 """
 
+import gc
 import json
 import sys
 import warnings
@@ -144,8 +145,10 @@ def compare(name, models, folder, processes):
     settings = CASES[name]
     plain_settings = {key: value for key, value in settings.items() if not key.startswith("sharding.")}
     made, numbers = trainer(settings | {"run.shard": "full"}, folder / name, models)
+    mapped = mapped_weights()
     plain, expected = trainer(plain_settings, folder / f"{name} {processes.rank}", models)
     result = differences(numbers, expected) | {"same origin": made.origin == plain.origin}
+    result["mapped"] = mapped
     result["sharded"] = [type(x).__name__ for x in sharded_in(made.policy)]
     result["reference"] = made.reference is made.policy or is_sharded(made.reference.lm)
     result["saved alike"] = saved_alike(made, plain, folder / f"{name} saved", processes.main)
@@ -165,6 +168,13 @@ def compare(name, models, folder, processes):
                 alone = replace(made.pipeline.engine, in_step=None)
                 result["alone"] = float((sampled(made, alone) - sampled(plain, plain.pipeline.engine)).abs().max())
     return result
+
+
+def mapped_weights():
+    """The files of weights that are mapped into this process's memory."""
+    gc.collect()  # whole models of the case before
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[-1] for line in lines if line.endswith("/model.safetensors")})
 
 
 def weights_apart(sharded, plain):

@@ -41,9 +41,12 @@ def train(options: Namespace) -> None:
     with training(config, resume=resume) as (config, resume):
         from transformers.utils.logging import disable_progress_bar
 
+        from tokencredit.processes import return_freed_memory
         from tokencredit.text.trainer import PPOTrainer
 
         disable_progress_bar()  # the screen has its own progress bar
+        if config.run.shard != "none":
+            return_freed_memory()
         trainer = PPOTrainer(args=config)
         with raising_interrupt():
             trainer.train(resume_from_checkpoint=resume)

@@ -353,7 +353,10 @@ def large_bytes(shape: Shape, moment: Mapping[str, float], setup: Setup) -> floa
 
 
 def freed_bytes(shape: Shape, batch: Batch, setup: Setup, moment: Mapping[str, float]) -> float:
-    """Bytes that a process on a CPU still holds at the peak of an update, though their tensors have been freed."""
+    """Bytes that a process on a CPU still holds at the peak of an update, though their tensors have been freed.
+
+    Runs with sharded models have the C library return them (`processes.return_freed_memory`).
+    """
     if setup.device != "cpu" or setup.shard == "full":
         return 0.0
     small, large = small_and_large_bytes(shape, batch, setup)
@@ -399,15 +402,17 @@ def scoring_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
 
 def saving_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
     """Bytes of one of a checkpoint's files, which PyTorch's writer makes in RAM, twice, before it writes it, and what
-    the C library kept of the update's small tensors.
+    the C library kept of the update's small tensors (see `freed_bytes`).
 
     Files hold the weights and moments of a process's part; parts that all processes have are divided among them.
     """
     total = 3 * FLOAT * trained_parameters(shape, setup)
     largest = 0 if setup.lora_rank else FLOAT * projection(shape)
     file = min(max(total // FILES, SMALLEST_FILE, largest), max(LARGEST_FILE, largest), total)
-    small, _ = small_and_large_bytes(shape, batch, setup)
-    return {"a file of the checkpoint": SERIALIZED * file / setup.processes, "freed, not returned": small}
+    parts = {"a file of the checkpoint": SERIALIZED * file / setup.processes}
+    if setup.shard == "none":
+        parts["freed, not returned"], _ = small_and_large_bytes(shape, batch, setup)
+    return parts
 
 
 def memory(shape: Shape, batch: Batch, setup: Setup) -> Parts:

@@ -113,6 +113,8 @@ class Sharding:
     def prepare(self, model: PreTrainedModel) -> None:
         """Prepare a model, or a trunk, that was loaded with `options`: one that was loaded whole is sharded now."""
         if is_sharded(model):
+            # Loaded weights are views of a mapping of the whole file, whose pages would stay in memory.
+            model._apply(torch.clone)
             allow_within(model, self.settings.reshard_after_forward)
         else:
             self.apply(model)
