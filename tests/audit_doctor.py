@@ -149,7 +149,7 @@ LENGTHS = {"vowels": 8, "odd": 16}
 """Tokens of each text; the more follow a token, the more luck there is in what λ = 1 credits to it."""
 
 
-def trained(folder: Path, name: str, iterations: int = 20) -> Patient:
+def trained(folder: Path, name: str, iterations: int = 20, epochs: int = 8) -> Patient:
     """The run `plain`, with the defaults, or one of a critic alone, which learns the values of a policy held still."""
     run = RunConfig(dir=str(folder), iterations=iterations, trackers=[], show_every=0, save_every=0)
     if name == "plain":
@@ -160,7 +160,7 @@ def trained(folder: Path, name: str, iterations: int = 20) -> Patient:
         run=run,
         rollout=RolloutConfig(batch_size=64, max_new_tokens=LENGTHS[name], stop_at_eos=False),
         ppo=UpdateConfig(epochs=1),
-        critic=CriticConfig(kind="separate", trunk_lr=1e-3, epochs=8, warmup=iterations),
+        critic=CriticConfig(kind="separate", trunk_lr=1e-3, epochs=epochs, warmup=iterations),
     )
 
 

@@ -16,7 +16,7 @@ NAME = "vowels"
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("doctor") / NAME, NAME, iterations=10)
+    return trained(tmp_path_factory.mktemp("doctor") / NAME, NAME, iterations=10, epochs=4)
 
 
 @pytest.fixture(autouse=True)

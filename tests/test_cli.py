@@ -29,7 +29,7 @@ QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.it
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "run"
-    done = command("train", *QUICK, "--run.dir", str(folder))
+    done = warm.python(*COMMAND, "train", *QUICK, "--run.dir", str(folder))
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -50,7 +50,7 @@ def test_train_says_what_happened(run):
 
 @pytest.mark.slow
 def test_generate_writes_from_the_policy_in_a_process_of_its_own(run):
-    done = command("generate", run[0], "--prompt", "This movie was really", "-n", "3")
+    done = warm.python(*COMMAND, "generate", run[0], "--prompt", "This movie was really", "-n", "3")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
     assert all(line.startswith("This movie was really") for line in done.stdout.splitlines())
@@ -371,7 +371,7 @@ def test_a_run_that_cannot_be_written_is_refused_by_its_folder(read_only, monkey
 
 @pytest.mark.slow
 def test_a_page_without_a_browser_is_left_to_the_reader(run, tmp_path):
-    done = command("report", run[0], "--open", PATH=str(tmp_path), BROWSER="")
+    done = warm.python(*COMMAND, "report", run[0], "--open", PATH=str(tmp_path), BROWSER="")
     assert done.returncode == 0, done.stderr
     page = run[0] / "report.html"
     assert done.stdout.splitlines() == [str(page), "no browser was found; open the page yourself"]

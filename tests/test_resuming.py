@@ -125,9 +125,10 @@ TEXTS = {
         "eval": EvalConfig(every=2, samples=4, max_new_tokens=120),
     },
     "muon, pretrained separate critic of histograms, buffer": {
-        "critic": CriticConfig(kind="separate", epochs=1, loss="histogram", buffer=2, pretrain=2),
+        "critic": CriticConfig(kind="separate", layers=1, epochs=1, loss="histogram", buffer=2, pretrain=2),
         "score": ScoreConfig(normalize="running"),
         "optim": OptimConfig(name="muon"),
+        "ppo": UpdateConfig(epochs=1, minibatches=2),  # a step of Muon takes as long as eight of AdamW
     },
 }
 

@@ -16,7 +16,11 @@ LINE = "tokencredit: interrupted"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["yaml", "jsonargparse", "numpy", "torch._C", "torch", "transformers.utils", "tokencredit.processes"]
+    "module",
+    [
+        *["yaml", "jsonargparse", "numpy", "torch._C", "transformers.utils"],
+        *[pytest.param(module, marks=pytest.mark.proof) for module in ("torch", "tokencredit.processes")],
+    ],
 )
 def test_ctrl_c_while_libraries_load(module, tmp_path):
     """The interpreter tells of each module once it is imported; the signal comes then."""

@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from helpers import forking
 from helpers.files import read_metrics
 from tokencredit.cli import main
 
@@ -40,6 +43,12 @@ grid: {advantage.lam: [0, 1]}
     monkeypatch.setattr(study, "DATA", tmp_path / "kept")
     monkeypatch.setattr(study, "STUDIES", {"few": "cartpole.yaml"})
     monkeypatch.setattr("sys.argv", ["study.py", "few", "--seeds", "1", "--jobs", "1"])
+
+    def run(command, check):
+        assert command[:2] == [sys.executable, "-m"]
+        return forking.python(*command[2:])
+
+    monkeypatch.setattr(study, "subprocess", SimpleNamespace(run=run))
     assert study.main() == 0
     kept = json.loads((tmp_path / "kept" / "few.json").read_text())
     assert {variant: list(runs) for variant, runs in kept.items()} == {"lam=0": ["7"], "lam=1": ["7"]}

@@ -73,11 +73,11 @@ def wait_for(condition, process=None, seconds=120.0):
 
 
 def processes_in(folder):
-    """The numbers of the processes whose command names something in a folder."""
+    """The numbers of the processes whose command names something in a folder, or that write their output there."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"{folder}{os.sep}" in (entry / "cmdline").read_text():
+            if f"{folder}{os.sep}" in (entry / "cmdline").read_text() + str((entry / "fd" / "1").readlink()):
                 found.append(int(entry.name))
     return found
 

@@ -128,15 +128,32 @@ class Started:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def communicate(self, timeout=300):
-        """Wait for the end: output and error output."""
+    def said(self):
+        """Output so far."""
+        size = os.fstat(self._files[0].fileno()).st_size
+        return os.pread(self._files[0].fileno(), size, 0).decode()  # the process's place in the file stays
+
+    def wait(self, timeout=300):
+        """Wait for the end: the exit code."""
         end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.01)
+        return self.returncode
+
+    def communicate(self, timeout=300):
+        """Wait for the end: output and error output."""
+        self.wait(timeout)
         with self._open:
             return _text(self._files)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.wait()
+        self._open.close()
 
 
 def start_command(*arguments):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.commands import python
+from helpers import warm
 from tokencredit.plan.memory import SERIALIZED
 
 PROGRAM = """
@@ -28,6 +28,6 @@ print((status("VmHWM") - before) / tensors["0"].nbytes)
 
 @pytest.mark.slow
 def test_a_file_of_a_checkpoint_is_in_memory_as_often_as_the_formula_says(tmp_path):
-    done = python("-c", PROGRAM, tmp_path)
+    done = warm.python("-c", PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(SERIALIZED, rel=0.1)

@@ -1,12 +1,11 @@
 """A run's job on a cluster, as a process of its own: signals from the cluster and its files."""
 
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 
+from helpers import forking
 from helpers.commands import wait_for
 from helpers.files import count_lines
 from sweep.test_runner import LONG, sweep_file
@@ -21,14 +20,12 @@ ENDLESS = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
 @contextmanager
 def begin(run, token):
     """A job as a cluster starts it; killed at the end, upon which its process stops too."""
-    arguments = [sys.executable, *command(run, token, Resources())]
-    job = subprocess.Popen(arguments, stderr=subprocess.PIPE, encoding="utf-8")
-    try:
-        yield job
-    finally:
-        job.kill()
-        job.wait()
-        job.stderr.close()
+    _, module, *arguments = command(run, token, Resources())
+    with forking.start(module, *arguments) as job:
+        try:
+            yield job
+        finally:
+            job.kill()
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers.commands import command, processes_in, start_command, wait_for
+from helpers import forking
+from helpers.commands import processes_in, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.settings.parsing import configure
@@ -35,7 +36,7 @@ def three(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     variants = {"plain": {}, "nowhere": {"env.id": "Nowhere-v0"}, "faster": {"optim.lr": 0.01}}
     file = sweep_file(folder, variants=variants)
-    return folder / "out", file, command("sweep", file, "--jobs", "2")
+    return folder / "out", file, forking.python("tokencredit.cli", "sweep", file, "--jobs", "2")
 
 
 @pytest.mark.slow
@@ -121,21 +122,22 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
     cut, out = sweep_file(tmp_path, base=LONG, variants={"one": {}, "two": {"optim.lr": 0.01}}), tmp_path / "out"
     assert main(["sweep", str(cut), "--export", str(tmp_path / "files")]) == 0
 
-    with start_command("sweep", cut) as first:
+    with forking.start("tokencredit.cli", "sweep", cut) as first:
         assert wait_for(lambda: count_lines(out / "one" / "seed-1" / "metrics.jsonl") > 5, first)  # a checkpoint
         for process in {first.pid, *processes_in(out)}:
             os.kill(process, signal.SIGKILL)
     assert not (out / "one" / "seed-1" / "summary.json").exists()
 
-    with start_command("sweep", cut) as second:
+    with forking.start("tokencredit.cli", "sweep", cut) as second:
         assert wait_for(lambda: count_lines(out / "two" / "seed-1" / "metrics.jsonl") > 0, second)
         left_behind = set(processes_in(out)) - {second.pid}
         for process in left_behind:
             os.kill(process, signal.SIGSTOP)
         second.kill()
 
-    with start_command("sweep", cut) as third:
-        assert "two/seed-1: a process of an earlier sweep is still running it" in third.stdout.readline()
+    with forking.start("tokencredit.cli", "sweep", cut) as third:
+        assert wait_for(lambda: "\n" in third.said(), third)
+        assert "two/seed-1: a process of an earlier sweep is still running it" in third.said().splitlines()[0]
         for process in left_behind:
             os.kill(process, signal.SIGCONT)
         shown = third.communicate(timeout=120)[0]
@@ -154,7 +156,7 @@ def test_a_sweep_that_is_killed_goes_on_as_if_nothing_had_happened(tmp_path):
 def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_path):
     endless = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
     file, run = sweep_file(tmp_path, base=endless), tmp_path / "out" / "plain" / "seed-1"
-    with start_command("sweep", file) as process:
+    with forking.start("tokencredit.cli", "sweep", file) as process:
         assert wait_for(lambda: count_lines(run / "metrics.jsonl") > 6, process)
         process.send_signal(number)
         try:

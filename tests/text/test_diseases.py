@@ -165,7 +165,7 @@ def test_rounding_is_no_mismatch_in_either_number_format(dtype, cause, tmp_path)
         model=ModelConfig(dtype=dtype),
         rollout=RolloutConfig(batch_size=64, max_new_tokens=48),
         ppo=UpdateConfig(epochs=1, micro_batch_tokens=400),
-        run=quiet(tmp_path / "run", 2),
+        run=quiet(tmp_path / "run", 1 if cause else 2),
     )
     trainer = PPOTrainer(args=args, callbacks=[DropoutInUpdates()] if cause == "dropout" else None)
     if cause == "temperature":

@@ -554,12 +554,21 @@ def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_or_not_a_run_is_the_same(tokenizer, tmp_path, monkeypatch):
-    """With one layer: each further one costs the compiler seconds and is compiled alike."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.proof)])
+def test_compiled_or_not_a_run_is_the_same(backend, tokenizer, tmp_path, monkeypatch):
+    """With one layer: each further one costs the compiler seconds and is compiled alike.
+
+    Both backends take what PyTorch captures of the passes; only the second translates it into C++, for half a minute.
+    """
     random_lm("gpt2", tokenizer, **SHAPE | {"num_hidden_layers": 1}).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     compiled, really = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled.append(f) or really(f, **options))
+
+    def compile_by(function, **options):
+        compiled.append(function)
+        return really(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_by)
     model = {"name": str(tmp_path / "model")}
     assert_same(
         two_iterations(tmp_path / "plain", **model), two_iterations(tmp_path / "compiled", compile=True, **model)

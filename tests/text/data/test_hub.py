@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.commands import python
+from helpers import warm
 
 pytestmark = pytest.mark.slow
 
@@ -52,15 +52,17 @@ class Hub(BaseHTTPRequestHandler):
 def uploads(tmp_path_factory):
     """The hub's files and two runs that uploaded to it, with the right token and with a wrong one.
 
-    They train in one process of their own, since the library learns the hub's address when it is imported.
+    They train in one process of their own, where the library is told the address that it learned when it was imported.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.address = {}, f"http://127.0.0.1:{server.server_port}"
     Thread(target=server.serve_forever, daemon=True).start()
     program = """
 import contextlib, io, json, os, sys
+from huggingface_hub import constants
 from tokencredit.cli import main
-folder, *options = sys.argv[1:]
+address, folder, *options = sys.argv[1:]
+constants.ENDPOINT, constants.HF_HUB_OFFLINE = address, False
 results = []
 for token in ("secret", "wrong"):
     os.environ["HF_TOKEN"] = token
@@ -70,8 +72,7 @@ for token in ("secret", "wrong"):
 print(json.dumps(results))
 """
     folder = tmp_path_factory.mktemp("uploads")
-    settings = {"HF_ENDPOINT": server.address, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-    done = python("-c", program, folder, *TRAIN, **settings)
+    done = warm.python("-c", program, server.address, folder, *TRAIN, NO_PROXY="127.0.0.1")
     assert done.returncode == 0, done.stderr
     server.shutdown()
     server.server_close()

@@ -217,7 +217,7 @@ def test_a_critic_that_the_estimator_lacks_or_cannot_use_is_refused(changes, mes
 @pytest.mark.slow
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_bit(kind, tmp_path):
     weights, values = {}, {}
-    for epochs in (0, 150):
+    for epochs in (0, 100):
         changes = {
             "critic": CriticConfig(kind=kind, lr=1e-2, clip=None, epochs=epochs),
             "optim": OptimConfig(lr=1e-3, warmup=0, weight_decay=0.01),
@@ -234,17 +234,17 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_
         with torch.no_grad():
             now = rollout_values(trainer.policy, scored.rollout, None)
         values[epochs] = explained_variance(now, experience.returns, experience.mask).item()
-    assert all(torch.equal(x, weights[150][name]) for name, x in weights[0].items())
-    assert values[0] < 0.9 < 0.99 < values[150]
+    assert all(torch.equal(x, weights[100][name]) for name, x in weights[0].items())
+    assert values[0] < 0.9 < 0.99 < values[100]
     assert metrics["critic_value_loss"] < 0.01 * metrics["value_loss"]
 
 
 @pytest.mark.parametrize(("loss", "kind"), [("huber", "shared"), ("histogram", "shared"), ("histogram", "separate")])
 @pytest.mark.slow
 def test_every_loss_fits_the_returns(loss, kind, tmp_path):
-    clip = {} if loss == "histogram" else {"clip": None, "huber_delta": 0.1}
+    options = {"epochs": 60} if loss == "histogram" else {"epochs": 150, "clip": None, "huber_delta": 0.1}
     changes = {
-        "critic": CriticConfig(kind=kind, lr=1e-2, epochs=150, loss=loss, **clip),
+        "critic": CriticConfig(kind=kind, lr=1e-2, loss=loss, **options),
         "optim": OptimConfig(lr=1e-3, warmup=0),
         "ppo": UpdateConfig(epochs=2, minibatches=1, micro_batch_tokens=64),
         "prompts": PromptsConfig(text=[f"The {word}" for word in WORDS]),  # no two texts share a state

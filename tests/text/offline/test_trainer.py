@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import tokencredit as tc
 from chaos import assert_same
+from helpers import forking
 from helpers.commands import COMMAND, refused
 from helpers.files import read_metrics, without_times
 from helpers.models import SHAPE, random_lm
@@ -221,7 +222,8 @@ def test_a_sweep_by_epochs_is_finished_once(data, tmp_path, capsys):
     sweep.write_text(
         json.dumps({"world": "sft", "dir": str(tmp_path / "out"), "base": base, "variants": {"a": {}}, "seeds": [1]})
     )
-    assert main(["sweep", str(sweep)]) == 0
+    done = forking.python("tokencredit.cli", "sweep", sweep)
+    assert done.returncode == 0, done.stderr
     (run,) = (path.parent for path in (tmp_path / "out").rglob("summary.json"))
     before = (run / "metrics.jsonl").stat().st_mtime_ns
     assert main(["sweep", str(sweep)]) == 0
