@@ -186,21 +186,22 @@ def test_texts_and_labels_are_text(run):
     assert "\x1b" not in text
 
 
-def opened(browser, folder):
+def opened(browser, folder, *, read=False):
     browser.set_window_size(1400, 1000)
-    browser.get((folder / "report.html").resolve().as_uri())
+    (browser.read if read else browser.get)((folder / "report.html").resolve().as_uri())
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 
 
 def test_the_browser_shows_the_truth_below_the_shown_advantage(browser, audited_folder):
-    opened(browser, audited_folder)
+    opened(browser, audited_folder, read=True)
     sample = read_run(audited_folder).audit["samples"][0]
     select = Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select"))
     assert select.first_selected_option.text == "audit of iteration 3"
     spans = browser.find_elements(By.CSS_SELECTOR, "#pane0 .sample:first-child .tokens span[tabindex]")
     known = [x is not None for x in sample["true_advantages"]]
-    assert [span.get_attribute("class") == "known" for span in spans] == known
-    strips = [span.value_of_css_property("border-bottom-color") for span in spans]
+    script = "return arguments[0].map((span) => [span.className, getComputedStyle(span).borderBottomColor])"
+    names, strips = zip(*browser.execute_script(script, spans), strict=True)
+    assert [name == "known" for name in names] == known
     assert all((colour == "rgba(0, 0, 0, 0)") for colour, there in zip(strips, known, strict=True) if not there)
     largest = max(range(len(known)), key=lambda i: abs(sample["true_advantages"][i] or 0.0))
     assert strips[largest] != "rgba(0, 0, 0, 0)"
@@ -211,6 +212,20 @@ def test_the_browser_shows_the_truth_below_the_shown_advantage(browser, audited_
     assert [float(x) for x in told.groups()] == pytest.approx([number, error], abs=1e-3)
     assert ("not measured" in said) == (sample["true_values"][largest] is None)
     assert browser.find_elements(By.CSS_SELECTOR, "#pane0 svg line.true")
+
+
+def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder):
+    opened(browser, audited_folder, read=True)
+    charts = browser.execute_script(
+        "return [...document.querySelectorAll('#plots .js-plotly-plot')].map(({ layout, data }) => "
+        "[layout.title.text, data.map(({ mode, connectgaps }) => [mode, connectgaps])])"
+    )
+    modes = dict(charts)
+    rare = [mode for title, found in modes.items() if title.startswith("audit/") for mode in found]
+    assert len(rare) > 10
+    assert all(mode == ["lines+markers", True] for mode in rare)
+    assert len(modes["audit/correlation"]) == 3, "with both ends of its interval"
+    assert modes["kl (nats per sequence)"] == [["lines", False]]
 
 
 def test_the_browser_shows_charts_with_titles_and_the_what_if_table_with_the_truth(browser, audited_folder):
@@ -229,8 +244,8 @@ def test_the_browser_shows_charts_with_titles_and_the_what_if_table_with_the_tru
     assert "from continuations" in browser.find_element(By.ID, "unit").text
 
 
-def test_hostile_audits_do_nothing_in_the_browser(browser, audited_folder, run, tmp_path):
-    folder = shutil.copytree(audited_folder, tmp_path / "copy")
+def test_hostile_audits_do_nothing_in_the_browser(browser, audited_folder, run, place):
+    folder = shutil.copytree(audited_folder, place / "copy")
     hostile_audit(run)
     (folder / "audit.json").write_text(json.dumps(run.audit))
     page.write_report(folder)
@@ -239,17 +254,3 @@ def test_hostile_audits_do_nothing_in_the_browser(browser, audited_folder, run, 
     assert not browser.find_elements(By.CSS_SELECTOR, "img[src='x']")
     labels = "".join(t.get_attribute("textContent") for t in browser.find_elements(By.CSS_SELECTOR, "#estimators text"))
     assert "<img" in labels
-
-
-def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder):
-    opened(browser, audited_folder)
-    charts = browser.execute_script(
-        "return [...document.querySelectorAll('#plots .js-plotly-plot')].map(({ layout, data }) => "
-        "[layout.title.text, data.map(({ mode, connectgaps }) => [mode, connectgaps])])"
-    )
-    modes = dict(charts)
-    rare = [mode for title, found in modes.items() if title.startswith("audit/") for mode in found]
-    assert len(rare) > 10
-    assert all(mode == ["lines+markers", True] for mode in rare)
-    assert len(modes["audit/correlation"]) == 3, "with both ends of its interval"
-    assert modes["kl (nats per sequence)"] == [["lines", False]]

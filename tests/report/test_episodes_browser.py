@@ -28,11 +28,11 @@ ATTACK = (
 
 
 @pytest.fixture
-def page(browser, run_folder, tmp_path):
+def page(browser, run_folder, place):
     """The page of a run whose samples are episodes; a folder with them."""
 
     def opened(*rows, width=1600, unit="token"):
-        copy = shutil.copytree(run_folder, tmp_path / "copy")
+        copy = shutil.copytree(run_folder, place / "copy")
         config = (copy / "config.yaml").read_text()
         (copy / "config.yaml").write_text(config.replace("unit: token", f"unit: {unit}"))
         (copy / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -141,14 +141,17 @@ def test_a_long_prompt_is_folded_behind_its_end(page):
     assert fold.text.count("You have tools") == 2
 
 
-@pytest.mark.parametrize("width", [400, 1600])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_hostile_episode_does_nothing_and_fits(browser, page, width, scheme):
-    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), (1600, ("light", "dark"))])
+def test_a_hostile_episode_does_nothing_and_fits(browser, page, view, width, schemes):
+    view(width, schemes[0])
     page(episode(*ATTACK, ending="error", prompt=HOSTILE, after=HOSTILE), width=width)
+    for scheme in schemes:
+        view(width, scheme)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        assert max(turn.size["height"] for turn in all_of(browser, "#pane0 .turn")) < 1000
+        ground = browser.execute_script("return getComputedStyle(document.querySelector('.sample')).backgroundColor")
+        for selector in (".turn.observation .tokens", ".turn .who", ".turn .credit"):
+            assert contrast(all_of(browser, selector)[0].value_of_css_property("color"), ground) > 4.5
     assert complaints(browser) == []
     assert browser.title.startswith("copy")
     assert not all_of(browser, "img")
@@ -156,11 +159,4 @@ def test_a_hostile_episode_does_nothing_and_fits(browser, page, width, scheme):
     body = browser.find_element(By.TAG_NAME, "body").text
     assert "</script><script>document.title" in body.replace("\n", "")
     assert not {"\u202e", "\u2066", "\x1b", "\x07"} & set(body)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert texts(browser, "#pane0 .turn .who").count("assistant") == 3
-    assert max(turn.size["height"] for turn in all_of(browser, "#pane0 .turn")) < 1000
-    ground = browser.execute_script("return getComputedStyle(document.querySelector('.sample')).backgroundColor")
-    for selector in (".turn.observation .tokens", ".turn .who", ".turn .credit"):
-        assert contrast(all_of(browser, selector)[0].value_of_css_property("color"), ground) > 4.5
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
