@@ -67,11 +67,11 @@ def audited_folder(trainer, tmp_path_factory):
     """The same with a real audit of its last policy."""
     folder = tmp_path_factory.mktemp("audited") / "run"
     shutil.copytree(trainer.record.folder.path, folder)
-    settings = AuditConfig(every=1, completions=6, continuations=32, states=5)
+    settings = AuditConfig(every=1, completions=6, continuations=8, states=5)
     audit = Auditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group=4).audit(3)
     found = audit.judge(trainer.processes) | {
         "iteration": 3,
-        "settings": {"completions": 6, "continuations": 32, "states": 5},
+        "settings": {"completions": 6, "continuations": 8, "states": 5},
         "seconds": audit.seconds,
         "continuations": audit.continuations,
         "samples": [{"iteration": 3} | sample for sample in audit.samples(trainer.tokenizer)],

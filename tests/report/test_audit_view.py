@@ -15,6 +15,7 @@ from selenium.webdriver.support.select import Select
 from helpers.files import data_of
 from tokencredit.report import audit_view, page
 from tokencredit.report.reading import read_run
+from tokencredit.report.templating import two_digits
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m"
 
@@ -36,7 +37,7 @@ def correlated(run, value, low=None, high=None, **credit):
 def test_the_trust_score_by_hand(run):
     shown = run.audit["credit"]["shown"]
     assert shown == "gae, λ = 0.95"
-    measured = "340 tokens of 6 completions at iteration 3, 32 continuations per state"
+    measured = "340 tokens of 6 completions at iteration 3, 8 continuations per state"
     assert correlated(run, 0.3, 0.21, 0.38, tokens=340) == (
         "About 9 % of this run's credit is real: advantages (gae, λ = 0.95) correlate 0.30 with the true "
         f"ones (0.21 to 0.38, {measured})."
@@ -50,7 +51,7 @@ def test_the_trust_score_by_hand(run):
     assert "correlate 0.00 with" in correlated(run, -0.001)
     assert correlated(run, None).startswith("The share of real credit in this run is unknown")
     final = replace(run, audit=run.audit | {"iteration": None})
-    assert "completions of the final policy, 32 continuations" in audit_view.trust(final)
+    assert "completions of the final policy, 8 continuations" in audit_view.trust(final)
 
 
 def test_an_audit_that_is_mostly_noise_gives_no_verdict(run):
@@ -209,7 +210,7 @@ def test_the_browser_shows_the_truth_below_the_shown_advantage(browser, audited_
     said = browser.find_element(By.ID, "numbers").text
     number, error = sample["true_advantages"][largest], sample["true_advantage_errors"][largest]
     told = re.search(r"true advantage (\S+) \(standard error (\S+)\)", said)
-    assert [float(x) for x in told.groups()] == pytest.approx([number, error], abs=1e-3)
+    assert told.groups() == (two_digits(round(number, 4)), two_digits(round(error, 4)))
     assert ("not measured" in said) == (sample["true_values"][largest] is None)
     assert browser.find_elements(By.CSS_SELECTOR, "#pane0 svg line.true")
 
