@@ -144,15 +144,18 @@ def test_it_fits_narrow_and_wide_in_light_and_dark(browser, run_folder, view, wi
         assert contrast(ink, ground) > 7
 
 
-def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, place):
-    copy = shutil.copytree(run_folder, place / "copy")
-    rows = [
-        json.loads(line) | {"reward/<b>x</b>&lt;": 1.0, "eval/reward/<b>x</b>&lt;": 2.0}
-        for line in (copy / "metrics.jsonl").read_text().splitlines()
-    ]
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report(copy)
-    opened(browser, copy)
+def test_a_single_evaluation_is_visible_and_names_of_metrics_are_text(browser, run_folder, place):
+    def evaluated(row):
+        named = {"reward/<b>x</b>&lt;": 1.0, "eval/reward/<b>x</b>&lt;": 2.0}
+        return row | named | ({"eval/reward": 0.5} if row["iteration"] == 2 else {})
+
+    opened(browser, copied(run_folder, place / "copy", metrics=evaluated))
+    traces = browser.execute_script(
+        "return document.getElementById('headline').data.map(({ name, mode }) => [name, mode])"
+    )
+    assert traces == [["reward", "lines"], ["eval/reward", "lines+markers"]]
+    points = browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")
+    assert [point.is_displayed() for point in points] == [True]
     legends = [text.get_attribute("textContent") for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
     assert "reward/<b>x</b>&lt;" in legends
 
@@ -249,19 +252,6 @@ def test_reward_and_completions_are_on_the_first_screen(browser, run_folder, vie
     after = next(s for s in samples if s["iteration"] == 3)
     shown = browser.find_elements(By.CSS_SELECTOR, "#compared p")[1].get_attribute("textContent")
     assert shown.startswith(two_digits(round(after["reward"], 4)))
-
-
-def test_a_single_evaluation_is_visible(browser, run_folder, place):
-    def evaluated(row):
-        return row | ({"eval/reward": 0.5} if row["iteration"] == 2 else {})
-
-    opened(browser, copied(run_folder, place / "copy", metrics=evaluated))
-    traces = browser.execute_script(
-        "return document.getElementById('headline').data.map(({ name, mode }) => [name, mode])"
-    )
-    assert traces == [["reward", "lines"], ["eval/reward", "lines+markers"]]
-    points = browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")
-    assert [point.is_displayed() for point in points] == [True]
 
 
 def test_a_run_of_one_iteration_has_one_column_and_points(browser, run_folder, place):
