@@ -111,11 +111,22 @@ def browser():
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
 
     class Chrome(webdriver.Chrome):
+        reading = None
+        """Address of the page that `read` opened and no `get` has left."""
+
         def get(self, url):
             """Open a page and wait for it: chromedriver 150 may return before a second local page is there."""
+            self.reading = None
+            self.execute_script("window.left = true")  # so that the same page, opened again, is not taken for it
             super().get(url)
-            there = "return location.href === new URL(arguments[0]).href && document.readyState === 'complete'"
-            WebDriverWait(self, 60, 0.05).until(lambda found: found.execute_script(there, url))
+            there = "!window.left && location.href === new URL(arguments[0]).href && document.readyState === 'complete'"
+            WebDriverWait(self, 60, 0.05).until(lambda found: found.execute_script(f"return {there}", url))
+
+        def read(self, url):
+            """Open a page, unless the test before read it too; a test that reads leaves others what they read."""
+            if self.reading != url:
+                self.get(url)
+                self.reading = url
 
     driver = Chrome(options, webdriver.ChromeService(which("chromedriver")))
     yield driver

@@ -26,6 +26,36 @@ def trainer(tmp_path_factory):
     return trainer
 
 
+@pytest.fixture
+def view(browser):
+    """A function that sets the width of pages and their colour scheme; as before at the end."""
+
+    def chosen(width, scheme="light", height=1000):
+        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        # An open page hears of it with the next frame, and draws its curves anew.
+        browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+
+    yield chosen
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.fixture(scope="session")
+def _place(tmp_path_factory):
+    return tmp_path_factory.mktemp("page") / "place"
+
+
+@pytest.fixture
+def place(_place):
+    """An empty folder, at the same path in each test: Chromium compiles Plotly's script once per address of a page."""
+    shutil.rmtree(_place, ignore_errors=True)
+    _place.mkdir()
+    return _place
+
+
 @pytest.fixture(scope="session")
 def run_folder(trainer):
     """Its folder, with its report."""
@@ -37,11 +67,11 @@ def audited_folder(trainer, tmp_path_factory):
     """The same with a real audit of its last policy."""
     folder = tmp_path_factory.mktemp("audited") / "run"
     shutil.copytree(trainer.record.folder.path, folder)
-    settings = AuditConfig(every=1, completions=6, continuations=32, states=5)
+    settings = AuditConfig(every=1, completions=6, continuations=8, states=5)
     audit = Auditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group=4).audit(3)
     found = audit.judge(trainer.processes) | {
         "iteration": 3,
-        "settings": {"completions": 6, "continuations": 32, "states": 5},
+        "settings": {"completions": 6, "continuations": 8, "states": 5},
         "seconds": audit.seconds,
         "continuations": audit.continuations,
         "samples": [{"iteration": 3} | sample for sample in audit.samples(trainer.tokenizer)],

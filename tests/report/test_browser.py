@@ -25,12 +25,19 @@ def opened(browser, folder, width=1600):
     return browser
 
 
+def read(browser, folder):
+    """The page as an earlier test read it, or opened."""
+    browser.set_window_size(1600, 1000)
+    browser.read((folder / "report.html").resolve().as_uri())
+
+
 def tokens(browser, pane=0):
     return browser.find_elements(By.CSS_SELECTOR, f"#pane{pane} .tokens span[tabindex]")
 
 
 def colours(browser):
-    return [span.value_of_css_property("background-color") for span in tokens(browser)]
+    script = "return arguments[0].map((span) => getComputedStyle(span).backgroundColor)"
+    return browser.execute_script(script, tokens(browser))
 
 
 def test_it_opens_without_a_word_and_without_the_network(browser, run_folder):
@@ -44,7 +51,7 @@ def test_it_opens_without_a_word_and_without_the_network(browser, run_folder):
 
 
 def test_the_credit_view_says_what_the_samples_say(browser, run_folder):
-    opened(browser, run_folder)
+    read(browser, run_folder)
     Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select")).select_by_value("1")
     first = read_run(run_folder).samples[0]
     spans = tokens(browser)[: len(first["tokens"])]
@@ -57,13 +64,50 @@ def test_the_credit_view_says_what_the_samples_say(browser, run_folder):
 
 
 def test_the_keyboard_walks_along_the_tokens(browser, run_folder):
-    opened(browser, run_folder)
+    read(browser, run_folder)
     spans = tokens(browser)
     spans[0].send_keys(Keys.ARROW_RIGHT)
     assert browser.switch_to.active_element == spans[1]
     assert browser.find_element(By.ID, "numbers").text.startswith("token 2 of")
     spans[1].send_keys(Keys.HOME)
     assert browser.switch_to.active_element == spans[0]
+
+
+def test_curves_are_smoothed(browser, run_folder):
+    read(browser, run_folder)
+    slider = browser.find_element(By.ID, "smooth")
+    slider.send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert browser.find_element(By.ID, "smoothed").text == "3"
+    last = browser.execute_script("return document.getElementById('headline').data[0].y.at(-1)")
+    mean = sum(row["reward"] for row in read_run(run_folder).metrics) / 3
+    assert last == pytest.approx(mean, rel=1e-3)
+
+
+def test_the_value_line_is_labelled(browser, run_folder):
+    read(browser, run_folder)
+    line = browser.find_element(By.CSS_SELECTOR, "#pane0 .line")
+    iteration = int(selected(browser, 0))
+    values = next(s for s in read_run(run_folder).samples if s["iteration"] == iteration)["values"]
+    expected = ["value", two_digits(max(0.0, *(round(v, 4) for v in values))), two_digits(min(0.0, *values))]
+    assert line.text.split() == expected
+    assert "the critic's value before each token" in browser.find_element(By.CSS_SELECTOR, ".note").text
+
+
+def test_no_metric_is_drawn_twice(browser, run_folder):
+    read(browser, run_folder)
+    names = browser.execute_script(
+        "return [...document.querySelectorAll('.js-plotly-plot')].flatMap((box) => box.data.map((trace) => trace.name))"
+    )
+    assert len(names) == len(set(names))
+    assert {"reward", "kl", "explained_variance", "lr"} <= set(names)
+    assert "reward/NEGATIVE" not in names
+
+
+def test_the_diagnosis_is_named_at_the_top(browser, run_folder):
+    read(browser, run_folder)
+    story = browser.find_element(By.CSS_SELECTOR, ".story").text
+    count = len(browser.find_elements(By.CSS_SELECTOR, ".findings li"))
+    assert ("no problem found" if not count else f"{count} problem") in story
 
 
 def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
@@ -86,48 +130,38 @@ def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
     assert complaints(browser) == []
 
 
-def test_curves_are_smoothed(browser, run_folder):
+@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), (1600, ("light", "dark"))])
+def test_it_fits_narrow_and_wide_in_light_and_dark(browser, run_folder, view, width, schemes):
+    view(width, schemes[0])
     opened(browser, run_folder)
-    slider = browser.find_element(By.ID, "smooth")
-    slider.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert browser.find_element(By.ID, "smoothed").text == "3"
-    last = browser.execute_script("return document.getElementById('headline').data[0].y.at(-1)")
-    mean = sum(row["reward"] for row in read_run(run_folder).metrics) / 3
-    assert last == pytest.approx(mean, rel=1e-3)
+    for scheme in schemes:
+        view(width, scheme)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        ink, ground = (
+            browser.execute_script(f"return getComputedStyle(document.body).{name}")
+            for name in ("color", "backgroundColor")
+        )
+        assert contrast(ink, ground) > 7
 
 
-@pytest.mark.parametrize("width", [400, 1600])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_narrow_and_wide_in_light_and_dark(browser, run_folder, width, scheme):
-    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    opened(browser, run_folder)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    ink, ground = (
-        browser.execute_script(f"return getComputedStyle(document.body).{name}")
-        for name in ("color", "backgroundColor")
+def test_a_single_evaluation_is_visible_and_names_of_metrics_are_text(browser, run_folder, place):
+    def evaluated(row):
+        named = {"reward/<b>x</b>&lt;": 1.0, "eval/reward/<b>x</b>&lt;": 2.0}
+        return row | named | ({"eval/reward": 0.5} if row["iteration"] == 2 else {})
+
+    opened(browser, copied(run_folder, place / "copy", metrics=evaluated))
+    traces = browser.execute_script(
+        "return document.getElementById('headline').data.map(({ name, mode }) => [name, mode])"
     )
-    assert contrast(ink, ground) > 7
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_names_of_metrics_are_text_in_plots_too(browser, run_folder, tmp_path):
-    copy = shutil.copytree(run_folder, tmp_path / "copy")
-    rows = [
-        json.loads(line) | {"reward/<b>x</b>&lt;": 1.0, "eval/reward/<b>x</b>&lt;": 2.0}
-        for line in (copy / "metrics.jsonl").read_text().splitlines()
-    ]
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report(copy)
-    opened(browser, copy)
+    assert traces == [["reward", "lines"], ["eval/reward", "lines+markers"]]
+    points = browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")
+    assert [point.is_displayed() for point in points] == [True]
     legends = [text.get_attribute("textContent") for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
     assert "reward/<b>x</b>&lt;" in legends
 
 
-def test_hostile_output_does_nothing(browser, run_folder, tmp_path):
-    copy = shutil.copytree(run_folder, tmp_path / "copy")
+def test_hostile_output_does_nothing(browser, run_folder, place):
+    copy = shutil.copytree(run_folder, place / "copy")
     hostile = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m\ud800"
     rows = read_jsonl(copy / "samples.jsonl")
     for row in rows:
@@ -156,8 +190,8 @@ def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(tmp_path, ci, ou
     assert "apt-get install chromium chromium-driver" in ended.stdout
 
 
-def test_a_run_without_a_critic_opens_without_a_word(browser, run_folder, tmp_path):
-    copy = shutil.copytree(run_folder, tmp_path / "copy")
+def test_a_run_without_a_critic_opens_without_a_word(browser, run_folder, place):
+    copy = shutil.copytree(run_folder, place / "copy")
     rows = read_jsonl(copy / "samples.jsonl")
     for row in rows:
         del row["values"]
@@ -186,14 +220,14 @@ def copied(run_folder, path, samples=lambda row: row, metrics=lambda row: row):
     return copy
 
 
-def test_it_opens_on_iterations_that_vary_each_on_its_own_scale(browser, run_folder, tmp_path):
+def test_it_opens_on_iterations_that_vary_each_on_its_own_scale(browser, run_folder, place):
     largest = {1: 0.001, 2: 0.4, 3: 4.0}
 
     def flat_at_first(row):
         zeros = [0.0] * (len(row["tokens"]) - 1)
         return row | {"advantages": [largest[row["iteration"]], *zeros]}
 
-    opened(browser, copied(run_folder, tmp_path / "copy", samples=flat_at_first))
+    opened(browser, copied(run_folder, place / "copy", samples=flat_at_first))
     assert [selected(browser, pane) for pane in (0, 1)] == ["2", "3"]
     legends = [browser.find_element(By.CSS_SELECTOR, f"#pane{pane} .legend").text.split() for pane in (0, 1)]
     assert legends == [["-0.40", "0.40"], ["-4", "4"]]
@@ -205,15 +239,13 @@ def test_it_opens_on_iterations_that_vary_each_on_its_own_scale(browser, run_fol
     assert complaints(browser) == []
 
 
-def test_reward_and_completions_are_on_the_first_screen(browser, run_folder):
-    size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+def test_reward_and_completions_are_on_the_first_screen(browser, run_folder, view):
+    view(1280, height=900)
     opened(browser, run_folder)
     for selector in ("#headline .main-svg", "#compared h3:nth-of-type(2)", "#compared p:last-child"):
         box = browser.find_element(By.CSS_SELECTOR, selector).rect
         assert box["height"] > 0
         assert box["y"] + box["height"] <= 900, selector
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     titles = [title.text for title in browser.find_elements(By.CSS_SELECTOR, "#compared h3")]
     assert titles == ["before (iteration 1)", "after (iteration 3)"]
     samples = read_run(run_folder).samples
@@ -222,48 +254,8 @@ def test_reward_and_completions_are_on_the_first_screen(browser, run_folder):
     assert shown.startswith(two_digits(round(after["reward"], 4)))
 
 
-def test_the_value_line_is_labelled(browser, run_folder):
-    opened(browser, run_folder)
-    line = browser.find_element(By.CSS_SELECTOR, "#pane0 .line")
-    iteration = int(selected(browser, 0))
-    values = next(s for s in read_run(run_folder).samples if s["iteration"] == iteration)["values"]
-    expected = ["value", two_digits(max(0.0, *(round(v, 4) for v in values))), two_digits(min(0.0, *values))]
-    assert line.text.split() == expected
-    assert "the critic's value before each token" in browser.find_element(By.CSS_SELECTOR, ".note").text
-
-
-def test_a_single_evaluation_is_visible(browser, run_folder, tmp_path):
-    def evaluated(row):
-        return row | ({"eval/reward": 0.5} if row["iteration"] == 2 else {})
-
-    opened(browser, copied(run_folder, tmp_path / "copy", metrics=evaluated))
-    traces = browser.execute_script(
-        "return document.getElementById('headline').data.map(({ name, mode }) => [name, mode])"
-    )
-    assert traces == [["reward", "lines"], ["eval/reward", "lines+markers"]]
-    points = browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")
-    assert [point.is_displayed() for point in points] == [True]
-
-
-def test_no_metric_is_drawn_twice(browser, run_folder):
-    opened(browser, run_folder)
-    names = browser.execute_script(
-        "return [...document.querySelectorAll('.js-plotly-plot')].flatMap((box) => box.data.map((trace) => trace.name))"
-    )
-    assert len(names) == len(set(names))
-    assert {"reward", "kl", "explained_variance", "lr"} <= set(names)
-    assert "reward/NEGATIVE" not in names
-
-
-def test_the_diagnosis_is_named_at_the_top(browser, run_folder):
-    opened(browser, run_folder)
-    story = browser.find_element(By.CSS_SELECTOR, ".story").text
-    count = len(browser.find_elements(By.CSS_SELECTOR, ".findings li"))
-    assert ("no problem found" if not count else f"{count} problem") in story
-
-
-def test_a_run_of_one_iteration_has_one_column_and_points(browser, run_folder, tmp_path):
-    copy = shutil.copytree(run_folder, tmp_path / "copy")
+def test_a_run_of_one_iteration_has_one_column_and_points(browser, run_folder, place):
+    copy = shutil.copytree(run_folder, place / "copy")
     for name in ("samples", "metrics"):
         rows = (copy / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (copy / f"{name}.jsonl").write_text("".join(row for row in rows if json.loads(row)["iteration"] == 1))

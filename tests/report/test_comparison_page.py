@@ -55,9 +55,8 @@ def page(runs, tmp_path_factory):
 
 
 def opened(browser, page):
-    browser.get_log("browser")
+    complaints(browser)  # of pages before
     browser.get(page.resolve().as_uri())
-    return browser
 
 
 def curves(browser):
@@ -88,7 +87,7 @@ def test_it_opens_without_a_word_and_without_the_network(browser, page):
 
 
 def test_curves_are_those_of_the_runs(browser, page, runs):
-    opened(browser, page)
+    browser.read(page.resolve().as_uri())
     found = curves(browser)
     assert list(found) == ["optim.lr 0.0001", "optim.lr 0.0005", "optim.lr 0.001"]
     rewards = [row["reward"] for row in read_run(runs[1]).metrics]  # the middle one of three equal steps
@@ -101,6 +100,28 @@ def test_curves_are_those_of_the_runs(browser, page, runs):
     for setting in ("optim.lr 0.0005", "optim.lr 0.001"):
         assert not any("[" in text for text in found[setting][2]), "two runs, or one, have no interval"
     assert "The curve ends at iteration 2, where high-2 ends" in browser.find_element(By.TAG_NAME, "main").text
+
+
+def test_the_tables_say_what_differs_and_what_came_out(browser, page, runs):
+    browser.read(page.resolve().as_uri())
+    came_out, differs = browser.find_elements(By.TAG_NAME, "table")
+    rows = [row.text.split("\n") for row in differs.find_elements(By.CSS_SELECTOR, "tbody tr")]
+    assert differs.find_element(By.TAG_NAME, "thead").text.split() == ["curve", "optim.lr"]
+    assert [" ".join(row) for row in rows] == [f"optim.lr {lr} {lr}" for lr in ("0.0001", "0.0005", "0.001")]
+    rewards = [row["reward"] for row in read_run(runs[-1]).metrics]
+    first, last = came_out.find_elements(By.CSS_SELECTOR, "tbody tr:last-child td")[:2]
+    assert (first.text, last.text) == (two_digits(rewards[0]), two_digits(rewards[-1]))
+
+
+def test_the_verdict_stands_at_the_top(browser, page):
+    browser.read(page.resolve().as_uri())
+    sentences = [p.text for p in browser.find_elements(By.CSS_SELECTOR, "header p")]
+    assert sentences[0].startswith("optim.lr 0.0005 ends at the higher reward: ")
+    assert "with optim.lr 0.001, the next of 3 settings" in sentences[0]
+    assert "too few seeds" in sentences[1]
+    assert sentences[2] == "The runs end at different iterations, 2 to 3."
+    top = browser.find_element(By.CSS_SELECTOR, "header p").rect
+    assert top["y"] < browser.find_element(By.ID, "plot").rect["y"]
 
 
 def test_the_axis_can_be_chosen(browser, page, runs):
@@ -120,36 +141,22 @@ def test_curves_can_be_left_out(browser, page):
     assert list(curves(browser)) == ["optim.lr 0.0001", "optim.lr 0.001"]
 
 
-def test_the_tables_say_what_differs_and_what_came_out(browser, page, runs):
+@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), (1600, ("light", "dark"))])
+def test_it_fits_narrow_and_wide_in_light_and_dark(browser, page, view, width, schemes):
+    view(width, schemes[0])
     opened(browser, page)
-    came_out, differs = browser.find_elements(By.TAG_NAME, "table")
-    rows = [row.text.split("\n") for row in differs.find_elements(By.CSS_SELECTOR, "tbody tr")]
-    assert differs.find_element(By.TAG_NAME, "thead").text.split() == ["curve", "optim.lr"]
-    assert [" ".join(row) for row in rows] == [f"optim.lr {lr} {lr}" for lr in ("0.0001", "0.0005", "0.001")]
-    rewards = [row["reward"] for row in read_run(runs[-1]).metrics]
-    first, last = came_out.find_elements(By.CSS_SELECTOR, "tbody tr:last-child td")[:2]
-    assert (first.text, last.text) == (two_digits(rewards[0]), two_digits(rewards[-1]))
+    for scheme in schemes:
+        view(width, scheme)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        ink = browser.execute_script("return document.getElementById('plot').layout.font.color")
+        assert ink == {"light": "#1b1b1f", "dark": "#e8e8ee"}[scheme]
 
 
-@pytest.mark.parametrize("width", [400, 1600])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_narrow_and_wide_in_light_and_dark(browser, page, width, scheme):
-    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    opened(browser, page)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    ink = browser.execute_script("return document.getElementById('plot').layout.font.color")
-    assert ink == {"light": "#1b1b1f", "dark": "#e8e8ee"}[scheme]
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_hostile_names_and_settings_are_text(browser, repeat, tmp_path):
+def test_hostile_names_and_settings_are_text(browser, repeat, place):
     name = HOSTILE.replace("/", "-")
     one = repeat(name, text=HOSTILE, metric=HOSTILE)
     other = repeat("_hidden $x$", metric=HOSTILE)
-    page = write_comparison([one, other], metric=HOSTILE, out=tmp_path).page
+    page = write_comparison([one, other], metric=HOSTILE, out=place).page
     opened(browser, page)
     assert complaints(browser) == []
     assert browser.execute_script("return window.owned") is None
@@ -166,7 +173,7 @@ def test_hostile_names_and_settings_are_text(browser, repeat, tmp_path):
         name.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b"),
         other.name,
     ]
-    assert (tmp_path / "iteration.png").read_bytes().startswith(PNG)
+    assert (place / "iteration.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
@@ -180,11 +187,11 @@ def test_a_run_that_still_writes_and_one_named_twice(repeat, tmp_path):
     assert "not finished" in text
 
 
-def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, tmp_path):
+def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, place):
     one, other = (repeat(f"apart-{seed}", seed=seed) for seed in (1, 2))
     rows = read_run(other).metrics
     (other / "metrics.jsonl").write_text("".join(json.dumps(row | {"seconds": 1e3}) + "\n" for row in rows))
-    opened(browser, write_comparison([one, other], out=tmp_path).page)
+    opened(browser, write_comparison([one, other], out=place).page)
     assert "No curve over seconds" in browser.find_element(By.TAG_NAME, "main").text
     Select(browser.find_element(By.ID, "axis")).select_by_value("seconds")
     assert len(browser.find_elements(By.CSS_SELECTOR, "#plot .scatterlayer .js-line")) == 2
@@ -238,28 +245,17 @@ def test_python_callers_are_refused_alike(run_folder, tmp_path):
         write_comparison([run_folder], smooth=0, out=tmp_path)
 
 
-def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_folder, tmp_path):
-    runs = [shutil.copytree(audited_folder, tmp_path / name) for name in ("one", "two")]
+def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_folder, place):
+    runs = [shutil.copytree(audited_folder, place / name) for name in ("one", "two")]
     config = yaml.safe_load((runs[1] / "config.yaml").read_text()) | {"seed": 2}
     (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
-    page = write_comparison(runs, metric="audit/noise", out=tmp_path / "out").page
+    page = write_comparison(runs, metric="audit/noise", out=place / "out").page
     opened(browser, page)
     traces = browser.execute_script("return document.getElementById('plot').data.map(({ mode, x }) => [mode, x])")
     assert traces.count(["lines+markers", [3]]) == 3  # both runs, and what they say together
     assert complaints(browser) == []
     with pytest.raises(ConfigError, match=r"no number for the metric audit/noise in .*reviews"):
-        write_comparison([runs[0], run_folder], metric="audit/noise", out=tmp_path / "out")
-
-
-def test_the_verdict_stands_at_the_top(browser, page, repeat, tmp_path):
-    opened(browser, page)
-    sentences = [p.text for p in browser.find_elements(By.CSS_SELECTOR, "header p")]
-    assert sentences[0].startswith("optim.lr 0.0005 ends at the higher reward: ")
-    assert "with optim.lr 0.001, the next of 3 settings" in sentences[0]
-    assert "too few seeds" in sentences[1]
-    assert sentences[2] == "The runs end at different iterations, 2 to 3."
-    top = browser.find_element(By.CSS_SELECTOR, "header p").rect
-    assert top["y"] < browser.find_element(By.ID, "plot").rect["y"]
+        write_comparison([runs[0], run_folder], metric="audit/noise", out=place / "out")
 
 
 def test_runs_with_different_rewards_are_not_ranked_without_a_caution(repeat, tmp_path):
@@ -274,10 +270,11 @@ def test_runs_with_different_rewards_are_not_ranked_without_a_caution(repeat, tm
     assert text.index("The runs have different rewards") < text.index("ends at the higher reward")
 
 
-def test_links_lead_to_the_reports_of_the_runs(browser, repeat, tmp_path):
+def test_links_lead_to_the_reports_of_the_runs(browser, repeat, place):
     one, other, without = repeat("javascript:a %41#?", more=1.0), repeat("plain", lr=2e-4), repeat("none", lr=3e-4)
     (without / "report.html").unlink()
-    opened(browser, write_comparison([one, other, without], out=tmp_path / "out").page)
+    (one / "report.html").write_text("<h2 id=outcome>Outcome</h2>")  # a report has megabytes of Plotly
+    opened(browser, write_comparison([one, other, without], out=place / "out").page)
     links = browser.find_elements(By.CSS_SELECTOR, "main li a")
     assert [link.text for link in links] == [one.name, other.name]
     assert not any(link.get_attribute("href").startswith("javascript") for link in links)
@@ -287,9 +284,9 @@ def test_links_lead_to_the_reports_of_the_runs(browser, repeat, tmp_path):
     assert browser.current_url == (one / "report.html").resolve().as_uri()
 
 
-def test_two_runs_of_one_seed_each_are_values_without_intervals(browser, repeat, tmp_path):
+def test_two_runs_of_one_seed_each_are_values_without_intervals(browser, repeat, place):
     pair = [repeat("pair-1", more=0.5), repeat("pair-2", lr=5e-4)]
-    opened(browser, write_comparison(pair, out=tmp_path).page)
+    opened(browser, write_comparison(pair, out=place).page)
     header = browser.find_element(By.TAG_NAME, "header").text
     assert "a difference of 0.50." in header
     assert "There is one run per setting: other seeds may reverse the order." in header

@@ -16,22 +16,17 @@ ODD = [SCRIPT, "\u202eشاهد", "\u200f", "long" * 500, "line\nline", "", "{{ 7
 
 
 @pytest.fixture
-def opened(browser, tmp_path):
+def opened(browser, view, tmp_path):
     """A function that opens the page of an inspect.json."""
 
-    def open_page(look, width=1280, scheme="light"):
-        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    def open_page(look, width=1280):
+        view(width, height=900)
         (tmp_path / "inspect.html").write_text(render(look), encoding="utf-8")
         browser.get((tmp_path / "inspect.html").as_uri())
         return browser
 
     complaints(browser)  # of pages before
-    yield open_page
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    return open_page
 
 
 def found(browser, selector):
@@ -42,8 +37,15 @@ def one(browser, selector):
     return browser.find_element(By.CSS_SELECTOR, selector)
 
 
-def colours(elements):
-    return [element.value_of_css_property("background-color") for element in elements]
+def property_of(browser, name, elements):
+    """A property of each element; one by one, Selenium would ask a thousand times."""
+    return browser.execute_script("return arguments[0].map((element) => element[arguments[1]])", elements, name)
+
+
+def colours(browser, elements):
+    """CSS colours of their backgrounds: `rgb(…)` where opaque."""
+    script = "return arguments[0].map((element) => getComputedStyle(element).backgroundColor)"
+    return browser.execute_script(script, elements)
 
 
 def test_it_opens_without_a_word_and_without_the_network(browser, opened):
@@ -89,7 +91,7 @@ def test_the_lens_says_what_the_file_says(browser, opened, model):
     opened(look)
     table = look["lens"][model]
     cells = found(browser, f"#lens-{model} td[role=gridcell]")
-    assert [cell.get_attribute("textContent") for cell in cells] == [token for row in table["token"] for token in row]
+    assert property_of(browser, "textContent", cells) == [token for row in table["token"] for token in row]
     browser.execute_script("arguments[0].focus()", cells[-1])
     said = one(browser, "#lens-numbers").text
     assert said.startswith("layer 2, after “bad” (position 10 of 11): base says “")
@@ -102,13 +104,13 @@ def test_the_lens_says_what_the_file_says(browser, opened, model):
 def test_arrow_keys_walk_over_the_cells(browser, opened):
     opened(inspection())
     cells = found(browser, "#lens-tuned td[role=gridcell]")
-    assert [cell.get_attribute("tabindex") for cell in cells] == ["0"] + ["-1"] * (len(cells) - 1)
+    assert property_of(browser, "tabIndex", cells) == [0] + [-1] * (len(cells) - 1)
     cells[0].send_keys(Keys.ARROW_DOWN, Keys.ARROW_LEFT)  # there is nothing to the left
     active = browser.switch_to.active_element
     assert active == cells[4]
     active.send_keys(Keys.END)
     assert browser.switch_to.active_element == cells[7]
-    assert [cell.get_attribute("tabindex") for cell in cells].count("0") == 1
+    assert property_of(browser, "tabIndex", cells).count(0) == 1
 
 
 def test_position_and_shade_can_be_chosen(browser, opened):
@@ -117,9 +119,7 @@ def test_position_and_shade_can_be_chosen(browser, opened):
     select = Select(one(browser, "#position"))
     assert select.first_selected_option.text == "9: felt → bad"
     select.select_by_index(0)
-    rows = [
-        [cell.get_attribute("textContent") for cell in found(row, "th, td")] for row in found(browser, "#column tr")
-    ]
+    rows = [property_of(browser, "textContent", found(row, "th, td")) for row in found(browser, "#column tr")]
     lens = look["lens"]
     assert len(rows) == 4
     for i, row in enumerate(rows[1:]):
@@ -129,10 +129,10 @@ def test_position_and_shade_can_be_chosen(browser, opened):
         )
         assert row == [lens["layers"][i], *base, *tuned, two_digits(lens["kl"][i][0])]
     cells = found(browser, "#lens-base td[role=gridcell]")
-    shades = [colours(cells)]
+    shades = [colours(browser, cells)]
     for name in ("rank", "kl"):
         Select(one(browser, "#shade")).select_by_value(name)
-        shades.append(colours(cells))
+        shades.append(colours(browser, cells))
     assert len(set(map(tuple, shades))) == 3
     assert set(shades[2][:4]) == {"rgba(230, 97, 1, 0)"}  # no KL before the first layer
     assert complaints(browser) == []
@@ -166,13 +166,13 @@ def test_a_chosen_head_shows_its_attention(browser, opened):
     assert one(browser, "#head").text == "layer 1 head 1, from “felt”"
     assert f"changed by {two_digits(changes[0])}" in one(browser, "#attention-numbers").text
     spans = found(browser, "#head-tokens .strip:last-child span[tabindex]")
-    assert [span.get_attribute("textContent") for span in spans] == look["tokens"][:7]
+    assert property_of(browser, "textContent", spans) == look["tokens"][:7]
     browser.execute_script("arguments[0].focus()", spans[1])
     first = heads[0]
     before, after = two_digits(first["base"][1]), two_digits(first["tuned"][1])
     said = f"“film”: attention {before} in the base model, {after} in the tuned one"
     assert one(browser, "#attention-numbers").text == said
-    alphas = [float(colour.split(",")[-1].strip(" )")) for colour in colours(spans)]
+    alphas = [float(colour.split(",")[-1].strip(" )")) for colour in colours(browser, spans)]
     assert alphas.index(max(alphas)) == first["tuned"].index(max(first["tuned"]))
 
 
@@ -182,10 +182,10 @@ def test_signs_have_colours_of_their_own(browser, opened):
     cells = found(browser, "#values td[role=gridcell]")
     numbers = [x for row in look["critic"]["values"] for x in row]
     assert [cell.text for cell in cells] == [two_digits(x) for x in numbers]
-    assert [colour.startswith("rgba(94, 60, 153") for colour in colours(cells)] == [x < 0 for x in numbers]
+    assert [colour.startswith("rgba(94, 60, 153") for colour in colours(browser, cells)] == [x < 0 for x in numbers]
     spans = found(browser, "#gradient .strip:first-child span[tabindex]")
     gradients = look["attention"]["input_gradient"]["base"]
-    assert [colour.startswith("rgba(94, 60, 153") for colour in colours(spans)] == [x < 0 for x in gradients]
+    assert [colour.startswith("rgba(94, 60, 153") for colour in colours(browser, spans)] == [x < 0 for x in gradients]
 
 
 def test_odd_tokens_stay_text(browser, opened):
@@ -215,14 +215,16 @@ def test_a_page_without_critic_and_attention_weights_opens_without_a_word(browse
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_narrow_and_wide_in_light_and_dark(browser, opened, width, scheme):
-    opened(inspection([f" word{i}" for i in range(60)], 50, 54, layers=12, heads=12), width, scheme)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    ground = one(browser, "body").value_of_css_property("background-color")
-    assert ground == {"light": "rgba(255, 255, 255, 1)", "dark": "rgba(19, 19, 24, 1)"}[scheme]
-    above = {"light": "rgba(230, 97, 1", "dark": "rgba(230, 120, 20"}[scheme]
-    assert all(colour.startswith(above) for colour in colours(found(browser, "#lens-base td[role=gridcell]")[:13]))
-    ink = one(browser, "#values td[role=gridcell]").value_of_css_property("color")
-    shades = set(colours(found(browser, "#values td[role=gridcell]")))
-    assert min(contrast(ink, over(shade, ground)) for shade in shades) > 4.5
+def test_it_fits_narrow_and_wide_in_light_and_dark(browser, opened, view, width):
+    opened(inspection([f" word{i}" for i in range(60)], 50, 54, layers=12, heads=12), width)
+    for scheme in ("light", "dark"):
+        view(width, scheme, height=900)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        (ground,) = colours(browser, found(browser, "body"))
+        assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(19, 19, 24)"}[scheme]
+        above = {"light": "rgba(230, 97, 1", "dark": "rgba(230, 120, 20"}[scheme]
+        first = found(browser, "#lens-base td[role=gridcell]")[:13]
+        assert all(colour.startswith(above) for colour in colours(browser, first))
+        ink = one(browser, "#values td[role=gridcell]").value_of_css_property("color")
+        shades = set(colours(browser, found(browser, "#values td[role=gridcell]")))
+        assert min(contrast(ink, over(shade, ground)) for shade in shades) > 4.5

@@ -120,7 +120,8 @@ def test_lines_end_where_they_end():
 @pytest.mark.slow
 def test_a_run_of_ten_thousand_iterations_stays_small():
     metrics = [{"iteration": i, "seconds": 1.0} | {f"metric_{k}": i * k for k in range(40)} for i in range(1, 10_001)]
-    samples = [sample(i, tokens=24, advantages=[0.1] * 24) for i in range(1, 10_001) for _ in range(8)]
+    one = sample(tokens=24, advantages=[0.1] * 24)
+    samples = [one | {"iteration": i} for i in range(1, 10_001) for _ in range(8)]
     page = render(made(samples, [row | {"reward": 1.0} for row in metrics]))
     assert len(page) < 8e6
     data = data_of(page)
@@ -208,9 +209,8 @@ def test_an_episode_has_numbers_of_acted_tokens_only():
 @pytest.mark.slow
 def test_observations_hardly_count_in_the_limit():
     """25 characters of an observation count as a token, and 2,000 are shown."""
-    long = [
-        episode(("assistant", ["a"]), ("tool", ["好 "] * 5_000), iteration=i, after="b" * 9_000) for i in range(1, 1001)
-    ]
+    one = episode(("assistant", ["a"]), ("tool", ["好 "] * 5_000), after="b" * 9_000)
+    long = [one | {"iteration": i} for i in range(1, 1001)]
     metrics = [{"iteration": i, "reward": 1.0} for i in range(1, 1001)]
     page = render(made(long, metrics))
     assert len(page.encode()) < LARGEST
