@@ -181,7 +181,7 @@ def _end(pids, limit, grace):
             _signal(left, signal.SIGTERM)
         elif kill_at is not None and now > kill_at:
             _signal(left, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def _signal(pids, number):
