@@ -66,7 +66,7 @@ def trainer(kind, folder, shard, iterations=ITERATIONS):
         "rollout": RolloutConfig(batch_size=16, max_new_tokens=12),
         "ppo": UpdateConfig(epochs=2, minibatches=4),
         "optim": OptimConfig(warmup=0),
-        "run": quiet(folder, iterations, save_every=SAVED, shard=shard),
+        "run": quiet(folder, iterations, save_every=min(SAVED, iterations - 1), shard=shard),
     }
     return PPOTrainer(args=text_config(folder, **small | kinds()[kind]))
 
@@ -79,7 +79,7 @@ def train(names, folder, iterations=ITERATIONS):
 
 
 def go_on(names, folder, sources, iterations=ITERATIONS):
-    """Go on with runs that other processes saved, from their first checkpoint, of iteration 3."""
+    """Go on with runs that other processes saved, from their first checkpoint."""
     from tokencredit.processes import Processes
 
     processes = Processes()

@@ -39,7 +39,7 @@ def _warm(monkeypatch):
 @pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize(
     ("command", "iterations"),
-    [pytest.param(TEXT, 14, id="text"), pytest.param(CONTROL, 40, id="control", marks=pytest.mark.proof)],
+    [pytest.param(TEXT, 10, id="text"), pytest.param(CONTROL, 40, id="control", marks=pytest.mark.proof)],
 )
 def test_killed_in_training_and_while_saving_a_run_ends_as_if_it_had_not_been(command, iterations, tmp_path):
     command = [*command, "--run.iterations", str(iterations), "--run.save_every", "1"]

@@ -16,7 +16,7 @@ from tokencredit.cli import main
 pytestmark = pytest.mark.slow
 
 OPTIONS = ["--model.dtype", "float32", "--rollout.batch_size", "16", "--rollout.max_new_tokens", "10"]
-OPTIONS += ["--ppo.minibatches", "5", "--run.show_every", "0"]
+OPTIONS += ["--ppo.epochs", "1", "--ppo.minibatches", "5", "--run.show_every", "0"]
 
 
 FREED = """
@@ -54,16 +54,16 @@ def written(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of four iterations: in one process, in two with DDP and sharded, and gone on with by others after three.
+    """Runs of two iterations: in one process, in two with DDP and sharded, and gone on with by others after the first.
 
-    `make processes` trains the other kinds, also in four processes.
+    `make processes` trains the other kinds, for longer, also in four processes.
     """
     folder, kinds = tmp_path_factory.mktemp("runs"), ["everything"]
-    processes_matrix.train(kinds, folder, 4)
-    options = ("--train", "--iterations", 4, "--folder", folder, "--kinds", *kinds, "--sources", "2 sharded")
+    processes_matrix.train(kinds, folder, 2)
+    options = ("--train", "--iterations", 2, "--folder", folder, "--kinds", *kinds, "--sources", "2 sharded")
     done = together(2, processes_matrix.__file__, *options, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    processes_matrix.go_on(kinds, folder, ["2 sharded"], 4)
+    processes_matrix.go_on(kinds, folder, ["2 sharded"], 2)
     return folder
 
 

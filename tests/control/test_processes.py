@@ -21,9 +21,9 @@ from tokencredit.settings.control import ControlConfig, EnvConfig
 SETTINGS = {
     "env": {"id": "InvertedPendulum-v5", "number": 4, "normalize_observations": True, "normalize_rewards": True},
     "steps": 64,
-    "eval": {"every": 5, "episodes": 2},
+    "eval": {"every": 3, "episodes": 2},
     "ppo": {"epochs": 3, "minibatches": 4},
-    "run": {"iterations": 5, "save_every": 2, "trackers": []},
+    "run": {"iterations": 3, "save_every": 2, "trackers": []},
 }
 
 
@@ -67,14 +67,14 @@ def assert_same(one, other):
 @NEEDS_GLOO
 def test_two_processes_take_the_steps_of_one_and_either_goes_on_from_the_other(folder):
     assert_same(folder / "one", folder / "two")
-    shutil.rmtree(folder / "two" / "checkpoints" / "000005")
+    shutil.rmtree(folder / "two" / "checkpoints" / "000003")
     (folder / "two" / "summary.json").unlink()
     shutil.copytree(folder / "two", folder / "again")
     assert in_two("control", "--resume", folder / "again").returncode == 0
     assert without_times(read_metrics(folder / "again")) == without_times(read_metrics(folder / "two"))
     assert main(["control", "--resume", str(folder / "two")]) == 0
     assert_same(folder / "one", folder / "two")
-    assert json.loads((folder / "two" / "summary.json").read_text())["iterations"] == 5
+    assert json.loads((folder / "two" / "summary.json").read_text())["iterations"] == 3
 
 
 def test_environments_that_cannot_be_split_are_refused():

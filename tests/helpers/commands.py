@@ -68,7 +68,7 @@ def wait_for(condition, process=None, seconds=120.0):
             return False
         if time.monotonic() > end:
             raise TimeoutError(f"waited {seconds} s")
-        time.sleep(0.002)
+        time.sleep(0.005)
     return True
 
 

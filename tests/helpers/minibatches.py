@@ -56,7 +56,7 @@ CASES = {
 EXPERIENCE = ("weighted", "aged")
 SEPARATE = {
     "separate critic": {"micro_batch_tokens": None},
-    "separate critic, micro-batches": {},
+    "separate critic, micro-batches": {"minibatches": 2},  # several rows in a process
     "separate critic, largest element": {"grad_norm_type": math.inf},
     "separate critic, not clipped": {"max_grad_norm": None},
     "separate critic, critic-only steps": {"critic_epochs": 2, "critic_buffer": 1},
@@ -188,7 +188,7 @@ def separate_learner(processes, adapter=False, optimizer="adamw", **settings):
         build_optimizer([{"params": trained, "lr": 0.05, "weight_decay": 0.01}], optimizer, hidden=hidden),
         Passes(evaluate, critic, ("states",), separate_critic=True),
         Objective(clip=0.2, value_clip=0.3, entropy_coef=0.01),
-        UpdateSettings(**{"epochs": 2, "minibatches": 6, "max_grad_norm": 0.5, "micro_batch_tokens": 8} | settings),
+        UpdateSettings(**{"epochs": 1, "minibatches": 4, "max_grad_norm": 0.5, "micro_batch_tokens": 8} | settings),
         schedule("constant"),
         torch.Generator().manual_seed(3),
         processes,

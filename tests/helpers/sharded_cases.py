@@ -204,7 +204,8 @@ RUNS = {"gathered": {"audit.every": 2, "audit.completions": 2, "audit.states": 1
 def run_settings(models):
     """Settings of a short run."""
     own = {"model.name": str(models / "gpt2"), "run.iterations": 2, "eval.every": 1, "eval.samples": 4}
-    own |= {"optim.eps": 1e-4, "run.show_every": 0, "run.trackers": []}  # Adam would turn rounding into steps
+    own |= {"optim.eps": 1e-4, "ppo.epochs": 2}  # Adam would turn rounding into steps
+    own |= {"run.show_every": 0, "run.trackers": []}
     return SMALL | SEPARATE | own
 
 

@@ -1,8 +1,9 @@
 """Processes that start with PyTorch, Transformers and the package imported: forks of a process that did nothing else.
 
-The imports take 5 seconds of a core, and a fork a hundredth of one. So tests start processes in this way where the
-start is not what they are about. This file is the program of the process that forks, too: it has one thread, so that
-its forks are as safe as new processes, and works on one request at a time, a line of JSON each.
+The imports take 5 seconds of a core, the parsers of the commands one more, and a fork a hundredth of one. So tests
+start processes in this way where the start is not what they are about. This file is the program of the process that
+forks, too: it has one thread, so that its forks are as safe as new processes, and works on one request at a time, a
+line of JSON each.
 """
 
 import atexit
@@ -197,7 +198,7 @@ def _end(pids, limit, grace):
             _signal(left, signal.SIGTERM)
         elif kill_at is not None and now > kill_at:
             _signal(left, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def _signal(pids, number):
@@ -281,6 +282,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
     for library in LIBRARIES:
         importlib.import_module(library)
+    for parser, _ in sys.modules["tokencredit.commands"].COMMANDS.values():
+        parser()  # kept by the package: reading the help texts takes a second of a core
     if Path("/proc/self/task").exists():
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be in the forks"
     gc.freeze()

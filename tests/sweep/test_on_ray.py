@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from helpers.commands import command, start_command, wait_for
+from helpers.commands import COMMAND, command, start_command, wait_for
 from helpers.files import count_lines, read_metrics, without_times
+from helpers.warm import python
 from sweep.test_runner import LONG, sweep_file
 from tokencredit.cli import main
 from tokencredit.settings.parsing import configure
@@ -65,7 +66,7 @@ def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(clus
 
 @pytest.mark.slow
 def test_a_sweep_runs_on_a_cluster_and_is_compared_without_a_pickle(cluster, tmp_path):
-    done = command("sweep", sweep_file(tmp_path), "--on", "ray", "--cores", "1")
+    done = python(*COMMAND, "sweep", sweep_file(tmp_path), "--on", "ray", "--cores", "1")
     assert done.returncode == 0, done.stderr
     assert "1 of 1 finished" in done.stdout
     assert (tmp_path / "out" / "comparison" / "comparison.html").is_file()
@@ -88,7 +89,7 @@ def test_a_folder_that_nodes_do_not_share_is_one_message(cluster, tmp_path, monk
 @pytest.mark.slow
 def test_an_address_without_a_cluster_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    done = command("sweep", sweep_file(tmp_path), "--on", "ray")
+    done = python(*COMMAND, "sweep", sweep_file(tmp_path), "--on", "ray")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "found no Ray cluster at RAY_ADDRESS=127.0.0.1:1; start one with `ray start --head`" in done.stderr
