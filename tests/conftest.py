@@ -5,6 +5,8 @@ import os
 
 # Tests run side by side, and their models are small: two threads each would mostly wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else importing torch._inductor starts processes that compile, of ten seconds each.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from pathlib import Path
 from shutil import which

@@ -10,7 +10,7 @@ import pytest
 import audit_doctor
 from audit_doctor import AUDIT, HEALTHY, ILL, trained
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.proof]
 NAME = "vowels"
 
 

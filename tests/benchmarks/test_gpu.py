@@ -33,6 +33,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_what_is_exact_is_exact_on_a_cpu(results):
     rows = [row for row in results["rows"] if row["part"] == "correctness" and row["goal"] is not None]
     assert len(rows) == 12, "six for each of two models"
@@ -40,6 +41,7 @@ def test_what_is_exact_is_exact_on_a_cpu(results):
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_kernels_and_waits_are_counted(results):
     rows = {(row["part"], row["name"]): row["value"] for row in results["rows"]}
     assert rows["decoding", "static cache, waits per step"] == 1, "on a CPU each step looks which rows go on"

@@ -57,6 +57,7 @@ def test_the_share_of_praise_can_be_chosen():
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_there_are_more_than_a_million_distinct_reviews_of_either_kind():
     # Among n draws from N equally likely texts, n(n-1)/2N pairs coincide; texts of unequal chances coincide more often,
     # so the estimate of N is a lower bound on how many there are.

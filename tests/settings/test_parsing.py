@@ -81,3 +81,10 @@ def test_a_world_is_that_of_its_configuration():
 def test_a_configuration_is_filled_in_for_its_world():
     assert configure(TEXT, {"kl": {"coef": "1e-2"}})["kl"]["coef"] == 0.01
     assert configure(CONTROL, {"steps": 64})["steps"] == 64
+
+
+def test_configurations_of_dicts_have_defaults_of_their_own():
+    one = PPOConfig.from_dict({"rollout.stop": ["."]})
+    one.reward.clear()
+    one.rollout.stop.append("x")
+    assert PPOConfig.from_dict({}) == PPOConfig()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -291,7 +292,10 @@ def from_dict(kind: type[Config], settings: Mapping[str, Any], no_code: bool = F
     try:
         with plainly():
             check_groups(_namespace(groups), parser.every_key)
-            return to_config(parser.parse_string(dump_yaml(groups)), kind, no_code)
+            # jsonargparse's own merging of defaults takes most of the time of a configuration.
+            options = deepcopy(parser.every_key)
+            options.update(parser.parse_string(dump_yaml(groups), defaults=False))
+            return to_config(options, kind, no_code)
     except ArgumentError as error:
         raise ConfigError(explain(str(error), [], parser, kind)) from error
 

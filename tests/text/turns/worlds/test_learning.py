@@ -18,6 +18,7 @@ def rewards(tmp_path, recipe, *settings):
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_the_policy_of_the_grid_learns_from_half_of_the_recipes_batch(tmp_path):
     solved = rewards(tmp_path, "grid.yaml", "--run.iterations", "5", "--rollout.batch_size", "64")
     assert 0.2 < solved[0] <= 0.45
