@@ -385,6 +385,11 @@ def studies() -> Studies:
     return {path.stem: read(path.stem) for path in DATA.glob("*.json")}
 
 
+def corrected(study: Study) -> list[tuple[str, str]]:
+    """Each variant with a correction, such as `age=2,clip`, and the variant of that age without one."""
+    return [(variant, variant.split(",")[0]) for variant in study if "," in variant]
+
+
 def tables(found: Studies) -> dict[str, str]:
     """The tables of the page, by their names in it."""
     sentiment, learning = found["negative-sentiment"], found["at-kl-0.5"]
@@ -501,15 +506,9 @@ def tables(found: Studies) -> dict[str, str]:
             pairs=[("large", "tiny")],
         ),
         "turns": table(at_equal_tokens(found["turns"]), solved, base="token-gae"),
-        "ages": table(
-            found["ages"],
-            aged,
-            base="age=0",
-            pairs=[
-                (f"age={age},{correction}", f"age={age}")
-                for correction in ("clip", "interpolated")
-                for age in (1, 2, 4, 8)
-            ],
+        "ages": table(found["ages"], aged, base="age=0", pairs=corrected(found["ages"])),
+        "ages-large-steps": table(
+            found["ages-large-steps"], aged, base="age=0", pairs=corrected(found["ages-large-steps"])
         ),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
         "planted-squared": length_table(found["planted-credit"], first, "shown_squared"),

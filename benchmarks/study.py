@@ -49,6 +49,7 @@ STUDIES = {
     "planted-kinds": "planted-credit/kinds.yaml",
     "turns": "turns/sweep.yaml",
     "ages": "ages/sweep.yaml",
+    "ages-large-steps": "ages/large-steps.yaml",
 }
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
