@@ -3,10 +3,9 @@
     python benchmarks/sharding.py [--size small|tiny] [--only NAME …]
 
 One PPO iteration of policy, separate critic and reference model, from loading to `policy/`. Each process samples its
-anonymous memory (`RssAnon` of /proc/self/status) every 5 ms. That is what it holds itself: the pages of a weights file
-that it maps to read are the operating system's, and left out. Memory at the start of loading, which Python and the
-libraries hold, is subtracted. MALLOC_MMAP_THRESHOLD_ makes the C library return large freed blocks to the system;
-else it keeps them, and the peaks show that rather than the need. Nothing else should run.
+resident memory (`VmRSS` of /proc/self/status) every 5 ms, less that at the start of loading, which Python and the
+libraries hold. MALLOC_MMAP_THRESHOLD_ makes the C library return large freed blocks to the system; else it keeps them,
+and the peaks show that rather than the need. Nothing else should run.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def anonymous() -> int:
-    """Anonymous memory of this process, in bytes."""
+def resident() -> int:
+    """Resident memory of this process, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 class Peak(threading.Thread):
@@ -62,12 +61,12 @@ class Peak(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.start_memory, self.stage, self.of, self.stopped = anonymous(), "loading", dict[str, int](), False
+        self.start_memory, self.stage, self.of, self.stopped = resident(), "loading", dict[str, int](), False
 
     def run(self) -> None:
         """Sample every 5 ms."""
         while not self.stopped:
-            self.of[self.stage] = max(self.of.get(self.stage, 0), anonymous() - self.start_memory)
+            self.of[self.stage] = max(self.of.get(self.stage, 0), resident() - self.start_memory)
             time.sleep(0.005)
 
     def begins(self, name: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import sys
 from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.processes import Processes
+from tokencredit.settings.training import ShardingConfig
 from tokencredit.text.models.sharded_loading import Sharding, named
 from tokencredit.text.rewards.calls import RewardError
 
@@ -32,13 +34,15 @@ CONTINUOUS = {"rollout.engine": "continuous"}
 def models(model_folders, tokenizer, tmp_path_factory):
     """A folder of small models, an adapter and one whose trunk is inside a wrapper among them."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("gpt2", "llama", "qwen3"):
+    for name in ("llama", "qwen3"):
         (folder / name).symlink_to(model_folders[name])
+    odd = {"vocab_size": len(tokenizer) + 1}  # rows that cannot be shared out evenly, as in GPT-2 itself
+    random_lm("gpt2", tokenizer, **SHAPE | odd).save_pretrained(folder / "gpt2")
     random_lm("opt", tokenizer, **SHAPE, ffn_dim=48, word_embed_proj_dim=32).save_pretrained(folder / "opt")
     config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
     torch.manual_seed(0)
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "llama"), config).save_pretrained(folder / "adapter")
-    for name in ("opt", "adapter"):
+    for name in ("gpt2", "opt", "adapter"):
         tokenizer.save_pretrained(folder / name)
     return folder
 
@@ -148,6 +152,15 @@ def test_names_of_layers_are_those_of_modules(model_folders):
     assert named(model.model, ["model.layers.*.mlp"]) == ["layers.*.mlp"], "a critic's trunk has no prefix"
     with pytest.raises(ConfigError, match=r"'transformer\.h\.\*', which names no module of LlamaForCausalLM"):
         named(model, ["transformer.h.*"])
+
+
+def test_layers_that_share_weights_with_others_are_refused(model_folders):
+    sharding = Sharding(ShardingConfig(layers=["transformer.wte", "transformer.h.*.mlp"]), Processes())
+    with pytest.raises(ConfigError, match=r"sharding\.layers has transformer\.wte, whose weights are tied with others"):
+        sharding.names(AutoModelForCausalLM.from_pretrained(model_folders["gpt2"]))
+    untied = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
+    layers = ShardingConfig(layers=["model.embed_tokens", "model.layers.*.mlp", "lm_head"])
+    assert replace(sharding, settings=layers).names(untied) == ["model.embed_tokens", "model.layers.*.mlp", "lm_head"]
 
 
 def test_with_an_old_transformers_models_are_loaded_whole(monkeypatch, model_folders):

@@ -70,6 +70,27 @@ def shard_alike(module: nn.Module, other: nn.Module) -> None:
     shard(module, map(module.get_submodule, parts), reshard_after_forward=reshard, mesh=mesh)
 
 
+def join_tied(module: nn.Module) -> None:
+    """Have each parameter that several modules share gathered, and its gradient reduced, once.
+
+    Transformers ties the parameters of a model that it loads after it has sharded them. FSDP then has such a parameter
+    several times, and processes whose part of the rows is smaller would gather old ones after a step.
+    """
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state = cast(Any, part)._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            first: dict[nn.Parameter, Any] = {}
+            for own in group.fsdp_params:
+                info = own._module_info
+                kept = first.setdefault(getattr(info.module, info.param_name), own)._module_info
+                if kept is not info:
+                    kept.shared_modules.append(info.module)
+                    kept.shared_param_names.append(info.param_name)
+            group.fsdp_params = list(first.values())
+
+
 def allow_within(module: nn.Module, reshard_after_forward: bool = True) -> None:
     """Prepare a module that a library has sharded for `within`."""
     sharded = cast(FSDPModule, module)

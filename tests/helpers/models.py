@@ -21,7 +21,7 @@ def random_lm(family, tokenizer, **config):
 
     torch.manual_seed(0)
     ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": None}
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **ids | config)
+    config = AutoConfig.for_model(family, **{"vocab_size": len(tokenizer)} | ids | config)
     return loud(AutoModelForCausalLM.from_config(config).eval())
 
 

@@ -8,7 +8,7 @@ from helpers.shapes import SMALL
 from tokencredit import PPOConfig
 from tokencredit.plan import calibration
 from tokencredit.plan.calibration import Timings, affordable, calibrate, extrapolated
-from tokencredit.plan.communication import reduced_bytes
+from tokencredit.plan.communication import Exchanged, exchange_rates, exchanged_bytes
 from tokencredit.plan.duration import stage_seconds
 from tokencredit.plan.memory import Batch, Setup, trained_parameters
 from tokencredit.plan.shape import parameters
@@ -75,13 +75,32 @@ def test_large_models_are_timed_with_fewer_layers_and_rows(monkeypatch):
 def test_bytes_that_processes_exchange():
     shape, batch = SMALL["gpt2"], Batch(rows=8, prompt=4, new=5, minibatches=2)
     setup = Setup(device="cpu", dtype="float32")
-    assert reduced_bytes(shape, batch, setup, epochs=3) == 0
+    assert exchanged_bytes(shape, batch, setup, epochs=3) == Exchanged()
     several = replace(setup, processes=2)
-    assert reduced_bytes(shape, batch, several, epochs=3) == 6 * 4 * trained_parameters(shape, several)
     policy, trained = 4 * parameters(shape), 4 * trained_parameters(shape, several)
-    gathered = reduced_bytes(shape, batch, replace(several, shard="full"), epochs=3)
-    # Six passes gather twice and scatter once; the reference and the rollout gather the policy once.
-    assert gathered == (6 * 3 * trained + policy + policy) / 2
+    assert exchanged_bytes(shape, batch, several, epochs=3) == Exchanged(reduced=6 * trained)
+    sharded = replace(several, shard="full")
+    # Six passes with gradients; the reference and the rollout gather the policy once.
+    assert exchanged_bytes(shape, batch, sharded, epochs=3) == Exchanged(read=2 * policy, trained=6 * trained)
+    # Five tokens gather it each; the critic's values take another pass.
+    slow = replace(sharded, gathered=False, critic="separate", reference=False)
+    both = 4 * trained_parameters(shape, slow)
+    assert exchanged_bytes(shape, batch, slow, epochs=3) == Exchanged(
+        read=5 * policy + (both - policy), trained=6 * both
+    )
+
+
+def test_seconds_of_an_exchange():
+    assert Exchanged().seconds(Exchanged()) == 0
+    assert Exchanged(read=6.0, trained=8.0).seconds(Exchanged(read=3.0, trained=2.0)) == 2 + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "kinds"), [("none", {"reduced"}), ("full", {"read", "trained"})])
+def test_rates_are_measured_for_what_a_run_exchanges(shard, kinds):
+    rates = vars(exchange_rates(Setup(device="cpu", dtype="float32", processes=2, shard=shard)))
+    assert {kind for kind, rate in rates.items() if rate} == kinds
+    assert all(1e6 < rate < 1e12 for rate in rates.values() if rate)
 
 
 def test_no_time_without_memory_for_two_layers():

@@ -2,57 +2,113 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from tokencredit.plan.memory import Batch, Setup, micro_rows, trained_parameters
 from tokencredit.plan.shape import FLOAT, Shape, parameters
+from tokencredit.processes import return_freed_memory
+from tokencredit.sharding import shard
 
 BUCKET = 2**25
-"""Bytes of the timed all-reduce, about one bucket of DDP."""
+"""Bytes of what is timed: about a bucket of DDP, and of the sharded weights of `LAYERS` layers together."""
+LAYERS = 8
 REPEATS = 5
 
 
-def reduced_bytes(shape: Shape, batch: Batch, setup: Setup, epochs: int) -> float:
-    """Bytes that are all-reduced per iteration; a gather and a scatter of sharded weights count half each.
+@dataclass(frozen=True)
+class Exchanged:
+    """Bytes of whole weights and gradients that an iteration's communication is about.
 
-    DDP reduces the gradients once per minibatch. Sharded models are gathered for each forward and backward pass, and
-    their gradients scattered; once for a rollout with `sharding.sampling: gathered`, or for each token with `layers`.
+    Attributes:
+        reduced: gradients of whole models, which DDP reduces once per minibatch.
+        read: sharded weights that are gathered for passes without gradients.
+        trained: sharded weights of passes with gradients: gathered twice, and their gradients scattered.
+    """
+
+    reduced: float = 0.0
+    read: float = 0.0
+    trained: float = 0.0
+
+    def seconds(self, rates: Exchanged) -> float:
+        """Seconds at these rates, in bytes per second."""
+        return sum((amount / vars(rates)[kind] for kind, amount in vars(self).items() if amount), 0.0)
+
+
+def exchanged_bytes(shape: Shape, batch: Batch, setup: Setup, epochs: int) -> Exchanged:
+    """What the processes exchange in an iteration.
+
+    Sharded models are gathered for each pass. The policy is, once more, for a rollout with
+    `sharding.sampling: gathered`, and for each token with `layers`.
     """
     minibatches, trained = batch.minibatches * epochs, FLOAT * trained_parameters(shape, setup)
     if setup.processes == 1:
-        return 0.0
+        return Exchanged()
     if setup.shard == "none":
-        return minibatches * trained
+        return Exchanged(reduced=minibatches * trained)
     rows = -(-batch.rows // batch.minibatches)
     passes = minibatches * -(-rows // micro_rows(rows, batch, setup))
     policy, scored = FLOAT * parameters(shape), -(-batch.rows // micro_rows(batch.rows, batch, setup))
     sampling = policy * (1 if setup.gathered else batch.new)
-    return (passes * 3 * max(policy, trained) + (setup.half + setup.reference) * scored * policy + sampling) / 2
+    critic = max(trained - policy, 0) if setup.critic == "separate" else 0
+    read = sampling + scored * ((setup.half + setup.reference) * policy + critic)
+    return Exchanged(read=read, trained=passes * max(policy, trained))
 
 
-def reduce_rate(count: int) -> float:
-    """Bytes per second of an all-reduce between `count` new processes on this machine, by gloo."""
+def exchange_rates(setup: Setup) -> Exchanged:
+    """Bytes per second of each kind of communication between new processes on this machine, by gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_reduce, (count, folder), nprocs=count)
-        return BUCKET / float((Path(folder) / "seconds").read_text(encoding="utf-8"))
+        spawn(_exchange, (setup, folder), nprocs=setup.processes)
+        return Exchanged(**json.loads((Path(folder) / "rates.json").read_text(encoding="utf-8")))
 
 
-def _reduce(rank: int, count: int, folder: str) -> None:
-    """Time an all-reduce in one of the processes; the first writes the least time to a file."""
+def _exchange(rank: int, setup: Setup, folder: str) -> None:
+    """Time communication in one of the processes; the first writes the rates to a file."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
-    tensor, spent = torch.ones(BUCKET // FLOAT), []
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=setup.processes)
+    rates = {}
+    if setup.shard == "none":
+        gradients = torch.ones(BUCKET // FLOAT)
+        rates["reduced"] = BUCKET / median_seconds(lambda: distributed.all_reduce(gradients))
+    else:
+        return_freed_memory()  # as in such a run, whose passes then take longer
+        width = int((BUCKET / FLOAT / LAYERS) ** 0.5)
+        model, row = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS))), torch.ones(1, width)
+
+        def read() -> None:
+            with torch.no_grad():
+                model(row)
+
+        def train() -> None:
+            model(row).sum().backward()
+            model.zero_grad()
+
+        alone = {"read": median_seconds(read), "trained": median_seconds(train)}
+        shard(model, model.children(), mesh=init_device_mesh("cpu", (setup.processes,)))
+        together = {"read": median_seconds(read), "trained": median_seconds(train)}
+        rates = {kind: BUCKET / max(together[kind] - alone[kind], 1e-9) for kind in alone}
+    if rank == 0:
+        (Path(folder) / "rates.json").write_text(json.dumps(rates), encoding="utf-8")
+    distributed.destroy_process_group()
+
+
+def median_seconds(call: Callable[[], object]) -> float:
+    """Median seconds of a call that all processes make together, after a first one."""
+    call()
+    spent = []
     for _ in range(REPEATS):
         distributed.barrier()
         started = time.perf_counter()
-        distributed.all_reduce(tensor)
+        call()
         spent.append(time.perf_counter() - started)
-    if rank == 0:
-        (Path(folder) / "seconds").write_text(str(sorted(spent)[REPEATS // 2]), encoding="utf-8")
-    distributed.destroy_process_group()
+    return sorted(spent)[REPEATS // 2]

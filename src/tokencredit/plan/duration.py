@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tokencredit.plan.calibration import Timings, calibrate
-from tokencredit.plan.communication import reduce_rate, reduced_bytes
+from tokencredit.plan.communication import exchange_rates, exchanged_bytes
 from tokencredit.plan.work import Work
-from tokencredit.processes import Processes
+from tokencredit.processes import Processes, return_freed_memory
 
 
 def stage_seconds(work: Work, timings: Timings) -> dict[str, float]:
@@ -37,11 +37,13 @@ def estimate(work: Work, memory: float | None) -> dict[str, float] | None:
 
     Communication is timed between processes on a CPU; that between GPUs is left out.
     """
+    if work.setup.shard == "full":
+        return_freed_memory()  # as in such a run, whose passes then take longer
     timings = calibrate(work, Processes(), memory)
     if timings is None:
         return None
     stages = stage_seconds(work, timings)
     if work.setup.processes > 1 and work.setup.device == "cpu":
-        moved = reduced_bytes(work.model.shape, work.mean, work.setup, work.config.ppo.epochs)
-        stages["communication"] = moved / reduce_rate(work.setup.processes)
+        exchanged = exchanged_bytes(work.model.shape, work.mean, work.setup, work.config.ppo.epochs)
+        stages["communication"] = exchanged.seconds(exchange_rates(work.setup))
     return stages

@@ -76,11 +76,6 @@ def plan_work(config: PPOConfig, options: Options) -> Work:
     rows, update = -(-config.rollout.batch_size // options.processes), config.ppo
     passes = update.epochs, update.minibatches
     assumptions += unplanned(config)
-    if config.run.shard == "full":
-        assumptions.append(
-            "peak and time of sharded models are too low: in a measured run of two processes both were 1.35 times"
-            " as high"
-        )
     return Work(
         model,
         Batch(rows, max(lengths), longest, *passes),

@@ -20,7 +20,7 @@ from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ShardingConfig
-from tokencredit.sharding import allow_within, is_sharded, shard
+from tokencredit.sharding import allow_within, is_sharded, join_tied, shard
 from tokencredit.text.models.architecture import layers_name, trunk_of
 
 GATHERED_ALONE = "free_full_weight"
@@ -98,9 +98,15 @@ class Sharding:
         return self.frozen and self.settings.offload == "frozen"
 
     def names(self, model: PreTrainedModel) -> list[str]:
-        """Names of the modules that are gathered one at a time, with * for a number."""
+        """Names of the modules that are gathered one at a time, with * for a number.
+
+        Raises:
+            ConfigError: a name is no module's, or a module shares weights with the rest of the model.
+        """
         if self.settings.layers is not None:
-            return named(model, self.settings.layers)
+            names = named(model, self.settings.layers)
+            check_untied(model, names)
+            return names
         trunk = model if model.get_output_embeddings() is None else trunk_of(model)
         layers = layers_name(trunk)
         if layers is None:
@@ -113,6 +119,7 @@ class Sharding:
     def prepare(self, model: PreTrainedModel) -> None:
         """Prepare a model, or a trunk, that was loaded with `options`: one that was loaded whole is sharded now."""
         if is_sharded(model):
+            join_tied(model)
             # Loaded weights are views of a mapping of the whole file, whose pages would stay in memory.
             model._apply(torch.clone)
             allow_within(model, self.settings.reshard_after_forward)
@@ -162,6 +169,25 @@ def named(model: nn.Module, names: Iterable[str]) -> list[str]:
             )
         found.append(match)
     return found
+
+
+def check_untied(model: nn.Module, names: Iterable[str]) -> None:
+    """Check that the modules of these names, with * for a number, share no weights with each other or with the rest.
+
+    Raises:
+        ConfigError: one does; its weights cannot be gathered both with it and with the rest.
+    """
+    wanted, owners = set(names), dict[nn.Parameter, str]()
+    for name, module in model.named_modules():
+        parents = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
+        owner = next((parent for parent in parents if {parent, wildcard(parent)} & wanted), "")
+        for parameter in module.parameters(recurse=False):
+            other = owners.setdefault(parameter, owner)
+            if other != owner:
+                raise ConfigError(
+                    f"sharding.layers has {wildcard(owner or other)}, whose weights are tied with others of "
+                    f"{type(model).__name__}, so it cannot be gathered alone; leave it out"
+                )
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:
