@@ -2,11 +2,16 @@
 
 import importlib.util
 import os
+import signal
 
 # Tests run side by side, and their models are small: two threads each would mostly wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else importing torch._inductor starts processes that compile, of ten seconds each.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# A shell starts what runs in its background without Ctrl-C, and so would be the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 from shutil import which

@@ -96,11 +96,10 @@ def test_seconds_of_an_exchange():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shard", "kinds"), [("none", {"reduced"}), ("full", {"read", "trained"})])
-def test_rates_are_measured_for_what_a_run_exchanges(shard, kinds):
-    rates = vars(exchange_rates(Setup(device="cpu", dtype="float32", processes=2, shard=shard)))
-    assert {kind for kind, rate in rates.items() if rate} == kinds
-    assert all(1e6 < rate < 1e12 for rate in rates.values() if rate)
+def test_rates_are_those_of_what_a_run_exchanges():
+    rates = exchange_rates(Setup(device="cpu", dtype="float32", processes=2, shard="full"))
+    assert rates.reduced == 0
+    assert 1e6 < rates.trained < rates.read < 1e12, "a pass with gradients exchanges three times as much"
 
 
 def test_no_time_without_memory_for_two_layers():
