@@ -4,6 +4,7 @@ import json
 import sys
 from copy import copy
 from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,7 @@ def test_rollouts_losses_and_gradients_equal_those_of_whole_models(results, case
         assert numbers["mapped"] == [], "a process keeps its part of a file in memory, and not the whole file"
         assert numbers["reference"], "the reference is sharded, or the policy itself"
         assert numbers["same origin"], "the fingerprint does not depend on sharding"
+        assert numbers["stale"] == 0, "weights that were loaded again are those that are gathered"
         assert numbers["saved alike"], "policy/ does not depend on sharding"
         assert numbers["without tokens"] == 0, "all trained tensors have a gradient, of 0, without acted tokens"
 
@@ -156,11 +158,27 @@ def test_names_of_layers_are_those_of_modules(model_folders):
 
 def test_layers_that_share_weights_with_others_are_refused(model_folders):
     sharding = Sharding(ShardingConfig(layers=["transformer.wte", "transformer.h.*.mlp"]), Processes())
-    with pytest.raises(ConfigError, match=r"sharding\.layers has transformer\.wte, whose weights are tied with others"):
+    with pytest.raises(ConfigError, match=r"so transformer\.wte cannot be gathered alone; name modules without it"):
         sharding.names(AutoModelForCausalLM.from_pretrained(model_folders["gpt2"]))
     untied = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
     layers = ShardingConfig(layers=["model.embed_tokens", "model.layers.*.mlp", "lm_head"])
     assert replace(sharding, settings=layers).names(untied) == ["model.embed_tokens", "model.layers.*.mlp", "lm_head"]
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.up_proj.weight"])
+def test_layers_of_a_model_that_share_weights_are_refused_unless_named_without_them(model_folders, part):
+    """As in Zamba, whose layers share an attention."""
+    model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
+    first, second = model.model.layers[:2]
+    owner, _, name = part.rpartition(".")
+    setattr(second.get_submodule(owner), name, attrgetter(part)(first))
+    sharding = Sharding(ShardingConfig(), Processes())
+    with pytest.raises(
+        ConfigError, match=r"layers\.\*\.mlp\.\w+_proj .* so model\.layers\.\* cannot be gathered alone"
+    ):
+        sharding.names(model)
+    rest = ShardingConfig(layers=["model.layers.*.self_attn"])
+    assert replace(sharding, settings=rest).names(model) == ["model.layers.*.self_attn"]
 
 
 def test_with_an_old_transformers_models_are_loaded_whole(monkeypatch, model_folders):

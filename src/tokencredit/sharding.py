@@ -88,6 +88,7 @@ def join_tied(module: nn.Module) -> None:
                 if kept is not info:
                     kept.shared_modules.append(info.module)
                     kept.shared_param_names.append(info.param_name)
+                    own._post_load_hook_handle.remove()  # else it would follow `load_state_dict` alone
             group.fsdp_params = list(first.values())
 
 

@@ -167,7 +167,20 @@ def compare(name, models, folder, processes):
             if processes.main:
                 alone = replace(made.pipeline.engine, in_step=None)
                 result["alone"] = float((sampled(made, alone) - sampled(plain, plain.pipeline.engine)).abs().max())
+    result["stale"] = stale_after_loading(made.policy.lm)
     return result
+
+
+def stale_after_loading(lm):
+    """How far gathered weights are from a process's own parts, after these were loaded again and changed."""
+    lm.load_state_dict(lm.state_dict())
+    with torch.no_grad():
+        for weight in lm.parameters():
+            weight.mul_(2)
+    expected = [whole(head.weight.detach()) for head in (lm.get_input_embeddings(), lm.get_output_embeddings())]
+    with gathered(lm):
+        held = [head.weight.detach() for head in (lm.get_input_embeddings(), lm.get_output_embeddings())]
+        return max(float((a - b).abs().max()) for a, b in zip(held, expected, strict=True))
 
 
 def mapped_weights():

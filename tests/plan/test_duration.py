@@ -8,9 +8,9 @@ from helpers.shapes import SMALL
 from tokencredit import PPOConfig
 from tokencredit.plan import calibration
 from tokencredit.plan.calibration import Timings, affordable, calibrate, extrapolated
-from tokencredit.plan.communication import Exchanged, exchange_rates, exchanged_bytes
+from tokencredit.plan.communication import Exchange, exchange_of, exchange_rates
 from tokencredit.plan.duration import stage_seconds
-from tokencredit.plan.memory import Batch, Setup, trained_parameters
+from tokencredit.plan.memory import Batch, Setup, critic_parameters, trained_parameters
 from tokencredit.plan.shape import parameters
 from tokencredit.plan.work import Options, plan_work
 from tokencredit.processes import Processes
@@ -75,31 +75,40 @@ def test_large_models_are_timed_with_fewer_layers_and_rows(monkeypatch):
 def test_bytes_that_processes_exchange():
     shape, batch = SMALL["gpt2"], Batch(rows=8, prompt=4, new=5, minibatches=2)
     setup = Setup(device="cpu", dtype="float32")
-    assert exchanged_bytes(shape, batch, setup, epochs=3) == Exchanged()
+    assert exchange_of(shape, batch, setup, epochs=3) == Exchange()
     several = replace(setup, processes=2)
     policy, trained = 4 * parameters(shape), 4 * trained_parameters(shape, several)
-    assert exchanged_bytes(shape, batch, several, epochs=3) == Exchanged(reduced=6 * trained)
+    assert exchange_of(shape, batch, several, epochs=3) == Exchange(reduced=6 * trained)
     sharded = replace(several, shard="full")
     # Six passes with gradients; the reference and the rollout gather the policy once.
-    assert exchanged_bytes(shape, batch, sharded, epochs=3) == Exchanged(read=2 * policy, trained=6 * trained)
-    # Five tokens gather it each; the critic's values take another pass.
-    slow = replace(sharded, gathered=False, critic="separate", reference=False)
-    both = 4 * trained_parameters(shape, slow)
-    assert exchanged_bytes(shape, batch, slow, epochs=3) == Exchanged(
-        read=5 * policy + (both - policy), trained=6 * both
+    assert exchange_of(shape, batch, sharded, epochs=3) == Exchange(read=2 * policy, trained=6 * policy)
+    # Five tokens gather it each; the critic's values take another pass, and two epochs train it alone.
+    separate = replace(sharded, gathered=False, critic="separate", reference=False)
+    trunk = 4 * critic_parameters(shape, separate)[0]
+    assert exchange_of(shape, batch, separate, epochs=3, critic_epochs=2) == Exchange(
+        read=5 * policy + trunk, trained=6 * policy + 10 * trunk
     )
 
 
+def test_frozen_weights_are_gathered_and_no_gradients_of_them_scattered():
+    shape, batch = SMALL["gpt2"], Batch(rows=8, prompt=4, new=5, minibatches=2)
+    lora = Setup(device="cpu", dtype="float32", processes=2, shard="full", lora_rank=2, critic="separate")
+    policy, trunk = 4 * parameters(shape), 4 * critic_parameters(shape, lora)[0]
+    assert exchange_of(shape, batch, lora, epochs=1) == Exchange(read=6 * policy + trunk, trained=2 * trunk)
+    frozen = replace(lora, critic_trains="head")
+    assert exchange_of(shape, batch, frozen, epochs=1) == Exchange(read=6 * policy + 3 * trunk)
+
+
 def test_seconds_of_an_exchange():
-    assert Exchanged().seconds(Exchanged()) == 0
-    assert Exchanged(read=6.0, trained=8.0).seconds(Exchanged(read=3.0, trained=2.0)) == 2 + 4
+    assert Exchange().seconds({}) == 0
+    assert Exchange(read=6.0, trained=8.0).seconds({"read": 3.0, "trained": 2.0}) == 2 + 4
 
 
 @pytest.mark.slow
 def test_rates_are_those_of_what_a_run_exchanges():
     rates = exchange_rates(Setup(device="cpu", dtype="float32", processes=2, shard="full"))
-    assert rates.reduced == 0
-    assert 1e6 < rates.trained < rates.read < 1e12, "a pass with gradients exchanges three times as much"
+    assert set(rates) == {"read", "trained"}
+    assert 1e6 < rates["trained"] < rates["read"] < 1e12, "a pass with gradients exchanges three times as much"
 
 
 def test_no_time_without_memory_for_two_layers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from tokencredit.plan.memory import Batch, Setup, micro_rows, trained_parameters
+from tokencredit.plan.memory import Batch, Setup, critic_parameters, head_count, micro_rows, trained_parameters
 from tokencredit.plan.shape import FLOAT, Shape, parameters
 from tokencredit.processes import return_freed_memory
 from tokencredit.sharding import shard
@@ -26,49 +26,59 @@ REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class Exchange:
     """Bytes of whole weights and gradients that an iteration's communication is about.
 
     Attributes:
         reduced: gradients of whole models, which DDP reduces once per minibatch.
-        read: sharded weights that are gathered for passes without gradients.
-        trained: sharded weights of passes with gradients: gathered twice, and their gradients scattered.
+        read: sharded weights that are gathered.
+        trained: sharded weights that are gathered for a forward and a backward pass, and their gradients scattered.
     """
 
     reduced: float = 0.0
     read: float = 0.0
     trained: float = 0.0
 
-    def seconds(self, rates: Exchanged) -> float:
-        """Seconds at these rates, in bytes per second."""
-        return sum((amount / vars(rates)[kind] for kind, amount in vars(self).items() if amount), 0.0)
+    def seconds(self, rates: Mapping[str, float]) -> float:
+        """Seconds at rates in bytes per second, by attribute."""
+        return sum((amount / rates[kind] for kind, amount in vars(self).items() if amount), 0.0)
 
 
-def exchanged_bytes(shape: Shape, batch: Batch, setup: Setup, epochs: int) -> Exchanged:
-    """What the processes exchange in an iteration.
+def exchange_of(shape: Shape, batch: Batch, setup: Setup, epochs: int, critic_epochs: int = 0) -> Exchange:
+    """What the processes exchange in an iteration, with `critic_epochs` passes over the batch of the critic alone.
 
     Sharded models are gathered for each pass. The policy is, once more, for a rollout with
     `sharding.sampling: gathered`, and for each token with `layers`.
     """
-    minibatches, trained = batch.minibatches * epochs, FLOAT * trained_parameters(shape, setup)
+    policy = FLOAT * parameters(shape)
+    trunks, trained_trunks = (FLOAT * count for count in critic_parameters(shape, setup))
     if setup.processes == 1:
-        return Exchanged()
+        return Exchange()
     if setup.shard == "none":
-        return Exchanged(reduced=minibatches * trained)
+        critic = trained_trunks + FLOAT * head_count(shape, setup)
+        joint = FLOAT * trained_parameters(shape, setup)
+        return Exchange(reduced=batch.minibatches * (epochs * joint + critic_epochs * critic))
     rows = -(-batch.rows // batch.minibatches)
-    passes = minibatches * -(-rows // micro_rows(rows, batch, setup))
-    policy, scored = FLOAT * parameters(shape), -(-batch.rows // micro_rows(batch.rows, batch, setup))
-    sampling = policy * (1 if setup.gathered else batch.new)
-    critic = max(trained - policy, 0) if setup.critic == "separate" else 0
-    read = sampling + scored * ((setup.half + setup.reference) * policy + critic)
-    return Exchanged(read=read, trained=passes * max(policy, trained))
+    passes = batch.minibatches * -(-rows // micro_rows(rows, batch, setup))
+    scored = -(-batch.rows // micro_rows(batch.rows, batch, setup))
+    read = policy * (1 if setup.gathered else batch.new) + scored * ((setup.half + setup.reference) * policy + trunks)
+    trained, both = 0.0, epochs + critic_epochs
+    if setup.lora_rank:
+        read += passes * epochs * 2 * policy  # its gradients are not needed
+    else:
+        trained += passes * epochs * policy
+    if trained_trunks:
+        trained += passes * both * trunks
+    else:
+        read += passes * (both * trunks + (0 if trunks else critic_epochs * policy))
+    return Exchange(read=read, trained=trained)
 
 
-def exchange_rates(setup: Setup) -> Exchanged:
+def exchange_rates(setup: Setup) -> dict[str, float]:
     """Bytes per second of each kind of communication between new processes on this machine, by gloo."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_exchange, (setup, folder), nprocs=setup.processes)
-        return Exchanged(**json.loads((Path(folder) / "rates.json").read_text(encoding="utf-8")))
+        return dict(json.loads((Path(folder) / "rates.json").read_text(encoding="utf-8")))
 
 
 def _exchange(rank: int, setup: Setup, folder: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokencredit.plan.calibration import Timings, calibrate
-from tokencredit.plan.communication import exchange_rates, exchanged_bytes
+from tokencredit.plan.communication import exchange_of, exchange_rates
 from tokencredit.plan.work import Work
 from tokencredit.processes import Processes, return_freed_memory
 
@@ -44,6 +44,8 @@ def estimate(work: Work, memory: float | None) -> dict[str, float] | None:
         return None
     stages = stage_seconds(work, timings)
     if work.setup.processes > 1 and work.setup.device == "cpu":
-        exchanged = exchanged_bytes(work.model.shape, work.mean, work.setup, work.config.ppo.epochs)
-        stages["communication"] = exchanged.seconds(exchange_rates(work.setup))
+        config = work.config
+        alone = config.critic.epochs * (1 + config.critic.buffer)
+        exchange = exchange_of(work.model.shape, work.mean, work.setup, config.ppo.epochs, alone)
+        stages["communication"] = exchange.seconds(exchange_rates(work.setup))
     return stages

@@ -305,6 +305,8 @@ def as_config_error(what: str) -> Iterator[None]:
     """Re-raise loading errors as `ConfigError`."""
     try:
         yield
+    except ConfigError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         # Transformers appends a list of all supported classes.
         reason = str(error).partition("\nModel type should be one of")[0]

@@ -103,10 +103,12 @@ class Sharding:
         Raises:
             ConfigError: a name is no module's, or a module shares weights with the rest of the model.
         """
-        if self.settings.layers is not None:
-            names = named(model, self.settings.layers)
-            check_untied(model, names)
-            return names
+        names = self.layers_of(model) if self.settings.layers is None else named(model, self.settings.layers)
+        check_untied(model, names)
+        return names
+
+    def layers_of(self, model: PreTrainedModel) -> list[str]:
+        """The name of the model's own layers, with * for their number."""
         trunk = model if model.get_output_embeddings() is None else trunk_of(model)
         layers = layers_name(trunk)
         if layers is None:
@@ -178,15 +180,16 @@ def check_untied(model: nn.Module, names: Iterable[str]) -> None:
         ConfigError: one does; its weights cannot be gathered both with it and with the rest.
     """
     wanted, owners = set(names), dict[nn.Parameter, str]()
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         parents = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
         owner = next((parent for parent in parents if {parent, wildcard(parent)} & wanted), "")
         for parameter in module.parameters(recurse=False):
             other = owners.setdefault(parameter, owner)
             if other != owner:
                 raise ConfigError(
-                    f"sharding.layers has {wildcard(owner or other)}, whose weights are tied with others of "
-                    f"{type(model).__name__}, so it cannot be gathered alone; leave it out"
+                    f"run.shard is full, and {wildcard(name)} of {type(model).__name__} shares its weights with "
+                    f"another module, so {wildcard(owner or other)} cannot be gathered alone; name modules without it "
+                    "in sharding.layers"
                 )
 
 
