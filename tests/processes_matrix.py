@@ -20,8 +20,21 @@ ITERATIONS, SAVED = 5, 3
 LOSSES = ("loss", "policy_loss", "value_loss", "critic_value_loss")
 
 
-def kinds():
-    """Settings of each kind of run."""
+def write_odd_vocabulary(folder):
+    """Write the built-in model with 2,049 rows of its tied embedding, which processes cannot share evenly."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tokencredit.text.models.loading import resolve
+
+    builtin = resolve("builtin:reviews", "policy")
+    lm = AutoModelForCausalLM.from_pretrained(builtin)
+    lm.resize_token_embeddings(2049)
+    lm.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(builtin).save_pretrained(folder)
+
+
+def kinds(folder):
+    """Settings of each kind of run; the folder has a folder of each, and the model `odd`."""
     from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
     from tokencredit.settings.off_policy import OffPolicyConfig
     from tokencredit.settings.training import (
@@ -39,6 +52,7 @@ def kinds():
     return {
         **simple,
         **{f"LoRA, {name}": groups | {"model": lora} for name, groups in simple.items()},
+        "odd vocabulary": {"model": ModelConfig(name=str(folder / "odd"), dtype="float32")},
         "two critics": {"critic": CriticConfig(kind="separate", members=2, clip=None, epochs=1)},
         "Muon, histograms": {
             "optim": OptimConfig(name="muon", warmup=0),
@@ -68,7 +82,7 @@ def trainer(kind, folder, shard, iterations=ITERATIONS):
         "optim": OptimConfig(warmup=0),
         "run": quiet(folder, iterations, save_every=min(SAVED, iterations - 1), shard=shard),
     }
-    return PPOTrainer(args=text_config(folder, **small | kinds()[kind]))
+    return PPOTrainer(args=text_config(folder, **small | kinds(folder.parents[1])[kind]))
 
 
 def train(names, folder, iterations=ITERATIONS):
@@ -153,13 +167,14 @@ def main():
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--sources", nargs="*", default=(), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    names = args.kinds or list(kinds())
     if args.folder is not None:  # one of the jobs
         if args.train:
-            train(names, args.folder, args.iterations)
-        go_on(names, args.folder, args.sources, args.iterations)
+            train(args.kinds, args.folder, args.iterations)
+        go_on(args.kinds, args.folder, args.sources, args.iterations)
         return
     with tempfile.TemporaryDirectory() as folder:
+        names = args.kinds or list(kinds(Path(folder)))
+        write_odd_vocabulary(Path(folder) / "odd")
         for count in args.counts:
             in_processes(count, "--train", "--folder", folder, "--kinds", *names)
         most = max(args.counts)
