@@ -10,6 +10,7 @@ from helpers.seams import run_settings
 from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.runs.jsonl import read_samples
+from tokencredit.runs.resuming import saved
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
@@ -35,6 +36,14 @@ def test_all_processes_audit_a_run_of_sharded_models(results):
 def test_a_reward_of_a_continuation_that_fails_stops_all_processes(results):
     assert results[1][1]["failed"] == "the service is down"
     assert results[1][0]["failed"] == "a reward could not be computed in another process, whose message says why"
+
+
+@slow
+def test_a_rollout_that_fails_in_one_process_stops_all_and_nothing_is_lost(results):
+    for rank, said in enumerate(("process 1: the engine is gone", "the engine is gone")):
+        assert results[1][rank]["stopped"].startswith(f"stopped in iteration 2: {said}; ")
+    assert saved(results[0] / "stopped" / "checkpoints") == [1]
+    assert (results[0] / "stopped" / "policy" / "model.safetensors").is_file()
 
 
 @slow

@@ -19,11 +19,10 @@ from helpers.rewards import vowels
 from helpers.sharded_cases import CASES, run_settings
 from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
-from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.training import ShardingConfig
 from tokencredit.text.models.sharded_loading import Sharding, named
-from tokencredit.text.rewards.calls import RewardError
 
 EXACT = ("ids", "logprobs", "values", "ref_logprobs", "advantages", "loss", "bootstrap", "alone", "gradient", "weights")
 NEEDS_GLOO = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
@@ -201,18 +200,6 @@ def test_an_accelerator_that_is_not_used_is_refused(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: other)
     with pytest.raises(ConfigError, match=r"where Transformers would shard; hide that too"):
         Sharding.of(args, pair)
-
-
-def test_after_an_error_in_perhaps_one_process_a_sharded_policy_is_not_gathered(tmp_path, monkeypatch):
-    trainer, saved, events = PPOTrainer(None, vowels, PPOConfig.from_dict({"run.dir": str(tmp_path / "run")})), [], []
-    monkeypatch.setattr("tokencredit.text.trainer.write_final_report", lambda record: None)
-    monkeypatch.setattr(trainer.record, "end", lambda stopped_by, save, in_all: saved.append(save is not None))
-    monkeypatch.setattr(trainer.record, "event", events.append)
-    trainer.sharded = trainer.record.failed = True
-    for reason in ("a file that could not be written", TooManyBadSteps.stopped_by, RewardError.stopped_by):
-        trainer.finish(reason)
-    assert saved == [False, True, True], "all processes stop for bad steps, and for a reward that fails in one of them"
-    assert events == ["the policy is sharded, so it is not saved after this error"]
 
 
 def test_a_frozen_critic_may_be_offloaded_without_a_reference_model():

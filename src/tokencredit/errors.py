@@ -21,6 +21,12 @@ class RunStopped(RuntimeError):
     stopped_by = "an error"
 
 
+class EngineLost(RunStopped):
+    """A sampling engine that failed, or cannot be reached; the start of another process may cure it."""
+
+    stopped_by = "a sampling engine that failed"
+
+
 class OutOfMemory(RunStopped):
     """A run that ran out of memory."""
 

@@ -164,6 +164,10 @@ class Processes:
         """The main process's value, in every process."""
         return not self.all(not true or self.rank != 0)
 
+    def restarted(self) -> bool:
+        """True if the job ran before, as far as its launcher remembers."""
+        return Processes.job is not None and Processes.job.starts > 1
+
     def meet(self, place: str) -> bool:
         """True if all processes come to this place within some seconds: after an error they may be anywhere."""
         return Processes.job is None or Processes.job.meet(place)

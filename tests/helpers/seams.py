@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from helpers.sharded_cases import SMALL
 from tokencredit import PPOConfig, PPOTrainer
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.processes import Processes
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
@@ -45,6 +45,26 @@ def failed(processes):
         return str(error)
 
 
+def sampling_failed(processes, model, folder):
+    """The error in each process if the second one's second rollout fails."""
+    own = {"run.save_every": 100, "run.shard": "full"}
+    trainer = PPOTrainer(args=PPOConfig.from_dict(run_settings(model, folder) | own))
+    engine, calls = trainer.pipeline.engine, []
+    generate = engine.generate
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2 and not processes.main:
+            raise EngineLost("the engine is gone")
+        return generate(*args, **kwargs)
+
+    object.__setattr__(engine, "generate", failing)  # of a frozen dataclass
+    try:
+        trainer.train()
+    except EngineLost as error:
+        return str(error)
+
+
 def folders(processes, folder):
     """The folder that each process chooses if none is given, and the error of one that it does not see."""
     os.chdir(folder)
@@ -62,6 +82,7 @@ def folders(processes, folder):
 def main(model, folder):
     processes = Processes(timeout=300)
     results = {"audit": audited(model, folder / "run"), "failed": failed(processes)}
+    results["stopped"] = sampling_failed(processes, model, folder / "stopped")
     results["chosen"], results["unseen"] = folders(processes, folder)
     (folder / f"{processes.rank}.json").write_text(json.dumps(results))
     processes.close()

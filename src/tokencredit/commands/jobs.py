@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
-from tokencredit.errors import ConfigError, ProcessLost, RunComplete, RunStopped
+from tokencredit.errors import ConfigError, EngineLost, ProcessLost, RunComplete, RunStopped
 from tokencredit.runs.folder import RunFolder, recover
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import OfflineSettings
@@ -64,7 +64,8 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
     except (ConfigError, RunStopped) as error:
         if job is not None:
             code = BAD_ARGUMENTS if isinstance(error, ConfigError) else FAILED
-            job.remember(ERROR, json.dumps([code, str(error)]))
+            if not isinstance(error, EngineLost):
+                job.remember(ERROR, json.dumps([code, str(error)]))
             if not job.ended(str(error)):
                 raise SystemExit(code) from None
         raise

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.training import RunSettings
@@ -127,7 +127,8 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
             record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
         else:
             lines.append("other processes did not stop with this one, so nothing more is saved")
-        raise RunStopped("; ".join([*lines, record.how_to_resume()])) from error
+        kind = EngineLost if isinstance(error, EngineLost) else RunStopped
+        raise kind("; ".join([*lines, record.how_to_resume()])) from error
     failure = record.nothing_learned() if stopped_by is None else None
     record.failed = failure is not None
     try:

@@ -190,11 +190,6 @@ class PPOConfig:
             self.eval.check_vllm("eval")
         if self.rollout.server is not None:
             check_server(self.rollout.server)
-            if self.run.shard != "none":
-                raise ConfigError(
-                    f"rollout.server is {self.rollout.server}, and run.shard is {self.run.shard}; sharded models "
-                    "have no server: leave one of them out"
-                )
             self.rollout.check_vllm_server("rollout")
             self.eval.check_vllm_server("eval")
         lengths = {"rollout": self.rollout.min_new_tokens, "eval": self.eval.min_new_tokens}

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.processes import Processes
 from tokencredit.settings.training import KLConfig, SamplingConfig
 from tokencredit.sharding import gathered, is_sharded
@@ -134,6 +135,11 @@ class Pipeline:
     """Raise for scores that are not finite, instead of returning them."""
 
     @property
+    def in_step(self) -> bool:
+        """True if processes sample in step, or make the full passes of a rollout in step."""
+        return isinstance(self.engine, LocalEngine | RequestEngine) and self.engine.in_step is not None
+
+    @property
     def lockstep(self) -> Processes | None:
         """The processes that must make the same number of passes, since models are sharded over them; None if not."""
         return self.processes if self.processes.count > 1 and is_sharded(self.policy.lm) else None
@@ -146,8 +152,7 @@ class Pipeline:
         self, prompts: PromptBatch | TaskBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
     ) -> Sampled:
         """Sample a completion, or play an episode, for each row of prompts. Arguments as in `collect`."""
-        in_step = isinstance(self.engine, LocalEngine | RequestEngine) and self.engine.in_step is not None
-        with nullcontext() if in_step else gathered(self.policy.lm):
+        with nullcontext() if self.in_step else gathered(self.policy.lm):
             if isinstance(prompts, TaskBatch):
                 assert self.player is not None
                 played = self.player.play(prompts, settings, uniforms)
@@ -195,7 +200,9 @@ class Pipeline:
     ) -> Scored:
         """Score the completions that `sample` returns; other arguments and errors as in `collect`."""
         with stage("rollout") as results:
-            sampled = sample()
+            # In step a process that fails leaves the others in a pass, where they cannot hear of it.
+            with nullcontext() if self.in_step else self.processes.agreed(EngineLost, RunStopped, OSError, ConfigError):
+                sampled = sample()
             rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.errors import ConfigError
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
@@ -49,7 +49,6 @@ from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.sharded_loading import Sharding
 from tokencredit.text.pipeline import Sampled, Scored, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
-from tokencredit.text.rewards.calls import RewardError
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
 from tokencredit.text.startup_summary import overview
@@ -354,21 +353,17 @@ class PPOTrainer:
     def rewind(self) -> bool:
         """Restore the start of a failed iteration unless it changed weights; returns True if restored.
 
-        Never with several processes, which may have failed at different points.
+        Processes must call it together.
         """
-        if self.before is None or self.processes.count > 1:
+        before = self.before
+        if not self.processes.all(before is not None) or before is None:
             return False
-        self._restore(self.before)
+        self._restore(before)
         return True
 
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary and report, upload the policy if configured, and return the summary."""
-        save: Callable[[Path, Summary], None] | None = self._save
-        in_all = (TooManyBadSteps.stopped_by, RewardError.stopped_by)  # which processes agree on
-        if self.sharded and self.record.failed and stopped_by not in in_all:
-            save = None  # other processes, without which no weights can be gathered, may not have stopped here
-            self.record.event("the policy is sharded, so it is not saved after this error")
-        summary = self.record.end(stopped_by, save, in_all=self.sharded)
+        summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
         write_final_report(self.record)
         can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
         audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}

@@ -294,12 +294,14 @@ def test_a_second_failure_ends_the_run(model, tokenizer):
         generate(engine)
 
 
-def test_one_of_several_processes_in_step_does_not_sync_again_alone(model, tokenizer):
+@pytest.mark.parametrize("in_step", ["passes", "syncs"])
+def test_one_of_several_processes_that_sync_in_step_does_not_sync_again_alone(in_step, model, tokenizer):
     engine = engine_of(model, tokenizer, Failing(model, tokenizer, 1))
-    engine.in_step = Processes()
-    with pytest.raises(RunStopped, match=r"engine continuous failed: the connection was lost"):
-        generate(engine)
-    assert engine.sampler.asked == [12]
+    if in_step == "passes":
+        engine.in_step = Processes()
+    engine.sampler.syncs_in_step = in_step == "syncs"
+    generate(engine)
+    assert engine.sampler.asked == [12, 11], "no probe of another sync"
 
 
 class Dead(Failing):

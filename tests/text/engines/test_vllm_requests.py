@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.warm import together
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.training import RolloutConfig, SamplingConfig
@@ -354,8 +355,20 @@ def test_weights_go_through_the_folder_and_are_readable_as_it_is(server, state, 
         sampler_of(server, policy, tokenizer, server_folder=str(tmp_path / "nowhere"))
 
 
-def test_several_processes_are_refused(server, policy, tokenizer, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=r"rollout\.server is http://.*, and the job has 2 processes"):
-        sampler_of(server, policy, tokenizer)
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_processes_share_a_server_and_sync_it_together(server, state, policy, model_folders, tmp_path):
+    state.troubled, state.troubles = "/collective_rpc", iter([None, None, (500, "no room")])
+    address = f"http://127.0.0.1:{server.server_port}"
+    done = together(2, "-m", "helpers.served", address, model_folders["gpt2"], tmp_path, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for rank, result in enumerate(results):
+        assert result["whole"] == result["sharded"] == [[100, 101, 102]] * (rank + 1)
+        assert (result["before"], result["longest"]) == (None, 64)
+        assert result["version"] == results[0]["version"]
+    assert paths(state).count("/collective_rpc") == 3, "one of the processes sends the weights"
+    expected = {name: x + 0.5 for name, x in policy.lm.named_parameters()}
+    assert all(torch.equal(state.weights[name], x) for name, x in expected.items()), "sharded ones arrive whole"
+    assert "HTTP 500: no room" in results[0]["failure"]
+    assert results[1]["failure"] == f"process 0: {results[0]['failure']}"

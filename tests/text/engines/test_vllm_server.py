@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from copy import deepcopy
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -17,7 +18,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from helpers.commands import command, wait_for
+from helpers.commands import COMMAND as COMMAND_LINE
+from helpers.commands import TWO_PROCESSES, command, python, wait_for
 from helpers.engines import (
     BROKEN,
     CPU,
@@ -31,10 +33,10 @@ from helpers.engines import (
 )
 from tokencredit.errors import RunStopped
 from tokencredit.settings.training import RolloutConfig
+from tokencredit.text.engines import vllm_server
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.engines.vllm_answers import COMMAND
 from tokencredit.text.engines.vllm_server import VllmServer
-from tokencredit.text.models import plain_weights
 from tokencredit.text.models.precision import Precision
 
 pytestmark = pytest.mark.slow
@@ -152,19 +154,19 @@ def test_filters_and_the_shortest_completion(engine):
     ],
 )
 def test_a_sync_that_failed_is_found(broken, cause, engine, monkeypatch):
-    whole, asked = plain_weights.plain_weights, engine.sampler._asked
+    whole, fetched = vllm_server.plain_weights, engine.sampler._fetched
     changed(engine.policy)
     engine.weights_changed()
     changed(engine.policy)
     path = {"skipped": "/collective_rpc", "stale keys and values": "/reset_prefix_cache?reset_running_requests=true"}
 
     async def pretend(client, method, place, body=None):
-        return {"success": True} if place == path.get(broken) else await asked(client, method, place, body)
+        return {"success": True} if place == path.get(broken) else await fetched(client, method, place, body)
 
-    monkeypatch.setattr(engine.sampler, "_asked", pretend)
+    monkeypatch.setattr(engine.sampler, "_fetched", pretend)
     if broken in BROKEN:
         parts = lambda policy: iter(BROKEN[broken](dict(whole(policy))).items())  # noqa: E731
-        monkeypatch.setattr(plain_weights, "plain_weights", parts)
+        monkeypatch.setattr(vllm_server, "plain_weights", parts)
     with pytest.raises(RunStopped, match=rf"engine vllm are not the policy's .*{cause}.*Nothing was learned"):
         engine.weights_changed()
 
@@ -222,12 +224,12 @@ def test_a_server_that_dies_in_a_rollout_comes_back(engine, server):
     assert_equal_logprobs(rollout, engine.policy)
 
 
-def test_a_run_and_generate_sample_with_it(engine, server, tmp_path):
-    """The model of the run is the server's, whose config is all that the server needs."""
-    engine.policy.lm.save_pretrained(tmp_path / "model")
-    engine.tokenizer.save_pretrained(tmp_path / "model")
-    options = {
-        "model.name": tmp_path / "model",
+def options(engine, server, folder, **more):
+    """Options of a run whose model is the server's, whose config is all that the server needs."""
+    engine.policy.lm.save_pretrained(folder / "model")
+    engine.tokenizer.save_pretrained(folder / "model")
+    chosen = {
+        "model.name": folder / "model",
         "rollout.engine": "vllm",
         "rollout.server": server.address,
         "rollout.batch_size": 16,
@@ -236,16 +238,58 @@ def test_a_run_and_generate_sample_with_it(engine, server, tmp_path):
         "reward": '[{"function": "length"}]',
         "run.trackers": "[]",
         "run.iterations": 2,
-        "run.dir": tmp_path / "run",
-    }
-    trained = command("train", *(part for key, value in options.items() for part in (f"--{key}", value)))
-    assert trained.returncode == 0, trained.stderr
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["iteration"] for line in lines] == [1, 2]
+        "run.dir": folder / "run",
+    } | {key.replace("__", "."): value for key, value in more.items()}
+    return [part for key, value in chosen.items() for part in (f"--{key}", value)]
+
+
+def assert_trained(folder, iterations=2):
+    """Each iteration's tokens were drawn from the policy that learned from them."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [*range(1, iterations + 1)]
     assert all(json.loads(line)["behavior_kl"] < 1e-4 for line in lines)
+
+
+def test_a_run_and_generate_sample_with_it(engine, server, tmp_path):
+    trained = command("train", *options(engine, server, tmp_path))
+    assert trained.returncode == 0, trained.stderr
+    assert_trained(tmp_path / "run")
     generated = command("generate", tmp_path / "run", "--engine", "vllm", "--server", server.address, "-n", 3)
     assert generated.returncode == 0, generated.stderr
     assert len(generated.stdout.splitlines()) >= 3
+
+
+SHARDED = {"run__shard": "full", "critic__kind": "separate"}
+
+
+@pytest.mark.parametrize("more", [{}, SHARDED, SHARDED | {"sharding__sampling": "layers", "model__lora__rank": 2}])
+def test_the_processes_of_a_job_share_it(more, engine, server, tmp_path):
+    done = python(*TWO_PROCESSES, *COMMAND_LINE, "train", *options(engine, server, tmp_path, **more), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert_trained(tmp_path / "run")
+
+
+def test_a_job_goes_on_when_its_server_comes_back(engine, server, tmp_path):
+    flags = options(engine, server, tmp_path, run__iterations=12, rollout__server_timeout=300)
+    job = [*TWO_PROCESSES, "--max-restarts", "3", *COMMAND_LINE, "train", *flags]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def restarted():
+        while not (metrics.is_file() and len(metrics.read_text(encoding="utf-8").splitlines()) >= 2):
+            time.sleep(0.1)
+        server.kill()
+        server.start()
+
+    back = threading.Thread(target=restarted)
+    back.start()
+    try:
+        done = python(*job, timeout=600)
+    finally:
+        back.join()
+    assert done.returncode == 0, done.stderr
+    assert_trained(tmp_path / "run", 12)
+    events = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8")
+    assert "cannot be reached" in events
 
 
 def test_another_vocabulary_is_refused(engine):

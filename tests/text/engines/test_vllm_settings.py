@@ -57,7 +57,6 @@ SERVER = "http://gpu.example:8000/vllm"
         ),
         ({"eval.min_new_tokens": 2, "eval.stop_at_eos": False}, r"eval\.min_new_tokens is 2"),
         ({"rollout.server_timeout": 0.0}, r"rollout\.server_timeout"),
-        ({"run.shard": "full"}, r"rollout\.server is http://.*, and run\.shard is full"),
     ],
 )
 def test_settings_that_do_not_fit_a_server_are_refused(settings, message):

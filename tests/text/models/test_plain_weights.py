@@ -13,7 +13,7 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.peft_models import merge
-from tokencredit.text.models.plain_weights import plain_weights, write_plain_weights
+from tokencredit.text.models.plain_weights import plain_weights, write_weights
 
 peft = pytest.importorskip("peft")
 
@@ -59,7 +59,7 @@ def test_files_hold_all_weights_however_they_are_cut(architecture, model_folders
     expected, counts = dict(plain_weights(policy)), []
     for size in (1, 50_000, 2**30):
         monkeypatch.setattr(module, "FILE_BYTES", size)
-        write_plain_weights(policy, tmp_path / str(size))
+        write_weights(plain_weights(policy), tmp_path / str(size))
         files = list((tmp_path / str(size)).glob("*.safetensors"))
         assert {file.stat().st_mode & 0o044 for file in files} == {(tmp_path / str(size)).stat().st_mode & 0o044}
         found = {name: x for file in files for name, x in load_file(file).items()}

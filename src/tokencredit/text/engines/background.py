@@ -60,6 +60,7 @@ class BackgroundSampler:
 
     name = "continuous"
     shares_weights = False
+    syncs_in_step = False
     longest: int | None = None
 
     def __init__(

@@ -40,6 +40,7 @@ class ContinuousSampler:
 
     name = "continuous"
     shares_weights = True
+    syncs_in_step = False
     longest: int | None = None
 
     def complete(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import RunStopped
+from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.processes import Processes
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.sharding import gathered
@@ -73,6 +73,8 @@ class Sampler(Protocol):
     """Its name in `rollout.engine`."""
     shares_weights: bool
     """True if its weights are the policy's own, so that there is nothing to sync."""
+    syncs_in_step: bool
+    """True if all processes of the job sync it together."""
     longest: int | None
     """Most tokens of a prompt with its completion, known after a sync; None where the model alone limits them."""
 
@@ -125,7 +127,7 @@ class RequestEngine:
     """What the last sync was proven with; None before the first."""
     in_step: Processes | None = None
     """Processes that sync and make full passes in step, since the policy is sharded over them and gathered layer by
-    layer; a failure is then final, since one process alone cannot sync again."""
+    layer."""
 
     def generate(
         self,
@@ -152,10 +154,11 @@ class RequestEngine:
     ) -> None:
         """Ask the sampler; after a failure sync it and ask once more for the requests that have not ended.
 
-        With `deferred` there is no second try, since the weights may be those of half an update; nor with `in_step`.
+        Where processes sync in step, this one asks again without a sync. With `deferred` there is no second try, since
+        the weights may be those of half an update.
 
         Raises:
-            RunStopped: it failed, the last time.
+            EngineLost: it failed, the last time.
         """
         left = dict(enumerate(requests))
 
@@ -163,20 +166,21 @@ class RequestEngine:
             del left[numbers[index]]
             ended(numbers[index], completion)
 
-        once = self.deferred or self.in_step is not None
-        for last in (True,) if once else (False, True):
+        alone = self.in_step is None and not self.sampler.syncs_in_step
+        for last in (True,) if self.deferred else (False, True):
             numbers = list(left)
             try:
                 self.sampler.complete([left[number] for number in numbers], settings, partial(take, numbers))
                 return
             except EngineFailure as failure:
                 if last:
-                    raise RunStopped(
-                        f"rollout.engine {self.sampler.name} failed{'' if once else ' twice in a row'}: "
+                    raise EngineLost(
+                        f"rollout.engine {self.sampler.name} failed{'' if self.deferred else ' twice in a row'}: "
                         f"{failure}; the run can be resumed when it works again, or with rollout.engine: local"
                     ) from failure
                 self.report(f"rollout.engine {self.sampler.name} failed, and is asked again: {failure}")
-                self.weights_changed()
+                if alone:
+                    self.weights_changed()
 
     @property
     def shared_critic(self) -> bool:

@@ -47,6 +47,7 @@ class VllmSampler:
 
     name = "vllm"
     shares_weights = False
+    syncs_in_step = False
     longest: int | None = None
     _alive: ClassVar[weakref.WeakSet[VllmSampler]] = weakref.WeakSet()
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from itertools import count
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from torch import distributed
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.processes import Processes
 from tokencredit.settings.training import RolloutConfig, SamplingConfig
+from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.vllm import Progress, rows_of, sampling_arguments
 from tokencredit.text.engines.vllm_answers import (
@@ -35,7 +38,7 @@ from tokencredit.text.engines.vllm_answers import (
     shown,
 )
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.plain_weights import write_plain_weights
+from tokencredit.text.models.plain_weights import plain_weights, write_weights
 from tokencredit.text.user_code.workers import EventLoop
 
 KEY = "VLLM_API_KEY"
@@ -64,10 +67,14 @@ class VllmServer:
 
     The server labels every completion with a version of its weights, and each sync sets another one. Tokens of a
     server that was restarted meanwhile, or was given weights by another run, are so refused before they are used.
+
+    Processes of a job share the server: each sends its own requests, the main process sends the weights.
     """
 
     name = "vllm"
     shares_weights = False
+    longest: int | None = None
+    """Most tokens of a prompt with its completion."""
 
     def __init__(
         self,
@@ -76,6 +83,7 @@ class VllmServer:
         end_ids: Sequence[int],
         rollout: RolloutConfig,
         report: Callable[[str], None] = print,
+        processes: Processes | None = None,
     ):
         """Prepare requests; nothing is sent before the first sync.
 
@@ -85,34 +93,25 @@ class VllmServer:
             end_ids: token ids that end a completion.
             rollout: `server`, `server_folder` and `server_timeout`.
             report: called with a line when the server is waited for.
+            processes: those that share the server, and sync in step; by default those of the job.
 
         Raises:
-            ConfigError: the job has several processes, the folder cannot be written to, or the API key is none.
+            ConfigError: the folder cannot be written to, or the API key is none.
         """
         assert rollout.server is not None
-        processes = distributed.get_world_size() if distributed.is_initialized() else 1
-        if processes > 1:
-            raise ConfigError(
-                f"rollout.server is {rollout.server}, and the job has {processes} processes, each of which would "
-                "replace the weights under the others' requests; start one process, or leave out rollout.server, so "
-                "that each process has a vLLM of its own"
-            )
+        self.processes = processes or Processes()
+        self.syncs_in_step = self.processes.count > 1
         self.url, self.seconds = rollout.server.rstrip("/"), rollout.server_timeout
         self.tokenizer, self.end_ids, self.report = tokenizer, list(end_ids), report
         self.vocabulary = rows_of(policy)
-        self.versions = map(f"tokencredit-{uuid.uuid4().hex}-{{}}".format, count(1))
+        run = self.processes.texts(uuid.uuid4().hex)[0]
+        self.versions = map(f"tokencredit-{run}-{{}}".format, count(1))
         self.version: str | None = None
         """The version of the last sync; None before the first."""
-        self.longest: int | None = None
-        """Most tokens of a prompt with its completion."""
         self.parent = Path(rollout.server_folder or tempfile.gettempdir()).absolute()
         """Folder that holds weights while the server loads them."""
-        try:
-            with _folder_in(self.parent):
-                pass
-        except OSError as error:
-            message = f"rollout.server_folder is {rollout.server_folder!r}, where no weights can be written: {error}"
-            raise ConfigError(message) from error
+        with self.processes.agreed(ConfigError):
+            self._check_folder(rollout)
         key = os.environ.get(KEY, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise ConfigError(f"the environment variable {KEY} has characters that no API key can have")
@@ -154,16 +153,16 @@ class VllmServer:
         LOOP.result(started, None)
 
     def sync(self, policy: ActorCritic) -> None:
-        """Replace the server's weights by the policy's, and drop its prefix cache; a restart is waited for."""
+        """Replace the server's weights by the policy's, and drop its prefix cache; a restart is waited for.
+
+        Processes that share the server must call it in step; none of their requests is then on its way.
+        """
         version = next(self.versions)
-        try:
-            with _folder_in(self.parent) as folder:
-                partial, whole = folder / "partial", folder / "weights"
-                write_plain_weights(policy, partial)
-                partial.rename(whole)
-                self._hand_over(whole, version)
-        except OSError as error:
-            raise EngineFailure(f"weights could not be written to {self.parent}: {error}") from error
+        self.processes.wait()
+        with self.processes.agreed(EngineFailure):
+            taken = plain_weights(policy) if self.processes.main or is_sharded(policy.lm) else iter(())
+            self._send(taken, version)
+        self.longest = self.processes.most(self.longest or 0)
         self.version = version
 
     def sleep(self) -> None:
@@ -177,12 +176,38 @@ class VllmServer:
             base_url=self.url, headers=self.headers, timeout=timeout, limits=limits, verify=self.tls
         )
 
+    def _check_folder(self, rollout: RolloutConfig) -> None:
+        """Raise `ConfigError` if the main process cannot write to the folder for weights."""
+        if not self.processes.main:
+            return
+        try:
+            with _folder_in(self.parent):
+                pass
+        except OSError as error:
+            message = f"rollout.server_folder is {rollout.server_folder!r}, where no weights can be written: {error}"
+            raise ConfigError(message) from error
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: str) -> None:
+        """Give weights to the server, in the main process; iterating over sharded ones takes all processes."""
+        try:
+            if not self.processes.main:
+                return
+            with _folder_in(self.parent) as folder:
+                partial, whole = folder / "partial", folder / "weights"
+                write_weights(weights, partial)
+                partial.rename(whole)
+                self._hand_over(whole, version)
+        except OSError as error:
+            raise EngineFailure(f"weights could not be written to {self.parent}: {error}") from error
+        finally:
+            deque(weights, maxlen=0)
+
     def _hand_over(self, weights: Path, version: str) -> None:
-        """Let the server load weights; one that has answered before is waited for."""
+        """Let the server load weights; one that has answered before, or to a job that was restarted, is waited for."""
         try:
             self._run(self._load, weights, version)
         except Unreachable as failure:
-            if self.version is None:
+            if self.version is None and not self.processes.restarted():
                 raise
             self.report(f"rollout.server is waited for, for up to {self.seconds:g} s: {failure}")
             self._run(self._wait)

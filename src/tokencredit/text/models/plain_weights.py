@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,7 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
     return iter(converted.items())
 
 
-def write_plain_weights(policy: ActorCritic, folder: Path) -> None:
+def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write `plain_weights` into a new folder of safetensors files, of about `FILE_BYTES` each.
 
     Whoever can read the folder can read them.
@@ -56,7 +56,7 @@ def write_plain_weights(policy: ActorCritic, folder: Path) -> None:
         save_file(part, file)
         file.chmod(0o600 | folder.stat().st_mode & 0o044)  # safetensors lets its owner alone read it
 
-    for name, tensor in plain_weights(policy):
+    for name, tensor in weights:
         # Copied, since a file cannot hold a tied weight under two names otherwise.
         part[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         size += tensor.nbytes

@@ -81,10 +81,11 @@ class Models:
         if rollout.engine == "local":
             return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
         sampler: Sampler
+        if rollout.engine == "vllm":
+            check_gathered(self.policy)
         if rollout.server is not None:
             sampler = VllmServer(self.policy, self.tokenizer, ends, rollout, report)
         elif rollout.engine == "vllm":
-            check_gathered(self.policy)
             sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, rollout.engine_memory)
         else:
             sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
