@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without compiled files each of a hundred processes of the tests would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install train test fast fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
+.PHONY: help install train test compiled fast fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
 .PHONY: findings world fuzz-templates
 
 help:  ## List the targets
@@ -25,8 +25,9 @@ install: .venv/installed  ## Install everything into .venv: 2.4 GB, three to six
 train: .venv/installed-run  ## Train the built-in language model: the main job, on two cores
 	$(BIN)/tokencredit train
 
-test: install lint types  ## Lint, types and all tests
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not proof"
+test: install lint  ## Lint, types and all tests
+	@$(MAKE) --no-print-directory --jobs 2 types compiled
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not proof"
 
 proofs: install  ## The proofs that take too long for `make test`, with a line for each
 	$(BIN)/python -m pytest -n 2 -m proof -v --durations=0 --durations-min=1
@@ -69,6 +70,10 @@ lint: install  ## Ruff: lint and format, changing nothing
 
 types: install  ## mypy in strict mode
 	$(BIN)/mypy
+
+# Each worker of the tests would compile all of them, in ten seconds; one does it while mypy runs.
+compiled: install
+	@$(BIN)/python -m pytest -qq --collect-only > .venv/collected || cat .venv/collected
 
 format: install  ## Repair what Ruff can repair
 	$(BIN)/ruff format .

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+from chaos import assert_same
+from helpers.files import read_metrics
 from helpers.seams import run_settings
 from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
@@ -35,15 +37,25 @@ def test_all_processes_audit_a_run_of_sharded_models(results):
 @slow
 def test_a_reward_of_a_continuation_that_fails_stops_all_processes(results):
     assert results[1][1]["failed"] == "the service is down"
-    assert results[1][0]["failed"] == "a reward could not be computed in another process, whose message says why"
+    assert results[1][0]["failed"] == "process 1: the service is down"
 
 
 @slow
-def test_a_rollout_that_fails_in_one_process_stops_all_and_nothing_is_lost(results):
-    for rank, said in enumerate(("process 1: the engine is gone", "the engine is gone")):
-        assert results[1][rank]["stopped"].startswith(f"stopped in iteration 2: {said}; ")
-    assert saved(results[0] / "stopped" / "checkpoints") == [1]
-    assert (results[0] / "stopped" / "policy" / "model.safetensors").is_file()
+@pytest.mark.parametrize(("place", "iteration"), [("rollout", 2), ("continuation", 1)])
+def test_an_engine_that_fails_in_one_process_stops_all_and_nothing_is_lost(place, iteration, results):
+    folder, said = results
+    for rank, reason in enumerate(("process 1: the engine is gone", "the engine is gone")):
+        assert said[rank][place].startswith(f"stopped in iteration {iteration}: {reason}; ")
+    assert saved(folder / place / "checkpoints") == [iteration - 1, 2]
+    assert [row["iteration"] for row in read_metrics(folder / place)] == [1, 2]
+    if place == "rollout":
+        assert_same(folder / "run", folder / place)
+
+
+@slow
+def test_a_disk_that_is_full_at_the_end_ends_all_processes(results):
+    assert "No space left on device" in results[1][0]["disk"]
+    assert "No space left on device" in results[1][1]["disk"]
 
 
 @slow

@@ -18,8 +18,11 @@ LINE = "tokencredit: interrupted"
 @pytest.mark.parametrize(
     "module",
     [
-        *["yaml", "jsonargparse", "numpy", "torch._C", "transformers.utils"],
-        *[pytest.param(module, marks=pytest.mark.proof) for module in ("torch", "tokencredit.processes")],
+        *["yaml", "jsonargparse", "torch._C"],
+        *[
+            pytest.param(module, marks=pytest.mark.proof)
+            for module in ("numpy", "torch", "transformers.utils", "tokencredit.processes")
+        ],
     ],
 )
 def test_ctrl_c_while_libraries_load(module, tmp_path):

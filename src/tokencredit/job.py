@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from contextlib import suppress
@@ -29,6 +30,8 @@ POLL = 0.02
 """Seconds between two looks at the store while the processes gather."""
 SPARE = 5.0
 """Seconds that other processes wait longer than process 0, which knows who is missing."""
+AGREED = re.compile(r"process \d+: ")
+"""How an error begins that another process tells (`Processes.agreed`)."""
 MEETING = 10.0
 """Seconds that processes wait for each other at a place to which an error has brought them."""
 
@@ -206,12 +209,13 @@ class Job:
     def ended(self, reason: str) -> bool:
         """As `sign_off`, for an error; true unless another process ends for the same, and says so.
 
-        The same may begin with the process in which it happened (`Processes.agreed`).
+        The same may name the process in which it happened.
         """
         self.sign_off(reason)
         with suppress(DistError):
             rank, first = json.loads(self.store.compare_set("error", "", json.dumps([self.rank, reason])))
-            return bool(rank == self.rank or not (first.endswith(reason) or reason.endswith(first)))
+            first, own = (AGREED.sub("", said) for said in (first, reason))
+            return bool(rank == self.rank or not (first.endswith(own) or own.endswith(first)))
         return True
 
     def restarted_because(self) -> str | None:

@@ -1,5 +1,6 @@
 """A program for two processes: where a run's parts meet. Arguments: a model's folder, and a folder for results."""
 
+import errno
 import json
 import os
 import sys
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 from helpers.sharded_cases import SMALL
 from tokencredit import PPOConfig, PPOTrainer
-from tokencredit.errors import ConfigError, EngineLost
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.processes import Processes
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
@@ -16,6 +17,10 @@ from tokencredit.settings.world import TEXT
 from tokencredit.text.audit.continuations import run_in_all
 from tokencredit.text.audit.running import audit_run
 from tokencredit.text.rewards.calls import RewardError
+
+CONTINUED = {"critic.kind": "separate", "critic.continuations": 2, "critic.continued_states": 1}
+FAILING = {"rollout": {}, "continuation": CONTINUED}
+"""Settings with which an engine's second call is made in a second rollout, and in a continuation of the first one."""
 
 
 def run_settings(model, folder):
@@ -45,10 +50,10 @@ def failed(processes):
         return str(error)
 
 
-def sampling_failed(processes, model, folder):
-    """The error in each process if the second one's second rollout fails."""
-    own = {"run.save_every": 100, "run.shard": "full"}
-    trainer = PPOTrainer(args=PPOConfig.from_dict(run_settings(model, folder) | own))
+def sampling_failed(processes, model, folder, own):
+    """The error in each process if the second one's engine fails at its second call; the run then goes on."""
+    settings = run_settings(model, folder) | {"run.save_every": 100, "run.shard": "full"} | own
+    trainer = PPOTrainer(args=PPOConfig.from_dict(settings))
     engine, calls = trainer.pipeline.engine, []
     generate = engine.generate
 
@@ -62,7 +67,23 @@ def sampling_failed(processes, model, folder):
     try:
         trainer.train()
     except EngineLost as error:
+        PPOTrainer(args=PPOConfig.from_dict(settings)).train(resume_from_checkpoint=True)
         return str(error)
+
+
+def disk_full(processes, model, folder):
+    """The error in each process if the first one cannot write the policy after an error."""
+    settings = run_settings(model, folder) | {"run.shard": "full", "run.iterations": 1, "critic.kind": "separate"}
+    trainer = PPOTrainer(args=PPOConfig.from_dict(settings))
+    trainer.policy.lm.save_pretrained = full
+    try:
+        trainer.train()
+    except (OSError, RunStopped) as error:
+        return str(error)
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "policy")
 
 
 def folders(processes, folder):
@@ -82,7 +103,8 @@ def folders(processes, folder):
 def main(model, folder):
     processes = Processes(timeout=300)
     results = {"audit": audited(model, folder / "run"), "failed": failed(processes)}
-    results["stopped"] = sampling_failed(processes, model, folder / "stopped")
+    results |= {name: sampling_failed(processes, model, folder / name, own) for name, own in FAILING.items()}
+    results["disk"] = disk_full(processes, model, folder / "disk")
     results["chosen"], results["unseen"] = folders(processes, folder)
     (folder / f"{processes.rank}.json").write_text(json.dumps(results))
     processes.close()

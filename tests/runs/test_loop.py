@@ -10,7 +10,8 @@ import pytest
 from helpers.configs import control_config, quiet_agent, text_config
 from helpers.files import read_events
 from tokencredit.control.trainer import ControlTrainer
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.runs.loop import load
 from tokencredit.text.trainer import PPOTrainer
 
 
@@ -105,3 +106,28 @@ def test_a_run_with_arguments_from_python_is_resumed_from_there(tmp_path):
         PPOTrainer(reward_funcs=undefined, args=text_config(tmp_path / "run", 3)).train()
     assert "tokencredit train --resume" not in str(caught.value)
     assert f"run.dir '{tmp_path / 'run'}': train(resume_from_checkpoint=True)" in str(caught.value)
+
+
+class Trainer:
+    """Restores no checkpoint."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def load(self, state, changed):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyError("policy"), ConfigError),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset"), RuntimeError),
+        (EngineLost("the server is gone"), EngineLost),
+    ],
+)
+def test_only_a_checkpoint_that_does_not_fit_is_said_not_to_fit(error, kind):
+    with pytest.raises(kind) as raised:
+        load(Trainer(error), {}, set())
+    assert isinstance(raised.value, ConfigError) == ("the checkpoint does not fit this run" in str(raised.value))
+    assert type(raised.value) is kind

@@ -76,7 +76,7 @@ def test_resuming_the_same_record_counts_each_iteration_once(tmp_path):
     made.resume(args, 0, lambda state, changed: ())
     assert [row["iteration"] for row in made.history] == [1, 2, 3]
     assert not made.failed
-    assert made.end("iterations", None)["iterations"] == 3
+    assert made.end("iterations", lambda folder, summary: None)["iterations"] == 3
 
 
 def test_the_summary_is_returned_and_written(tmp_path):

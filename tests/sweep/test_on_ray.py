@@ -64,7 +64,7 @@ def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(clus
         assert without_times(read_metrics(run.folder)) == without_times(read_metrics(uninterrupted))
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_sweep_runs_on_a_cluster_and_is_compared_without_a_pickle(cluster, tmp_path):
     done = python(*COMMAND, "sweep", sweep_file(tmp_path), "--on", "ray", "--cores", "1")
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def test_a_sweep_runs_on_a_cluster_and_is_compared_without_a_pickle(cluster, tmp
         assert not list(tmp_path.rglob(kind))
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_folder_that_nodes_do_not_share_is_one_message(cluster, tmp_path, monkeypatch):
     from tokencredit.errors import ConfigError
     from tokencredit.sweep import on_ray

@@ -145,7 +145,7 @@ class Noted(submitit.LocalExecutor):
         return self.jobs[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # submitit leaves its processes to the interpreter's end
 def test_a_sweep_of_jobs_stops_at_ctrl_c_goes_on_and_is_compared(commands, tmp_path, capsys):
     runs = read_sweep(sweep_file(tmp_path, base=LONG), configure)

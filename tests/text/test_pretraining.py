@@ -25,6 +25,8 @@ from tokencredit.text.callbacks import Callback
 from tokencredit.text.pretraining import PATIENCE, RISE
 from tokencredit.text.trainer import PPOTrainer
 
+NORMALIZED = {"score": ScoreConfig(normalize="running")}
+
 
 def small(folder, pretrain=3, **groups):
     critic = groups.pop("critic", CriticConfig(kind="separate"))
@@ -231,21 +233,27 @@ def interrupt(scores):
     return scores
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of a run that nothing cuts short."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    PPOTrainer(args=small(folder, **NORMALIZED), reward_funcs=scores_with(0, kill)).train()
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "end"),
     [(2, Killed), (4, Killed), (2, KeyboardInterrupt), (3, KeyboardInterrupt)],
     ids=["killed in it", "killed in iteration 1", "Ctrl-C in it", "Ctrl-C in its last batch"],
 )
-def test_a_run_that_is_cut_short_in_it_ends_as_one_that_was_not(batch, end, tmp_path, monkeypatch):
-    settings = {"score": ScoreConfig(normalize="running")}
-    PPOTrainer(args=small(tmp_path / "whole", **settings), reward_funcs=scores_with(0, kill)).train()
+def test_a_run_that_is_cut_short_in_it_ends_as_one_that_was_not(batch, end, undisturbed, tmp_path):
     spoil = kill if end is Killed else interrupt
     with pytest.raises(end):
-        PPOTrainer(args=small(tmp_path / "cut", **settings), reward_funcs=scores_with(batch, spoil)).train()
-    trainer = PPOTrainer(args=small(tmp_path / "cut", **settings), reward_funcs=scores_with(0, kill))
+        PPOTrainer(args=small(tmp_path / "cut", **NORMALIZED), reward_funcs=scores_with(batch, spoil)).train()
+    trainer = PPOTrainer(args=small(tmp_path / "cut", **NORMALIZED), reward_funcs=scores_with(0, kill))
     trainer.train(resume_from_checkpoint=True)
-    assert_same(tmp_path / "whole", tmp_path / "cut")
+    assert_same(undisturbed, tmp_path / "cut")
     finished = batch > 2
     assert sum(text.startswith("pretraining: ") for text in read_events(tmp_path / "cut")) == 1
     assert ("no checkpoint yet: the run begins anew" in read_events(tmp_path / "cut")) is not finished

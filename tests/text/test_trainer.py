@@ -554,11 +554,14 @@ def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.proof) for name in ("aot_eager", "inductor"))]
+)
 def test_compiled_or_not_a_run_is_the_same(backend, tokenizer, tmp_path, monkeypatch):
     """With one layer: each further one costs the compiler seconds and is compiled alike.
 
-    Both backends take what PyTorch captures of the passes; only the second translates it into C++, for half a minute.
+    All backends take what PyTorch captures of the forward passes. The second captures backward passes too, and the
+    third translates them into C++, for half a minute.
     """
     random_lm("gpt2", tokenizer, **SHAPE | {"num_hidden_layers": 1}).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.processes import connection_lost
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.training import RunSettings
@@ -192,7 +193,7 @@ def load(trainer: Trainer, state: State, changed: set[str]) -> Sequence[str]:
     try:
         return trainer.load(state, changed)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError | RunStopped) or connection_lost(error):
             raise
         raise ConfigError(f"the checkpoint does not fit this run: {type(error).__name__}: {error}") from error
 
@@ -211,7 +212,9 @@ def _save_what_can_be(trainer: Trainer, number: int, error: Exception) -> Iterat
 
 
 def _reason(error: Exception) -> str:
-    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.strerror} ({error.filename})"
+    return str(error)
 
 
 def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:

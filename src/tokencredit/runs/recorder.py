@@ -8,7 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -245,8 +245,8 @@ class RunRecord:
         self.log(text)
 
     def log(self, text: str) -> None:
-        """Append an event to events.jsonl."""
-        if self.main:
+        """Append an event to events.jsonl, once there is a folder."""
+        if self.main and self.folder.path.is_dir():
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self.folder.append("events.jsonl", {"time": now, "after_iteration": len(self.history), "event": text})
 
@@ -374,23 +374,24 @@ class RunRecord:
     def replaced(self, name: str, in_all: bool) -> Iterator[Path | None]:
         """A folder that takes the place of one of the run's, for the main process to write.
 
-        The others get None or, with `in_all`, the place.
+        The others get None or, with `in_all`, the place; they too raise an `OSError` of the main process.
         """
         target = self.folder.path / name
-        with replacing(target) if self.main else nullcontext(target) as folder:
+        with self.processes.agreed(OSError), ExitStack() as stack:
+            with self.processes.agreed(OSError):
+                folder = stack.enter_context(replacing(target)) if self.main else target
             yield folder if self.main or in_all else None
 
-    def end(self, stopped_by: str, save: Callable[[Path, Summary], None] | None, in_all: bool = False) -> Summary:
+    def end(self, stopped_by: str, save: Callable[[Path, Summary], None], in_all: bool = False) -> Summary:
         """Save the trained model with `save(folder, summary)`, write and show the summary, and return it.
 
-        With `in_all` every process calls `save`, and only the main one may write. None saves no model.
+        With `in_all` every process calls `save`, and only the main one may write.
         """
         seconds = time.perf_counter() - self.started
         summary = summarise(self.history, self.world, self.folder.path, seconds, stopped_by)
-        if save is not None:
-            with self.replaced(self.world.saved, in_all) as folder:
-                if folder is not None:
-                    save(folder, summary)
+        with self.replaced(self.world.saved, in_all) as folder:
+            if folder is not None:
+                save(folder, summary)
         if self.main:
             self.folder.write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
             self.screen.finish(summary, self.first_samples, self.last_samples)

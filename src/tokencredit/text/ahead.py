@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokencredit.errors import RunStopped
+from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
@@ -84,14 +84,14 @@ class SamplesAhead:
         """Give the policy's weights to the sampler.
 
         Raises:
-            RunStopped: the sampler failed.
+            EngineLost: the sampler failed.
         """
         if self.background is None:
             return
         try:
             self._sampler().sync(self.run.policy)
         except EngineFailure as failure:
-            raise RunStopped(
+            raise EngineLost(
                 f"rollout.engine continuous could not take over the policy's weights: {failure}"
             ) from failure
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
-from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.processes import Processes
+from tokencredit.errors import ConfigError, EngineLost, OutOfMemory, RunStopped
+from tokencredit.processes import Processes, out_of_memory
 from tokencredit.settings.training import KLConfig, SamplingConfig
 from tokencredit.sharding import gathered, is_sharded
 from tokencredit.text.data.prompts import Prompt, PromptBatch
@@ -31,8 +31,14 @@ from tokencredit.text.turns.tasks import TaskBatch
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
-FAILED_ELSEWHERE = "a reward could not be computed in another process, whose message says why"
-"""Message of a process that stops since another one's reward failed."""
+MEMORY_ADVICE = {
+    "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
+    "reward": "lower the batch_size of the reward's terms",
+    "audit": "lower rollout.batch_size, the number of texts sampled at once, or audit.continuations",
+    "continuations": "lower rollout.batch_size, the number of texts sampled at once, or critic.continuations",
+    "evaluation": "lower eval.samples or eval.max_new_tokens",
+}
+"""Advice shown when a stage runs out of memory."""
 
 
 class UnusableBatch(Exception):
@@ -106,6 +112,18 @@ class Scored:
     def texts(self) -> list[str]:
         """Each prompt's text followed by its completion."""
         return self.prompts.continued(self.completions)
+
+
+@contextmanager
+def memory_errors(stage: str) -> Iterator[None]:
+    """A context that raises `OutOfMemory`, with advice, where a stage runs out of memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        advice = MEMORY_ADVICE.get(stage, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
+        raise OutOfMemory(f"out of memory in its {stage} stage; {advice}") from error
 
 
 @contextmanager
@@ -200,8 +218,10 @@ class Pipeline:
     ) -> Scored:
         """Score the completions that `sample` returns; other arguments and errors as in `collect`."""
         with stage("rollout") as results:
-            # In step a process that fails leaves the others in a pass, where they cannot hear of it.
-            with nullcontext() if self.in_step else self.processes.agreed(EngineLost, RunStopped, OSError, ConfigError):
+            # A process that fails between passes in step leaves the others in one, where they cannot hear of it.
+            alone = self.in_step and isinstance(self.engine, LocalEngine)
+            agreed = nullcontext() if alone else self.processes.agreed(EngineLost, RunStopped, OSError, ConfigError)
+            with agreed, memory_errors("rollout"):
                 sampled = sample()
             rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:
@@ -257,16 +277,13 @@ class Pipeline:
         if episodes is not None:
             known |= columns(episodes)
         lengths = rollout.mask.sum(1).tolist()
-        scores, failure, reason = None, None, "a reward term is not finite in another process"
-        try:
-            answers = sampled.answers()
-            scores = score(self.terms, prompts.questions(), answers, known, lengths, finite=self.finite)
-        except NonFiniteReward as error:
-            reason = str(error)
-        except RewardError as error:
-            failure = error
-        if not self.processes.all(failure is None):  # all stop, and save, together
-            raise failure or RewardError(FAILED_ELSEWHERE)
+        scores, reason = None, "a reward term is not finite in another process"
+        with self.processes.agreed(RewardError):  # all stop, and save, together
+            try:
+                answers = sampled.answers()
+                scores = score(self.terms, prompts.questions(), answers, known, lengths, finite=self.finite)
+            except NonFiniteReward as error:
+                reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:
             raise UnusableBatch(reason, rollout, texts)
         return scores

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.learn import rng
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
@@ -211,6 +211,7 @@ class PPOTrainer:
                     metrics |= sampled
             except UnusableBatch as bad:
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
+                self.before = None  # the batch is counted
                 metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
             else:
                 metrics |= batch.metrics(self.processes) | self.credit.metrics()
@@ -264,7 +265,10 @@ class PPOTrainer:
             metrics = results["metrics"] = self.learner.update(
                 experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch.scored)
             )
-        self.pipeline.engine.weights_changed()
+        try:
+            self.pipeline.engine.weights_changed()
+        except EngineLost as error:  # the update is kept: it is the next rollout that cannot be made
+            self.record.event(f"{error}; it is tried again before the next rollout")
         if self.ahead is not None:
             self.ahead.weights_changed()
         return metrics
@@ -294,7 +298,7 @@ class PPOTrainer:
             with self.stages("evaluation") as results:
                 metrics = evaluate(self.pipeline, self.eval_prompts, self.args.eval, seed=self.args.seed)
                 results["metrics"] = metrics
-        except UnusableBatch as error:
+        except (UnusableBatch, EngineLost) as error:
             self.record.event(f"an evaluation is skipped: {error}")
             return {}
         best = metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()

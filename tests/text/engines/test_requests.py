@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -314,12 +314,39 @@ class Dead(Failing):
 
 def test_an_engine_that_never_answers_ends_the_run(model, tokenizer):
     engine = engine_of(model, tokenizer, Dead(model, tokenizer, 0))
-    with pytest.raises(RunStopped, match="engine continuous failed: the connection was lost"):
+    with pytest.raises(EngineLost, match="engine continuous failed: the connection was lost"):
         engine.weights_changed()
     assert engine.sampler.asked == [4], "a probe is tried once"
-    with pytest.raises(RunStopped, match="engine continuous failed: the connection was lost"):
+    with pytest.raises(EngineLost, match="engine continuous failed: the connection was lost"):
         generate(engine)
-    assert engine.sampler.asked == [4, 12, 4]
+    assert engine.sampler.asked == [4, 4], "a sync that failed is tried again before a rollout"
+    engine.synced = True
+    with pytest.raises(EngineLost, match="engine continuous failed: the connection was lost"):
+        generate(engine)
+    assert engine.sampler.asked == [4, 4, 12, 4]
+
+
+class Unsynced(Failing):
+    """Takes over no weights, as often as it is told."""
+
+    def sync(self, policy):
+        if self.failures:
+            self.failures -= 1
+            raise EngineFailure("no connection")
+
+
+def test_a_sync_that_failed_is_tried_again_before_the_next_rollout(model, tokenizer):
+    engine = engine_of(model, tokenizer, Unsynced(model, tokenizer, 0))
+    engine.weights_changed()
+    engine.sampler.failures = 1
+    with pytest.raises(EngineLost, match="could not take over the policy's weights: no connection"):
+        engine.weights_changed()
+    assert len(generate(engine).mask) == 12
+    assert engine.synced
+    first = engine_of(model, tokenizer, Unsynced(model, tokenizer, 1))
+    with pytest.raises(RunStopped, match="no connection") as raised:
+        first.weights_changed()
+    assert not isinstance(raised.value, EngineLost), "an engine that never worked is not started again"
 
 
 def test_the_random_numbers_of_the_process_stay_as_they_were(model, tokenizer):

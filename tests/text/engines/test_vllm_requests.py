@@ -211,6 +211,14 @@ def test_a_restarted_server_is_found_at_the_first_completion(sampler, state, pol
     assert len(complete(sampler)) == 1
 
 
+def test_another_run_at_the_server_of_a_job_ends_it(sampler, state, policy):
+    """One process alone cannot give its weights again."""
+    sampler.sync(policy)
+    sampler.syncs_in_step, state.version = True, "tokencredit-0-1"
+    with pytest.raises(RunStopped, match=r"another run gives weights to the server at http://127\.0\.0\.1:"):
+        complete(sampler)
+
+
 def test_the_key_is_sent_and_never_shown(server, state, policy, tokenizer, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret\n")  # as of a file
     sampler = sampler_of(server, policy, tokenizer)

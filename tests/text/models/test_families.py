@@ -135,6 +135,21 @@ def test_a_trunk_with_a_mistake_is_refused(kind, message, tokenizer):
         check_policy("", loud(lm))
 
 
+class Cut(LlamaModel):
+    """Another process ends during a pass, in which its part of the weights is gathered."""
+
+    def forward(self, input_ids, past_key_values=None, **inputs):
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer")
+
+
+def test_the_loss_of_another_process_is_no_mistake_of_the_model(tokenizer):
+    """A restart of the job cures it, and a `ConfigError` would not be tried again."""
+    lm = loud(LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE)))
+    lm.model = Cut(lm.config)
+    with pytest.raises(RuntimeError, match=r"^.*gloo.*Connection reset by peer$"):
+        check_policy("", loud(lm))
+
+
 @pytest.mark.slow
 def test_a_model_with_an_encoder_is_refused(tokenizer, tmp_path):
     config = T5Config(vocab_size=len(tokenizer), d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)

@@ -17,6 +17,7 @@ from tokencredit.audit.estimates import variants
 from tokencredit.audit.record import audit_metrics, true_numbers
 from tokencredit.audit.sampling import STREAM, generator, rounds, spread
 from tokencredit.audit.truth import Returns, Truth
+from tokencredit.errors import EngineLost
 from tokencredit.learn.rng import preserved
 from tokencredit.processes import Processes
 from tokencredit.runs.folder import write_audit
@@ -135,7 +136,7 @@ class Auditor:
                 audit = self.audit(number)
                 findings = audit.judge(self.pipeline.processes)
                 results["metrics"] = findings["metrics"]
-        except UnusableBatch as error:
+        except (UnusableBatch, EngineLost) as error:
             record.event(f"an audit is skipped: {error}")
             return {}
         if self.pipeline.processes.main:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.models.loading import max_prompt_length
-from tokencredit.text.pipeline import FAILED_ELSEWHERE, Pipeline, Sampled, Scored, UnusableBatch
+from tokencredit.text.pipeline import Pipeline, Sampled, Scored, UnusableBatch
 from tokencredit.text.rewards.calls import RewardError
 
 
@@ -129,18 +130,15 @@ def run_in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -
     """Run a function in every process, and let all fail if one does.
 
     Raises:
-        RewardError: in all processes, if one raises it.
+        EngineLost, RewardError, RunStopped, OSError, ConfigError: in all processes, if one raises it.
         UnusableBatch: the same.
     """
-    unusable, failure = None, None
-    try:
-        work()
-    except UnusableBatch as caught:
-        unusable = caught
-    except RewardError as caught:
-        failure = caught
-    if not processes.all(failure is None):
-        raise failure or RewardError(FAILED_ELSEWHERE)
+    unusable = None
+    with processes.agreed(EngineLost, RewardError, RunStopped, OSError, ConfigError):
+        try:
+            work()
+        except UnusableBatch as caught:
+            unusable = caught
     if not processes.all(unusable is None):
         message = "a continuation in another process is not finite"
         raise unusable or UnusableBatch(message, scored.rollout, scored.texts())

@@ -25,6 +25,8 @@ PROMPT, NEW = 288, 8
 TOLERANCE, TOLERANCE_BFLOAT16 = 1e-3, 0.1
 """Largest mean difference of log-probs, in nats per token. Other orders of sums differ by 1e-6 in float32, and by 0.02
 in bfloat16."""
+TEMPERATURE = 1.0
+"""At which a probe is sampled."""
 MOVED = 1e-5
 """Change of the policy's log-probs, in nats per token, that a sync must show in the engine's."""
 
@@ -43,25 +45,11 @@ class Probe:
     """True if the engine gives what it gave before the sync, though the policy's log-probs have changed."""
 
     @classmethod
-    def sampled(cls, engine: RequestEngine, before: Probe | None) -> Probe:
-        """Sample a probe, and compute the policy's log-probs; `before` is that of the last sync."""
-        length = min(PROMPT, max_prompt_length(engine.policy.lm, NEW, engine.budget) or PROMPT)
-        if engine.sampler.longest is not None:
-            length = min(length, engine.sampler.longest - NEW)
-        own = set(engine.tokenizer.all_special_ids)
-        usable = torch.tensor([i for i in sorted(set(engine.tokenizer.get_vocab().values())) if i not in own])
-        number = 0 if before is None else before.number + 1
-        seeded = [torch.Generator().manual_seed(seed) for seed in (0, number + 1)]
-        ids = usable[torch.cat([torch.randint(len(usable), (ROWS // 2, length), generator=g) for g in seeded])]
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        prompts = PromptBatch(prompts=[""] * ROWS, texts=[""] * ROWS, ids=ids, mask=mask, columns={})
-        settings = SamplingConfig(max_new_tokens=NEW, stop_at_eos=False)
-        once = replace(engine, deferred=True)  # a second try would sync, and probe, again
-        conversation = once.converse(prompts, settings, torch.full((ROWS, NEW), 0.5))
-        conversation.sample(range(ROWS), [[]] * ROWS, [NEW] * ROWS, lambda _row: None)
-        rollout = conversation.sampled()
+    def of(cls, engine: RequestEngine, rollout: Rollout, before: Probe | None) -> Probe:
+        """The probe of these samples, with the policy's log-probs; `before` is that of the last sync."""
         with engine.precision.no_grad():
-            logprobs = rollout_logprobs(engine.policy, rollout, settings.temperature, engine.budget, engine.in_step)
+            logprobs = rollout_logprobs(engine.policy, rollout, TEMPERATURE, engine.budget, engine.in_step)
+        number = 0 if before is None else before.number + 1
         return cls(rollout, logprobs, number, before is not None and before.same_samples(rollout, logprobs))
 
     def same_samples(self, rollout: Rollout, logprobs: Tensor) -> bool:
@@ -98,6 +86,25 @@ class Probe:
         if max(repeated, fresh) < TOLERANCE_BFLOAT16:
             return "so small a difference is one of dtypes: it may compute, or keep its weights, in fewer bits"
         return "some weights did not arrive, or it holds another model"
+
+
+def sample_probe(engine: RequestEngine, before: Probe | None) -> Rollout:
+    """Sample continuations of the next probe's texts; `before` is the probe of the last sync."""
+    length = min(PROMPT, max_prompt_length(engine.policy.lm, NEW, engine.budget) or PROMPT)
+    if engine.sampler.longest is not None:
+        length = min(length, engine.sampler.longest - NEW)
+    own = set(engine.tokenizer.all_special_ids)
+    usable = torch.tensor([i for i in sorted(set(engine.tokenizer.get_vocab().values())) if i not in own])
+    number = 0 if before is None else before.number + 1
+    seeded = [torch.Generator().manual_seed(seed) for seed in (0, number + 1)]
+    ids = usable[torch.cat([torch.randint(len(usable), (ROWS // 2, length), generator=g) for g in seeded])]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    prompts = PromptBatch(prompts=[""] * ROWS, texts=[""] * ROWS, ids=ids, mask=mask, columns={})
+    settings = SamplingConfig(max_new_tokens=NEW, stop_at_eos=False, temperature=TEMPERATURE)
+    once = replace(engine, deferred=True, synced=True)  # a second try would sync, and probe, again
+    conversation = once.converse(prompts, settings, torch.full((ROWS, NEW), 0.5))
+    conversation.sample(range(ROWS), [[]] * ROWS, [NEW] * ROWS, lambda _row: None)
+    return conversation.sampled()
 
 
 def require_draws(name: str, apart: Tensor, temperature: float, bfloat16: bool) -> None:

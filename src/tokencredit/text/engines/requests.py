@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from tokencredit.settings.training import SamplingConfig
 from tokencredit.sharding import gathered
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.probe import Probe, require_draws
+from tokencredit.text.engines.probe import Probe, require_draws, sample_probe
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.precision import Precision
@@ -128,6 +128,10 @@ class RequestEngine:
     in_step: Processes | None = None
     """Processes that sync and make full passes in step, since the policy is sharded over them and gathered layer by
     layer."""
+    processes: Processes = field(default_factory=Processes)
+    """Processes that sync together, and fail together if one of them cannot."""
+    synced: bool = True
+    """False after a sync that failed, which is tried again before the next rollout."""
 
     def generate(
         self,
@@ -142,11 +146,15 @@ class RequestEngine:
         rows = range(len(uniforms))
         if started is not None:
             conversation.begin([tokens.tolist() for tokens in started])
-        conversation.sample(rows, [[]] * len(rows), [conversation.left(row) for row in rows], lambda _row: None)
+        # Before passes in step, where the others would wait for a process that failed.
+        with nullcontext() if self.in_step is None else self.in_step.agreed(EngineLost, RunStopped):
+            conversation.sample(rows, [[]] * len(rows), [conversation.left(row) for row in rows], lambda _row: None)
         return replace(conversation.rollout(), turn_ends=None)
 
     def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> RequestConversation:
         """Begin episodes of several turns; a turn is a request with everything before it."""
+        if not self.synced:
+            self.weights_changed()
         return RequestConversation(self, prompts, settings, uniforms)
 
     def complete(
@@ -180,7 +188,7 @@ class RequestEngine:
                     ) from failure
                 self.report(f"rollout.engine {self.sampler.name} failed, and is asked again: {failure}")
                 if alone:
-                    self.weights_changed()
+                    self._sync(self.processes.alone())
 
     @property
     def shared_critic(self) -> bool:
@@ -192,12 +200,13 @@ class RequestEngine:
         """The rollout with log-probs by a full forward pass, and with values of a critic on the policy's trunk.
 
         Raises:
+            EngineLost: the sampler failed.
             RunStopped: the sampler has weights of its own, and they are not the policy's.
         """
         try:
             self.sampler.sleep()
         except EngineFailure as failure:
-            raise RunStopped(f"rollout.engine {self.sampler.name} could not free its memory: {failure}") from failure
+            raise EngineLost(f"rollout.engine {self.sampler.name} could not free its memory: {failure}") from failure
         shared, filtered = self.shared_critic, bool(settings.filters())
 
         def read(inputs: Inputs) -> dict[str, Tensor]:
@@ -220,22 +229,36 @@ class RequestEngine:
         return gathered(self.policy.lm) if self.in_step is None else nullcontext()
 
     def weights_changed(self) -> None:
-        """Sync the sampler with the policy's weights, and prove it; shared ones are proven once.
+        """Sync the sampler with the policy's weights, and prove it, in all processes; shared ones are proven once.
 
         Raises:
-            RunStopped: the sampler failed, or its log-probs are not the policy's.
+            EngineLost: the sampler, which worked before, failed.
+            RunStopped: it failed at its first sync, or its log-probs are not the policy's.
         """
-        if self.sampler.shares_weights and self.probe is not None:
+        if self.synced and self.sampler.shares_weights and self.probe is not None:
             return
-        try:
-            with self.held():
-                self.sampler.sync(self.policy)
-                self.probe = Probe.sampled(self, self.probe)
-        except EngineFailure as failure:
-            raise RunStopped(
-                f"rollout.engine {self.sampler.name} could not take over the policy's weights: {failure}"
-            ) from failure
-        self.probe.require(self.sampler.name, self.precision.bfloat16)
+        self._sync(self.processes)
+
+    def _sync(self, processes: Processes) -> None:
+        """Sync and prove, in step with these processes."""
+        worked, self.synced = self.probe is not None or processes.restarted(), False
+        with self.held():
+            with processes.agreed(EngineLost, RunStopped):
+                try:
+                    self.sampler.sync(self.policy)
+                except EngineFailure as failure:
+                    raise (EngineLost if worked else RunStopped)(
+                        f"rollout.engine {self.sampler.name} could not take over the policy's weights: {failure}"
+                    ) from failure
+            # Alone in the main process, if the sampler is shared: in a busy one equal texts have other rounding errors.
+            for main_first in (True, False) if self.sampler.syncs_in_step else (processes.main,):
+                with processes.agreed(EngineLost, RunStopped):
+                    if processes.main is main_first:
+                        drawn = sample_probe(self, self.probe)
+            self.probe = Probe.of(self, drawn, self.probe)
+        with processes.agreed(RunStopped):
+            self.probe.require(self.sampler.name, self.precision.bfloat16)
+        self.synced = True
 
 
 class RequestConversation:

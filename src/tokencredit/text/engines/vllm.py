@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -144,8 +145,12 @@ class VllmSampler:
 
     def _load(self, policy: ActorCritic) -> None:
         """Load the weights, which vLLM copies in its own layout."""
-        with torch.no_grad(), own_randomness(self.device):
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": plain_weights(policy)})
+        weights = plain_weights(policy)
+        try:
+            with torch.no_grad(), own_randomness(self.device):
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        finally:
+            deque(weights, maxlen=0)  # of a sharded policy: other processes may still gather
 
     def _wake(self, *parts: str) -> None:
         """Wake what sleeps of these parts."""

@@ -12,12 +12,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx2
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -54,6 +55,8 @@ HINTS = {
     403: f"start it as {COMMAND}",
     404: f"start it as {COMMAND}",
 }
+RUN = "tokencredit-"
+"""Begins the versions of weights that a run of this library gives to a server."""
 LOOP = EventLoop()
 """The event loop of all servers; the caller, such as a notebook, may already run one of its own."""
 
@@ -104,8 +107,8 @@ class VllmServer:
         self.url, self.seconds = rollout.server.rstrip("/"), rollout.server_timeout
         self.tokenizer, self.end_ids, self.report = tokenizer, list(end_ids), report
         self.vocabulary = rows_of(policy)
-        run = self.processes.texts(uuid.uuid4().hex)[0]
-        self.versions = map(f"tokencredit-{run}-{{}}".format, count(1))
+        self.run = f"{RUN}{self.processes.texts(uuid.uuid4().hex)[0]}"
+        self.versions = map(f"{self.run}-{{}}".format, count(1))
         self.version: str | None = None
         """The version of the last sync; None before the first."""
         self.parent = Path(rollout.server_folder or tempfile.gettempdir()).absolute()
@@ -190,15 +193,9 @@ class VllmServer:
     def _send(self, weights: Iterator[tuple[str, Tensor]], version: str) -> None:
         """Give weights to the server, in the main process; iterating over sharded ones takes all processes."""
         try:
-            if not self.processes.main:
-                return
-            with _folder_in(self.parent) as folder:
-                partial, whole = folder / "partial", folder / "weights"
-                write_weights(weights, partial)
-                partial.rename(whole)
-                self._hand_over(whole, version)
-        except OSError as error:
-            raise EngineFailure(f"weights could not be written to {self.parent}: {error}") from error
+            if self.processes.main:
+                with _written(weights, self.parent) as folder:
+                    self._hand_over(folder, version)
         finally:
             deque(weights, maxlen=0)
 
@@ -255,6 +252,8 @@ class VllmServer:
         if done is None:
             raise EngineFailure("its answer broke off")
         version = choice_version(choice) or await self._version(client)  # a stop string ends it before vLLM does
+        if self.syncs_in_step and version.startswith(RUN) and not version.startswith(self.run):
+            raise RunStopped(f"another run gives weights to the server at {self.url}; give each run one of its own")
         if version != self.version:
             raise EngineFailure(
                 "its weights are not those of the last sync: it was restarted, or another run gives it weights"
@@ -351,6 +350,20 @@ class VllmServer:
                 yield response
         except httpx2.HTTPError as error:
             raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__} {error}".rstrip()) from error
+
+
+@contextmanager
+def _written(weights: Iterator[tuple[str, Tensor]], parent: Path) -> Iterator[Path]:
+    """A context with a folder of these weights; raises `EngineFailure` if it cannot be written."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(_folder_in(parent))
+            partial, whole = folder / "partial", folder / "weights"
+            write_weights(weights, partial)
+            partial.rename(whole)
+        except (OSError, SafetensorError) as error:
+            raise EngineFailure(f"weights could not be written to {parent}: {error}") from error
+        yield whole
 
 
 @contextmanager

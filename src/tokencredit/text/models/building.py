@@ -256,9 +256,13 @@ def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenize
     """
     if policy.adapter is None:
         save_model(folder, policy.lm, writes)
-    elif writes:
+    critics = [] if policy.critic is None else list(enumerate(policy.critic.members, start=1))
+    for number, critic in critics:
+        critic.save_trunk(folder, number, writes)
+    if not writes:  # what follows is not collective, so a failure leaves no other process in it
+        return
+    if policy.adapter is not None:
         policy.adapter.save(folder)
-    if writes:
-        tokenizer.save_pretrained(folder)
-    if policy.critic is not None:
-        policy.critic.save(folder, writes=writes)
+    tokenizer.save_pretrained(folder)
+    for number, critic in critics:
+        critic.save_head(folder, number)

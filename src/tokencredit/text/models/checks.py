@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.training_mode import checkpointing_modules, training
+from tokencredit.processes import connection_lost
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.sharding import kind_of, shard_alike
 from tokencredit.text.data.prompts import PromptBatch
@@ -110,8 +111,7 @@ def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
         shard_alike(reloaded, trunk)
         reloaded.load_state_dict(trunk.state_dict(), assign=True)
     except Exception as error:  # model code may raise anything, above all with trust_remote_code
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{title} cannot be truncated: {reason}; leave it out") from error
+        raise ConfigError(f"{title} cannot be truncated: {_said(error)}; leave it out") from error
     for key, buffer in trunk.named_buffers():  # also the non-persistent ones
         module, _, name = key.rpartition(".")
         reloaded.get_submodule(module)._buffers[name] = buffer
@@ -161,7 +161,7 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # model code may raise anything, above all with trust_remote_code
-        return f"a step of {kind} ends in {type(error).__name__}: {' '.join(str(error).split())}"
+        return f"a step of {kind} ends in {_said(error)}"
     return decoding
 
 
@@ -261,10 +261,14 @@ def _passes(title: str) -> Iterator[None]:
         except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # model code may raise anything, above all with trust_remote_code
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"{title} cannot be used here: a pass through it ends in {type(error).__name__}: {reason}"
-            ) from error
+            raise ConfigError(f"{title} cannot be used here: a pass through it ends in {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """An error's type and message in a line; the loss of another process, which a sharded model needs, is raised."""
+    if connection_lost(error):
+        raise error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _title(name: str, model: nn.Module) -> str:

@@ -17,6 +17,7 @@ from tokencredit.core.losses import histogram_values
 from tokencredit.errors import ConfigError
 from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
+from tokencredit.processes import Processes
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.architecture import layer_limit, width
@@ -84,15 +85,15 @@ class Critic(nn.Module):
         hidden = (hidden.detach() if self.detach else hidden).float()
         return hidden if self.tap is None else nn.functional.layer_norm(hidden, hidden.shape[-1:])
 
-    def save(self, folder: Path, number: int = 1, *, writes: bool = True) -> None:
-        """Write head and trunk into a policy's folder; `writes` is as in `building.save_policy`."""
-        head, trunk = file_names(number)
+    def save_trunk(self, folder: Path, number: int, writes: bool) -> None:
+        """Write the trunk, if there is one, into a policy's folder; arguments as in `save_model` and `file_names`."""
         if self.trunk is not None:
-            save_model(folder / trunk, self.trunk, writes)
-        if not writes:
-            return
+            save_model(folder / file_names(number)[1], self.trunk, writes)
+
+    def save_head(self, folder: Path, number: int) -> None:
+        """Write the head into a policy's folder; `number` is as in `file_names`."""
         weights = {key: value.contiguous() for key, value in self.head.state_dict().items()}
-        save_file(weights, folder / head, None if self.tap is None else {LAYERS: str(self.tap)})
+        save_file(weights, folder / file_names(number)[0], None if self.tap is None else {LAYERS: str(self.tap)})
 
 
 class Ensemble(nn.Module):
@@ -104,11 +105,6 @@ class Ensemble(nn.Module):
     def __init__(self, members: Sequence[Critic]):
         super().__init__()
         self.members = cast(Any, nn.ModuleList(members))
-
-    def save(self, folder: Path, *, writes: bool = True) -> None:
-        """Write heads and trunks into a policy's folder; `writes` is as in `building.save_policy`."""
-        for number, critic in enumerate(self.members, start=1):
-            critic.save(folder, number, writes=writes)
 
 
 def build_value_head(
@@ -157,10 +153,11 @@ def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
         if id(x) not in tensors:  # tied ones stay so
             gathered = whole(x.detach())
             tensors[id(x)] = gathered.cpu() if writes else x
-    if writes:
-        sharded = vars(model.config).pop("distributed_config", None)  # or Transformers would gather them again
-        model.save_pretrained(folder, state_dict={name: tensors[id(x)] for name, x in state.items()})
-        model.config.distributed_config = sharded
+    with Processes().agreed(OSError, SafetensorError):  # others would begin to gather the next model
+        if writes:
+            sharded = vars(model.config).pop("distributed_config", None)  # or Transformers would gather them again
+            model.save_pretrained(folder, state_dict={name: tensors[id(x)] for name, x in state.items()})
+            model.config.distributed_config = sharded
 
 
 def file_names(number: int) -> tuple[str, str]:
