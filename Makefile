@@ -73,7 +73,7 @@ types: install  ## mypy in strict mode
 
 # Each worker of the tests would compile all of them, in ten seconds; one does it while mypy runs.
 compiled: install
-	@$(BIN)/python -m pytest -qq --collect-only > .venv/collected || cat .venv/collected
+	@$(BIN)/python -m pytest -qq --collect-only > .venv/collected || (cat .venv/collected; exit 1)
 
 format: install  ## Repair what Ruff can repair
 	$(BIN)/ruff format .

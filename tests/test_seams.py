@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chaos import assert_same
-from helpers.files import read_metrics
+from helpers.files import read_events, read_metrics
 from helpers.seams import run_settings
 from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
@@ -53,9 +53,27 @@ def test_an_engine_that_fails_in_one_process_stops_all_and_nothing_is_lost(place
 
 
 @slow
+def test_an_evaluation_without_its_engine_is_skipped_and_the_run_goes_on(results):
+    folder, said = results
+    assert [result["evaluated"] for result in said] == [3, 3]
+    events = read_events(folder / "evaluated")
+    assert sum("an evaluation is skipped: process 1: rollout.engine continuous" in event for event in events) == 1
+    assert ["eval/reward" in row for row in read_metrics(folder / "evaluated")] == [False, True, True]
+
+
+@slow
 def test_a_disk_that_is_full_at_the_end_ends_all_processes(results):
-    assert "No space left on device" in results[1][0]["disk"]
-    assert "No space left on device" in results[1][1]["disk"]
+    assert "I/O error: No space left on device" in results[1][0]["disk"]
+    assert "process 0: I/O error: No space left on device" in results[1][1]["disk"]
+
+
+@slow
+def test_processes_agree_on_the_gravest_error_and_on_a_lack_of_memory(results):
+    assert [result["graver"] for result in results[1]] == [
+        ["RunStopped", "process 1: another run"],
+        ["RunStopped", "another run"],
+    ]
+    assert [result["memory"].partition("Default")[0] for result in results[1]] == ["process 1: ", ""]
 
 
 @slow

@@ -31,7 +31,7 @@ POLL = 0.02
 SPARE = 5.0
 """Seconds that other processes wait longer than process 0, which knows who is missing."""
 AGREED = re.compile(r"process \d+: ")
-"""How an error begins that another process tells (`Processes.agreed`)."""
+"""What `Processes.agreed` puts before an error of another process."""
 MEETING = 10.0
 """Seconds that processes wait for each other at a place to which an error has brought them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -128,21 +129,34 @@ class Processes:
 
     @contextmanager
     def agreed(self, *kinds: type[Exception]) -> Iterator[None]:
-        """A context at whose end all processes raise an error of one of these kinds if one of them did."""
-        error = None
+        """A context at whose end all processes raise an error of the same kind if one of them raised.
+
+        Args:
+            kinds: the errors that are told to the others, the gravest last; `MemoryError`, as which a lack of memory is
+                raised, comes after them.
+        """
+        error: Exception | None = None
+        kinds = (*kinds, MemoryError)
         try:
             yield
         except kinds as raised:
             error = raised
-        number = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), None)
-        texts = self.texts("" if number is None else f"{number} {str(error) or type(error).__name__}")
-        if error is not None:
+        except RuntimeError as raised:
+            if not out_of_memory(raised):
+                raise
+            error = MemoryError(str(raised))
+        own = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), None)
+        texts = self.texts("" if error is None else json.dumps([own, *_told(error)]))
+        told = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+        if not told:
+            return
+        gravest = max(number for number, *_ in told.values())
+        if error is not None and own == gravest:
             raise error
-        for rank, text in enumerate(texts):
-            if text:
-                which, _, said = text.partition(" ")
-                kind, message = kinds[int(which)], f"process {rank}: {said}"
-                raise OSError(errno.EIO, message) if kind is OSError else kind(message)
+        rank = next(rank for rank, (number, *_) in told.items() if number == gravest)
+        _, said, code, file = told[rank]
+        kind, message = kinds[gravest], f"process {rank}: {said}"
+        raise OSError(code, message, file) if kind is OSError else kind(message)
 
     def max(self, tensor: Tensor) -> Tensor:
         """The elementwise maximum of a tensor over all processes."""
@@ -271,6 +285,13 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _told(error: Exception) -> tuple[str, int, str | None]:
+    """What an error says; of an `OSError` also its number and its file."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error), error.errno or errno.EIO, error.filename and str(error.filename)
+    return str(error) or type(error).__name__, 0, None
 
 
 def connection_lost(error: BaseException) -> bool:

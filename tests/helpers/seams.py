@@ -1,11 +1,12 @@
 """A program for two processes: where a run's parts meet. Arguments: a model's folder, and a folder for results."""
 
-import errno
 import json
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+
+from safetensors import SafetensorError
 
 from helpers.sharded_cases import SMALL
 from tokencredit import PPOConfig, PPOTrainer
@@ -16,6 +17,7 @@ from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import TEXT
 from tokencredit.text.audit.continuations import run_in_all
 from tokencredit.text.audit.running import audit_run
+from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.rewards.calls import RewardError
 
 CONTINUED = {"critic.kind": "separate", "critic.continuations": 2, "critic.continued_states": 1}
@@ -71,19 +73,59 @@ def sampling_failed(processes, model, folder, own):
         return str(error)
 
 
+def evaluated_without(processes, model, folder):
+    """Trains with an engine that the second process loses in the first evaluation, and whose next sync fails too."""
+    settings = run_settings(model, folder) | {"rollout.engine": "continuous", "eval.every": 1, "eval.samples": 2}
+    trainer = PPOTrainer(args=PPOConfig.from_dict(settings | {"eval.max_new_tokens": 6, "run.iterations": 3}))
+    sampler, failures = trainer.pipeline.engine.sampler, []
+    complete, evaluate = sampler.complete, trainer.evaluate
+
+    def failing(*args, **kwargs):
+        if failures:
+            raise EngineFailure(failures.pop())
+        complete(*args, **kwargs)
+
+    def lost():
+        if not processes.main and not len(trainer.record.history):
+            failures.extend(["no answer", "no answer"])
+        return evaluate()
+
+    sampler.complete, trainer.evaluate = failing, lost
+    return trainer.train()["iterations"]
+
+
 def disk_full(processes, model, folder):
-    """The error in each process if the first one cannot write the policy after an error."""
+    """The error in each process if the first one cannot write the policy at the end."""
     settings = run_settings(model, folder) | {"run.shard": "full", "run.iterations": 1, "critic.kind": "separate"}
     trainer = PPOTrainer(args=PPOConfig.from_dict(settings))
+
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device")
+
     trainer.policy.lm.save_pretrained = full
     try:
         trainer.train()
-    except (OSError, RunStopped) as error:
+    except OSError as error:
         return str(error)
 
 
-def full(*args, **kwargs):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "policy")
+def graver(processes):
+    """The error in each process if the first one loses its engine, and the second one has to stop."""
+    try:
+        with processes.agreed(EngineLost, RunStopped):
+            raise EngineLost("no answer") if processes.main else RunStopped("another run")
+    except RunStopped as error:
+        return type(error).__name__, str(error)
+
+
+def no_memory(processes):
+    """The error in each process if the second one has no memory."""
+    try:
+        with processes.agreed(RunStopped):
+            if not processes.main:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    except MemoryError as error:
+        return str(error)
 
 
 def folders(processes, folder):
@@ -104,7 +146,9 @@ def main(model, folder):
     processes = Processes(timeout=300)
     results = {"audit": audited(model, folder / "run"), "failed": failed(processes)}
     results |= {name: sampling_failed(processes, model, folder / name, own) for name, own in FAILING.items()}
+    results["evaluated"] = evaluated_without(processes, model, folder / "evaluated")
     results["disk"] = disk_full(processes, model, folder / "disk")
+    results |= {"graver": graver(processes), "memory": no_memory(processes)}
     results["chosen"], results["unseen"] = folders(processes, folder)
     (folder / f"{processes.rank}.json").write_text(json.dumps(results))
     processes.close()

@@ -190,6 +190,15 @@ def check_new_file(option: str, file: str, ending: str) -> Path:
 
 
 @contextmanager
+def safetensors_errors(target: Path) -> Iterator[None]:
+    """A context that raises Safetensors' own exception for a file that cannot be written as an `OSError`."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(target)) from error
+
+
+@contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary folder that atomically becomes `target` on leaving the context.
 
@@ -202,7 +211,8 @@ def replacing(target: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary
+        with safetensors_errors(target):
+            yield temporary
         mode = temporary.stat().st_mode & 0o666
         for path in [*temporary.rglob("*"), temporary]:
             if path.is_file():
@@ -214,8 +224,6 @@ def replacing(target: Path) -> Iterator[Path]:
         temporary.replace(target)
         flush(target.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(target)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

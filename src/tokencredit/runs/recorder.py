@@ -90,6 +90,8 @@ class RunRecord:
         self.best = -math.inf
         """Best evaluation so far."""
         self.best_iteration = 0
+        self.running = False
+        """True once the run has begun or is resumed, and its folder is locked."""
         self.failed = False
         """True once the run has failed: nothing but resuming is then suggested."""
 
@@ -236,6 +238,7 @@ class RunRecord:
         return diagnose(self.history, apply_choices(self.config, self.choices or {}), ended=ended)
 
     def _start(self) -> None:
+        self.running = True
         self.started = time.perf_counter()
         self.trackers.start(len(self.history) + 1)
 
@@ -245,8 +248,8 @@ class RunRecord:
         self.log(text)
 
     def log(self, text: str) -> None:
-        """Append an event to events.jsonl, once there is a folder."""
-        if self.main and self.folder.path.is_dir():
+        """Append an event to events.jsonl, once the run has begun or is resumed."""
+        if self.main and self.running:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self.folder.append("events.jsonl", {"time": now, "after_iteration": len(self.history), "event": text})
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
-from tokencredit.errors import ConfigError, EngineLost, OutOfMemory, RunStopped
-from tokencredit.processes import Processes, out_of_memory
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.processes import Processes
 from tokencredit.settings.training import KLConfig, SamplingConfig
 from tokencredit.sharding import gathered, is_sharded
 from tokencredit.text.data.prompts import Prompt, PromptBatch
@@ -31,14 +31,6 @@ from tokencredit.text.turns.tasks import TaskBatch
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
-MEMORY_ADVICE = {
-    "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
-    "reward": "lower the batch_size of the reward's terms",
-    "audit": "lower rollout.batch_size, the number of texts sampled at once, or audit.continuations",
-    "continuations": "lower rollout.batch_size, the number of texts sampled at once, or critic.continuations",
-    "evaluation": "lower eval.samples or eval.max_new_tokens",
-}
-"""Advice shown when a stage runs out of memory."""
 
 
 class UnusableBatch(Exception):
@@ -115,18 +107,6 @@ class Scored:
 
 
 @contextmanager
-def memory_errors(stage: str) -> Iterator[None]:
-    """A context that raises `OutOfMemory`, with advice, where a stage runs out of memory."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        advice = MEMORY_ADVICE.get(stage, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
-        raise OutOfMemory(f"out of memory in its {stage} stage; {advice}") from error
-
-
-@contextmanager
 def no_stage(_name: str) -> Iterator[dict[str, Any]]:
     """A stage without timing or callbacks."""
     yield {}
@@ -165,6 +145,20 @@ class Pipeline:
     def held(self) -> AbstractContextManager[None]:
         """A context in which this process holds all weights of sharded models, so that its passes are its own."""
         return gathered(self.policy, self.reference)
+
+    def weights_changed(self, report: Callable[[str], None]) -> None:
+        """Sync the engine with weights that have changed; if it is lost, `complete` tries again, and fails then.
+
+        Args:
+            report: called with a line for the failure, with which what was learned is not lost.
+
+        Raises:
+            RunStopped: the engine's log-probs are not the policy's.
+        """
+        try:
+            self.engine.weights_changed()
+        except EngineLost as error:
+            report(f"{error}; it is tried again before the next rollout")
 
     def sample(
         self, prompts: PromptBatch | TaskBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
@@ -218,10 +212,11 @@ class Pipeline:
     ) -> Scored:
         """Score the completions that `sample` returns; other arguments and errors as in `collect`."""
         with stage("rollout") as results:
+            if isinstance(self.engine, RequestEngine):
+                self.engine.recover()
             # A process that fails between passes in step leaves the others in one, where they cannot hear of it.
-            alone = self.in_step and isinstance(self.engine, LocalEngine)
-            agreed = nullcontext() if alone else self.processes.agreed(EngineLost, RunStopped, OSError, ConfigError)
-            with agreed, memory_errors("rollout"):
+            in_step = self.in_step and isinstance(self.engine, LocalEngine)
+            with nullcontext() if in_step else self.processes.agreed(EngineLost, RunStopped, OSError, ConfigError):
                 sampled = sample()
             rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:

@@ -45,7 +45,7 @@ class Policy:
         Raises:
             ConfigError: the run has no such policy, or its critic is missing.
         """
-        self.config, processes = config, Processes()
+        self.config, processes = config, Processes().alone()
         self.given = given_in_python(run)
         from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
         played = config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))

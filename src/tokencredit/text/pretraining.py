@@ -118,7 +118,7 @@ class Pretraining:
                     scale=self.args.critic.pretrain_scale,
                     on_step=partial(count_step, self.record, 0, scored),
                 )
-            self.pipeline.engine.weights_changed()
+            self.pipeline.weights_changed(self.record.event)
         row["seconds"] = time.perf_counter() - began
         if self.record.main:
             self.record.folder.append(FILE, {key: x if math.isfinite(x) else None for key, x in row.items()})

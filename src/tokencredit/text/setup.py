@@ -307,7 +307,7 @@ def build_pipeline(
         RunStopped: the sampling engine does not take the model.
     """
     budget = args.ppo.micro_batch_tokens
-    engine = models.engine(budget, args.rollout, report or print)
+    engine = models.engine(budget, args.rollout, report or print, processes)
     if isinstance(engine, LocalEngine):
         engine = replace(engine, keeps_support=args.off_policy.support == "truncated")
     return Pipeline(

@@ -12,13 +12,22 @@ from typing import Any
 
 import torch
 
-from tokencredit.errors import RunStopped
+from tokencredit.errors import OutOfMemory, RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.update import NonFiniteUpdate
-from tokencredit.processes import Processes
+from tokencredit.processes import Processes, out_of_memory
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.untrusted import visible
-from tokencredit.text.pipeline import Scored, memory_errors
+from tokencredit.text.pipeline import Scored
+
+MEMORY_ADVICE = {
+    "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
+    "reward": "lower the batch_size of the reward's terms",
+    "audit": "lower rollout.batch_size, the number of texts sampled at once, or audit.continuations",
+    "continuations": "lower rollout.batch_size, the number of texts sampled at once, or critic.continuations",
+    "evaluation": "lower eval.samples or eval.max_new_tokens",
+}
+"""Advice shown when a stage runs out of memory."""
 
 
 class Stages:
@@ -44,8 +53,13 @@ class Stages:
         self._call(f"before_{name}")
         results: dict[str, Any] = {}
         started = time.perf_counter()
-        with memory_errors(name):
+        try:
             yield results
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
+            raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
         self.trainer.pipeline.processes.settle()
         self.seconds[name] = time.perf_counter() - started
         self._call(f"after_{name}", **results)

@@ -265,12 +265,10 @@ class PPOTrainer:
             metrics = results["metrics"] = self.learner.update(
                 experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch.scored)
             )
-        try:
-            self.pipeline.engine.weights_changed()
-        except EngineLost as error:  # the update is kept: it is the next rollout that cannot be made
-            self.record.event(f"{error}; it is tried again before the next rollout")
+        self.pipeline.weights_changed(self.record.event)
         if self.ahead is not None:
-            self.ahead.weights_changed()
+            with self.processes.agreed(EngineLost):
+                self.ahead.weights_changed()
         return metrics
 
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
@@ -292,7 +290,7 @@ class PPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the policy, and save it to `best/` if its reward is the best so far.
 
-        Returns the metrics; none if a number is not finite.
+        Returns the metrics; none if a number is not finite, or the engine is lost.
         """
         try:
             with self.stages("evaluation") as results:

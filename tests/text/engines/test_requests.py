@@ -319,11 +319,7 @@ def test_an_engine_that_never_answers_ends_the_run(model, tokenizer):
     assert engine.sampler.asked == [4], "a probe is tried once"
     with pytest.raises(EngineLost, match="engine continuous failed: the connection was lost"):
         generate(engine)
-    assert engine.sampler.asked == [4, 4], "a sync that failed is tried again before a rollout"
-    engine.synced = True
-    with pytest.raises(EngineLost, match="engine continuous failed: the connection was lost"):
-        generate(engine)
-    assert engine.sampler.asked == [4, 4, 12, 4]
+    assert engine.sampler.asked == [4, 12, 4]
 
 
 class Unsynced(Failing):
@@ -335,14 +331,18 @@ class Unsynced(Failing):
             raise EngineFailure("no connection")
 
 
-def test_a_sync_that_failed_is_tried_again_before_the_next_rollout(model, tokenizer):
+def test_a_sync_that_failed_is_tried_again(model, tokenizer):
     engine = engine_of(model, tokenizer, Unsynced(model, tokenizer, 0))
     engine.weights_changed()
     engine.sampler.failures = 1
     with pytest.raises(EngineLost, match="could not take over the policy's weights: no connection"):
         engine.weights_changed()
-    assert len(generate(engine).mask) == 12
-    assert engine.synced
+    assert engine.lost
+    engine.recover()
+    assert not engine.lost
+    probe = engine.probe
+    engine.recover()
+    assert engine.probe is probe, "nothing to do"
     first = engine_of(model, tokenizer, Unsynced(model, tokenizer, 1))
     with pytest.raises(RunStopped, match="no connection") as raised:
         first.weights_changed()

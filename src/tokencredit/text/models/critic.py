@@ -18,6 +18,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
 from tokencredit.processes import Processes
+from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.architecture import layer_limit, width
@@ -153,10 +154,13 @@ def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
         if id(x) not in tensors:  # tied ones stay so
             gathered = whole(x.detach())
             tensors[id(x)] = gathered.cpu() if writes else x
-    with Processes().agreed(OSError, SafetensorError):  # others would begin to gather the next model
-        if writes:
-            sharded = vars(model.config).pop("distributed_config", None)  # or Transformers would gather them again
+    with Processes().agreed(OSError), safetensors_errors(folder):  # others would begin to gather the next model
+        if not writes:
+            return
+        sharded = vars(model.config).pop("distributed_config", None)  # or Transformers would gather them again
+        try:
             model.save_pretrained(folder, state_dict={name: tensors[id(x)] for name, x in state.items()})
+        finally:
             model.config.distributed_config = sharded
 
 

@@ -66,7 +66,8 @@ class Models:
         self,
         budget: int | None,
         rollout: RolloutConfig,
-        report: Callable[[str], None] = print,
+        report: Callable[[str], None],
+        processes: Processes,
     ) -> LocalEngine | RequestEngine:
         """The sampling engine of these settings for the policy, whose weights it has.
 
@@ -84,13 +85,21 @@ class Models:
         if rollout.engine == "vllm":
             check_gathered(self.policy)
         if rollout.server is not None:
-            sampler = VllmServer(self.policy, self.tokenizer, ends, rollout, report)
+            sampler = VllmServer(self.policy, self.tokenizer, ends, rollout, report, processes)
         elif rollout.engine == "vllm":
             sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, rollout.engine_memory)
         else:
             sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
         engine = RequestEngine(
-            self.policy, self.tokenizer, ends, self.precision, sampler, budget, report, in_step=self.in_step
+            self.policy,
+            self.tokenizer,
+            ends,
+            self.precision,
+            sampler,
+            budget,
+            report,
+            in_step=self.in_step,
+            processes=processes,
         )
         with preserved():
             engine.weights_changed()
