@@ -132,19 +132,20 @@ class Processes:
         """A context at whose end all processes raise an error of the same kind if one of them raised.
 
         Args:
-            kinds: the errors that are told to the others, the gravest last; `MemoryError`, as which a lack of memory is
-                raised, comes after them.
+            kinds: the errors that are told to the others, the gravest last. With `MemoryError` every lack of memory is
+                raised as one; not where the context holds collective operations, of which it may leave some to the
+                others.
         """
         error: Exception | None = None
-        kinds = (*kinds, MemoryError)
         try:
             yield
         except kinds as raised:
             error = raised
         except RuntimeError as raised:
-            if not out_of_memory(raised):
+            if MemoryError not in kinds or not out_of_memory(raised):
                 raise
             error = MemoryError(str(raised))
+            error.__cause__ = raised
         own = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), None)
         texts = self.texts("" if error is None else json.dumps([own, *_told(error)]))
         told = {rank: json.loads(text) for rank, text in enumerate(texts) if text}

@@ -121,7 +121,7 @@ def graver(processes):
 def no_memory(processes):
     """The error in each process if the second one has no memory."""
     try:
-        with processes.agreed(RunStopped):
+        with processes.agreed(RunStopped, MemoryError):
             if not processes.main:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
     except MemoryError as error:

@@ -25,7 +25,7 @@ from torch import Tensor
 import tokencredit
 from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
-from tokencredit.runs.folder import flush
+from tokencredit.runs.folder import flush, safetensors_errors
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.tensor_files import DamagedTensors, Shape, read_tensors, write_tensors
 
@@ -60,7 +60,7 @@ def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, 
     tensors: dict[str, Tensor] = {}
     tree = _without_tensors(shared, "", tensors)
     write_tensors(folder / TENSORS, tensors, processes)
-    with processes.agreed(OSError):
+    with processes.agreed(OSError), safetensors_errors(folder):
         if processes.main:
             (folder / TENSORS).mkdir(exist_ok=True)
             (folder / STATE).write_text(json.dumps(tree), encoding="utf-8")

@@ -91,7 +91,9 @@ class RunRecord:
         """Best evaluation so far."""
         self.best_iteration = 0
         self.running = False
-        """True once the run has begun or is resumed, and its folder is locked."""
+        """True once the run has begun or is resumed."""
+        self.early: list[str] = []
+        """Events before that."""
         self.failed = False
         """True once the run has failed: nothing but resuming is then suggested."""
 
@@ -239,6 +241,8 @@ class RunRecord:
 
     def _start(self) -> None:
         self.running = True
+        while self.early:
+            self.log(self.early.pop(0))
         self.started = time.perf_counter()
         self.trackers.start(len(self.history) + 1)
 
@@ -248,8 +252,10 @@ class RunRecord:
         self.log(text)
 
     def log(self, text: str) -> None:
-        """Append an event to events.jsonl, once the run has begun or is resumed."""
-        if self.main and self.running:
+        """Append an event to events.jsonl; one before the run has begun, or is resumed, comes then."""
+        if not self.running:
+            self.early.append(text)
+        elif self.main:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self.folder.append("events.jsonl", {"time": now, "after_iteration": len(self.history), "event": text})
 

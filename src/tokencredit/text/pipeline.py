@@ -214,9 +214,10 @@ class Pipeline:
         with stage("rollout") as results:
             if isinstance(self.engine, RequestEngine):
                 self.engine.recover()
+            kinds = [EngineLost, RunStopped, OSError, ConfigError, *([] if self.in_step else [MemoryError])]
             # A process that fails between passes in step leaves the others in one, where they cannot hear of it.
             in_step = self.in_step and isinstance(self.engine, LocalEngine)
-            with nullcontext() if in_step else self.processes.agreed(EngineLost, RunStopped, OSError, ConfigError):
+            with nullcontext() if in_step else self.processes.agreed(*kinds):
                 sampled = sample()
             rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:

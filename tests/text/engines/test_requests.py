@@ -319,7 +319,11 @@ def test_an_engine_that_never_answers_ends_the_run(model, tokenizer):
     assert engine.sampler.asked == [4], "a probe is tried once"
     with pytest.raises(EngineLost, match="engine continuous failed: the connection was lost"):
         generate(engine)
-    assert engine.sampler.asked == [4, 12, 4]
+    assert engine.sampler.asked == [4, 4], "it is synced before it is asked again"
+    engine.lost = False
+    with pytest.raises(EngineLost, match="engine continuous failed: the connection was lost"):
+        generate(engine)
+    assert engine.sampler.asked == [4, 4, 12, 4]
 
 
 class Unsynced(Failing):

@@ -130,11 +130,11 @@ def run_in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -
     """Run a function in every process, and let all fail if one does.
 
     Raises:
-        EngineLost, RewardError, RunStopped, OSError, ConfigError: in all processes, if one raises it.
+        EngineLost, RewardError, RunStopped, OSError, ConfigError, MemoryError: in all processes, if one raises it.
         UnusableBatch: the same.
     """
     unusable = None
-    with processes.agreed(EngineLost, RewardError, RunStopped, OSError, ConfigError):
+    with processes.agreed(EngineLost, RewardError, RunStopped, OSError, ConfigError, MemoryError):
         try:
             work()
         except UnusableBatch as caught:

@@ -131,7 +131,7 @@ class RequestEngine:
     processes: Processes = field(default_factory=Processes)
     """Processes that sync together, and fail together if one of them cannot."""
     lost: bool = False
-    """True after a sync that failed, until another one is proven."""
+    """True after a failure, until a sync is proven."""
 
     def generate(
         self,
@@ -152,6 +152,8 @@ class RequestEngine:
 
     def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> RequestConversation:
         """Begin episodes of several turns; a turn is a request with everything before it."""
+        if self.processes.count == 1 and not self.deferred:  # several come to `recover` together
+            self.recover()
         return RequestConversation(self, prompts, settings, uniforms)
 
     def complete(
@@ -179,6 +181,7 @@ class RequestEngine:
                 return
             except EngineFailure as failure:
                 if last:
+                    self.lost = True
                     raise EngineLost(
                         f"rollout.engine {self.sampler.name} failed{'' if self.deferred else ' twice in a row'}: "
                         f"{failure}; the run can be resumed when it works again, or with rollout.engine: local"
@@ -242,7 +245,7 @@ class RequestEngine:
             self._sync(self.processes)
 
     def recover(self) -> None:
-        """Sync and prove again if that failed in some process; called in all of them, with errors as there."""
+        """Sync and prove again if the sampler failed in some process; called in all, errors as in `weights_changed`."""
         if self.processes.any(self.lost):
             self._sync(self.processes)
 
