@@ -307,7 +307,7 @@ def test_the_pass_before_an_update_is_saved_where_nothing_reads_it(critic, proxi
         critic=CriticConfig(kind=critic),
         advantage=AdvantageConfig(estimator="group_relative" if critic == "none" else "gae"),
         kl=KLConfig(coef=0.0),
-        optim=OptimConfig(warmup=0, schedule="constant", lr=1e-3),
+        optim=OptimConfig(warmup=0, schedule="constant", lr=1e-4),  # larger steps can move single tokens by much
     )
     PPOTrainer(args=args).train()
     assert len(scored) == passes
@@ -315,7 +315,7 @@ def test_the_pass_before_an_update_is_saved_where_nothing_reads_it(critic, proxi
     names = {"behavior_ratio", "behavior_kl"} | ({"weight_mean", "weight_ess"} if correct == "clip" else set())
     assert all(names <= set(row) for row in rows)
     assert ("weight_mean" in rows[0]) == (correct == "clip")
-    assert all(0.5 < row["behavior_ratio"] < 2 for row in rows)
+    assert all(0.8 < row["behavior_ratio"] < 1.25 for row in rows)
     sample = read_jsonl(tmp_path / "samples.jsonl")[-1]
     assert ("behavior_logprobs" in sample) == (passes == 3)
 
