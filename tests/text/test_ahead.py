@@ -147,22 +147,55 @@ def test_sampling_goes_on_while_rewards_are_computed(tmp_path):
     assert any(after > before or left == 0 for before, after, left in tokens)
 
 
-def test_a_failure_in_the_background_ends_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", [False, True])
+def test_a_sampler_that_fails_is_started_anew_once(last, tmp_path, monkeypatch):
     complete = BackgroundSampler.complete
     calls = []
 
     def failing(self, *args):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 3 or (last and len(calls) > 3):
             raise EngineFailure("out of pages")
         complete(self, *args)
 
     monkeypatch.setattr(BackgroundSampler, "complete", failing)
-    with pytest.raises(RunStopped, match=r"rollout\.engine continuous failed: out of pages; the run can be resumed"):
-        PPOTrainer(args=ahead(tmp_path / "run", 4)).train()
+    trainer = PPOTrainer(args=ahead(tmp_path / "run", 4))
+    if last:
+        message = r"after a new start, rollout\.engine continuous failed: out of pages; the run can be resumed"
+        with pytest.raises(RunStopped, match=message):
+            trainer.train()
+        last = False
+        PPOTrainer(args=ahead(tmp_path / "run", 4)).train(resume_from_checkpoint=True)
+    else:
+        trainer.train()
     assert not sampling_threads()
-    PPOTrainer(args=ahead(tmp_path / "run", 4)).train(resume_from_checkpoint=True)
+    events = [event["event"] for event in read_jsonl(tmp_path / "run/events.jsonl")]
+    assert sum("samples the batches ahead anew: out of pages" in event for event in events) == 1
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_failed_sync_costs_no_update(tmp_path, monkeypatch):
+    sync = BackgroundSampler.sync
+    syncs = []
+
+    def failing(self, policy):
+        syncs.append(self)
+        if len(syncs) == 2:
+            raise EngineFailure("its thread has ended")
+        sync(self, policy)
+
+    seen = Weights()
+    monkeypatch.setattr(BackgroundSampler, "sync", failing)
+    trainer = PPOTrainer(args=ahead(tmp_path / "run", 4), callbacks=[seen])
+    trainer.train()
+    assert len({id(sampler) for sampler in syncs}) == 2
+    assert [row["age_max"] for row in read_metrics(tmp_path / "run")] == [0, 1, 0, 1], "the third batch is drawn anew"
+    assert trainer.stream.drawn == 4 * 8
+    rollout = seen.rollouts[2]
+    trainer.policy.lm.load_state_dict(seen.weights[2])
+    with torch.no_grad():
+        now = trainer.policy.logprobs(rollout.inputs(), 1.0)[0]
+    torch.testing.assert_close(rollout.behavior_logprobs[rollout.mask], now[rollout.mask], atol=1e-5, rtol=0)
 
 
 def test_a_failed_reward_is_asked_for_again_after_a_resume(tmp_path):

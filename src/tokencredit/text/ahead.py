@@ -56,9 +56,23 @@ class SamplesAhead:
     def next(self) -> Sampled:
         """The next batch, sampled to its end, with the age of each token, and scored by the policy if `scores`.
 
+        After a failure of the sampler, batches that were not taken are sampled anew by another one.
+
         Raises:
-            RunStopped: the sampler failed.
+            EngineLost: the sampler failed twice in a row.
+            RunStopped: there is no room for a sampler, or its weights are not the policy's.
         """
+        try:
+            return self._next()
+        except EngineLost as lost:
+            self._drop(lost.__cause__ or lost)
+        try:
+            return self._next()
+        except EngineLost as lost:
+            raise EngineLost(f"after a new start, {lost}") from lost
+
+    def _next(self) -> Sampled:
+        """As `next`, without a second try."""
         while len(self.batches) <= self.settings.max_age:
             state = self.stream.state_dict()
             prompts, uniforms = self.stream.next_batch()
@@ -81,19 +95,13 @@ class SamplesAhead:
         return sampled._replace(rollout=rollout)
 
     def weights_changed(self) -> None:
-        """Give the policy's weights to the sampler.
-
-        Raises:
-            EngineLost: the sampler failed.
-        """
+        """Give the policy's weights to the sampler; after a failure the next batch starts another one with them."""
         if self.background is None:
             return
         try:
             self._sampler().sync(self.run.policy)
         except EngineFailure as failure:
-            raise EngineLost(
-                f"rollout.engine continuous could not take over the policy's weights: {failure}"
-            ) from failure
+            self._drop(failure)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the stream before the first batch that was not taken, which is sampled again after a resume."""
@@ -112,6 +120,13 @@ class SamplesAhead:
         self.stream.load_state_dict(self.state_dict())
         self.batches.clear()
         self.background = self.threads = None
+
+    def _drop(self, failure: BaseException) -> None:
+        """End a sampler that failed; the next one is proven again."""
+        assert isinstance(self.run.engine, RequestEngine)
+        self.run.engine.report(f"rollout.engine continuous failed, and samples the batches ahead anew: {failure}")
+        self.close()
+        self.proven = False
 
     def _prove(self, rollout: Rollout, bfloat16: bool) -> None:
         """Raise `RunStopped` unless tokens of the present weights have the policy's log-probs, up to rounding."""

@@ -267,8 +267,7 @@ class PPOTrainer:
             )
         self.pipeline.weights_changed(self.record.event)
         if self.ahead is not None:
-            with self.processes.agreed(EngineLost):
-                self.ahead.weights_changed()
+            self.ahead.weights_changed()
         return metrics
 
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
