@@ -152,10 +152,13 @@ def test_a_sync_hands_over_all_weights_and_drops_the_cache(sampler, state, polic
     weights = policy.lm.state_dict()
     assert state.weights.keys() == weights.keys()
     assert all(torch.equal(state.weights[name], x) for name, x in weights.items())
-    assert paths(state)[2:] == [
+    assert paths(state) == [
+        "/v1/models",
+        "/weight_info",
         "/update_weight_version",
         "/collective_rpc",
         "/reset_prefix_cache",
+        "/inference/v1/generate",
         "/update_weight_version",
     ]
     assert state.version == sampler.version

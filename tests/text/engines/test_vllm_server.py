@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from copy import deepcopy
+from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -17,6 +18,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from helpers import nccl_on_cpu
 from helpers.commands import COMMAND as COMMAND_LINE
 from helpers.commands import TWO_PROCESSES, command, python, wait_for
 from helpers.engines import (
@@ -30,10 +32,10 @@ from helpers.engines import (
     policy_of,
     with_first_weights,
 )
-from tokencredit.errors import RunStopped
+from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.training import RolloutConfig
-from tokencredit.text.engines import vllm_server
+from tokencredit.text.engines import vllm_server, vllm_transfer
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.engines.vllm_answers import COMMAND
 from tokencredit.text.engines.vllm_server import VllmServer
@@ -42,7 +44,7 @@ from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
 pytestmark = pytest.mark.slow
-TEST_OPTIONS = ("--dtype", "float32", "--enforce-eager")
+TEST_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--weight-transfer-config", '{"backend": "nccl"}')
 
 
 class Server:
@@ -60,6 +62,7 @@ class Server:
         module = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {self.model}"
         variable, *words = shlex.split(COMMAND.replace(*replaced).replace("vllm serve MODEL", module))
         own = dict([variable.split("=")]) | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        own["PYTHONPATH"] = nccl_on_cpu.plugin(self.log.parent / f"plugin{self.port}", Path(__file__).parents[2])
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*words, *options, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -98,8 +101,8 @@ def started(server, tokenizer):
     return engine, deepcopy(engine.policy.lm.state_dict())
 
 
-def engine_of(server, policy, tokenizer, dtype="float32"):
-    rollout = RolloutConfig(engine="vllm", server=server.address, server_timeout=300.0)
+def engine_of(server, policy, tokenizer, dtype="float32", transfer="folder"):
+    rollout = RolloutConfig(engine="vllm", server=server.address, server_transfer=transfer, server_timeout=300.0)
     sampler = VllmServer(policy, tokenizer, ENDS, rollout)
     return RequestEngine(policy, tokenizer, ENDS, Precision(dtype, CPU), sampler)
 
@@ -110,7 +113,22 @@ def engine(started):
     return with_first_weights(*started)
 
 
-def test_log_probs_are_those_of_a_full_pass_after_each_sync(engine):
+@pytest.fixture(scope="module")
+def over_nccl(server, tokenizer):
+    nccl_on_cpu.install_in_trainer()
+    engine = engine_of(server, policy_of(tokenizer), tokenizer, transfer="nccl")
+    return engine, deepcopy(engine.policy.lm.state_dict())
+
+
+@pytest.fixture(params=["folder", "nccl"])
+def either(request):
+    """The engine with its first weights, by each way of the weights."""
+    return with_first_weights(*request.getfixturevalue("started" if request.param == "folder" else "over_nccl"))
+
+
+def test_log_probs_are_those_of_a_full_pass_after_each_sync(either, monkeypatch):
+    engine = either
+    monkeypatch.setattr(vllm_transfer, "PART_BYTES", 100_000)
     assert_equal_logprobs(generate(engine, rows=24), engine.policy)
     before = engine.probe
     changed(engine.policy)
@@ -155,15 +173,18 @@ def test_filters_and_the_shortest_completion(engine):
         ("stale keys and values", "only texts that it has seen before differ"),
     ],
 )
-def test_a_sync_that_failed_is_found(broken, cause, engine, monkeypatch):
+def test_a_sync_that_failed_is_found(broken, cause, either, monkeypatch):
+    engine = either
     whole, fetched = vllm_server.plain_weights, engine.sampler._fetched
     changed(engine.policy)
     engine.weights_changed()
     changed(engine.policy)
-    path = {"skipped": "/collective_rpc", "stale keys and values": "/reset_prefix_cache?reset_running_requests=true"}
+    loading = ["/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+    dropping = ["/reset_prefix_cache?reset_running_requests=true"]
+    paths = {"skipped": loading, "stale keys and values": dropping}.get(broken, ())
 
     async def pretend(client, method, place, body=None):
-        return {"success": True} if place == path.get(broken) else await fetched(client, method, place, body)
+        return {"success": True} if place in paths else await fetched(client, method, place, body)
 
     monkeypatch.setattr(engine.sampler, "_fetched", pretend)
     if broken in BROKEN:
@@ -171,6 +192,7 @@ def test_a_sync_that_failed_is_found(broken, cause, engine, monkeypatch):
         monkeypatch.setattr(vllm_server, "plain_weights", parts)
     with pytest.raises(RunStopped, match=rf"engine vllm are not the policy's .*{cause}.*Nothing was learned"):
         engine.weights_changed()
+    engine.sampler.transfer.renew()  # the server has received fewer parts than the trainer has sent
 
 
 def test_two_runs_at_one_server_find_each_other(engine, server, tokenizer):
@@ -195,7 +217,31 @@ def test_weights_that_nothing_labels_are_found_in_the_rollout(engine, server):
         generate(engine)
 
 
-def test_a_server_that_dies_in_a_rollout_comes_back(engine, server):
+def test_a_transfer_that_the_server_refuses_is_tried_again(over_nccl, monkeypatch):
+    engine = with_first_weights(*over_nccl)
+    fetched, refused, events = engine.sampler._fetched, [], []
+
+    async def refuse_once(client, method, place, body=None):
+        if place == "/update_weights" and not refused:
+            refused.append(place)
+            body["update_info"]["names"][0] = "no.such.weight"
+        return await fetched(client, method, place, body)
+
+    monkeypatch.setattr(engine.sampler, "_fetched", refuse_once)
+    changed(engine.policy)
+    with pytest.raises(
+        EngineLost, match=r"HTTP 500: .*, while weights were sent; the server must hold the run's model"
+    ):
+        engine.weights_changed()
+    engine.report = events.append
+    assert_equal_logprobs(generate(engine), engine.policy)
+    assert refused
+    assert not events, "the next rollout syncs first"
+
+
+def test_a_server_that_dies_in_a_rollout_comes_back(either, server, monkeypatch):
+    engine = either
+    monkeypatch.setattr(vllm_server, "IN_FLIGHT", 8)  # the first is read before the last is sent
     back = threading.Thread(target=server.start)
 
     def report(event):
@@ -271,6 +317,14 @@ def test_the_processes_of_a_job_share_it(more, engine, server, tmp_path):
     assert_trained(tmp_path / "run")
 
 
+def test_sharded_processes_send_their_weights_over_nccl(engine, server, tmp_path):
+    more = SHARDED | {"sharding__sampling": "layers", "model__lora__rank": 2, "rollout__server_transfer": "nccl"}
+    flags = options(engine, server, tmp_path, **more)
+    done = python(*TWO_PROCESSES, nccl_on_cpu.__file__, "train", *flags, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert_trained(tmp_path / "run")
+
+
 def test_a_job_goes_on_when_its_server_comes_back(engine, server, tmp_path):
     flags = options(engine, server, tmp_path, run__iterations=12, rollout__server_timeout=300)
     job = [*TWO_PROCESSES, "--max-restarts", "3", *COMMAND_LINE, "train", *flags]
@@ -300,6 +354,8 @@ def test_another_vocabulary_is_refused(engine):
     sampler = VllmServer(other, engine.tokenizer, ENDS, RolloutConfig(engine="vllm", server=engine.sampler.url))
     with pytest.raises(RunStopped, match=r"HTTP 500: .*must hold the run's model, with a vocabulary of 2056"):
         RequestEngine(other, engine.tokenizer, ENDS, engine.precision, sampler).weights_changed()
+    engine.weights_changed()
+    assert_equal_logprobs(generate(engine), engine.policy)
 
 
 def test_a_server_without_the_flag_of_log_probs_is_refused(started, server):

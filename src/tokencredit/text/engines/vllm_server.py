@@ -1,4 +1,4 @@
-"""A vLLM server elsewhere as a sampler: requests of token ids over HTTP, weights through a folder that both see."""
+"""A vLLM server elsewhere as a sampler: requests of token ids over HTTP, and weights in one of two ways."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import asyncio
 import json
 import os
 import queue
-import shutil
-import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import httpx2
-from torch import Tensor
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import Processes
-from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.training import RolloutConfig, SamplingConfig
 from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
@@ -38,16 +34,21 @@ from tokencredit.text.engines.vllm_answers import (
     read_choice,
     shown,
 )
+from tokencredit.text.engines.vllm_transfer import (
+    CONNECT_SECONDS,
+    FolderTransfer,
+    NcclTransfer,
+    Transfer,
+    Weights,
+)
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.plain_weights import plain_weights, write_weights
+from tokencredit.text.models.plain_weights import plain_weights
 from tokencredit.text.user_code.workers import EventLoop
 
 KEY = "VLLM_API_KEY"
 """Environment variable of the API key; the server reads the same one."""
 IN_FLIGHT = 256
 """Most requests on their way at once; the server schedules them."""
-CONNECT_SECONDS = 10.0
-"""Timeout of a connection attempt."""
 POLL_SECONDS = 1.0
 """Seconds between attempts to reach a server that is waited for."""
 HINTS = {
@@ -94,12 +95,12 @@ class VllmServer:
             policy: gives the size of the vocabulary.
             tokenizer: decodes completions for stop strings.
             end_ids: token ids that end a completion.
-            rollout: `server`, `server_folder` and `server_timeout`.
+            rollout: `server` and the settings whose names begin with it.
             report: called with a line when the server is waited for.
             processes: those that share the server, and sync in step; by default those of the job.
 
         Raises:
-            ConfigError: the folder cannot be written to, or the API key is none.
+            ConfigError: the folder cannot be written to, there is no GPU for NCCL, or the API key is none.
         """
         assert rollout.server is not None
         self.processes = processes or Processes()
@@ -111,10 +112,8 @@ class VllmServer:
         self.versions = map(f"{self.run}-{{}}".format, count(1))
         self.version: str | None = None
         """The version of the last sync; None before the first."""
-        self.parent = Path(rollout.server_folder or tempfile.gettempdir()).absolute()
-        """Folder that holds weights while the server loads them."""
         with self.processes.agreed(ConfigError):
-            self._check_folder(rollout)
+            self.transfer = self._transfer(rollout, next(policy.lm.parameters()).device)
         key = os.environ.get(KEY, "").strip()
         if not (key.isascii() and key.isprintable()):
             raise ConfigError(f"the environment variable {KEY} has characters that no API key can have")
@@ -179,47 +178,77 @@ class VllmServer:
             base_url=self.url, headers=self.headers, timeout=timeout, limits=limits, verify=self.tls
         )
 
-    def _check_folder(self, rollout: RolloutConfig) -> None:
-        """Raise `ConfigError` if the main process cannot write to the folder for weights."""
-        if not self.processes.main:
-            return
-        try:
-            with _folder_in(self.parent):
-                pass
-        except OSError as error:
-            message = f"rollout.server_folder is {rollout.server_folder!r}, where no weights can be written: {error}"
-            raise ConfigError(message) from error
+    def _transfer(self, rollout: RolloutConfig, device: torch.device) -> Transfer:
+        """The way for weights, which the main process alone gives to the server, and checks.
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], version: str) -> None:
+        Raises:
+            ConfigError: it is not there.
+        """
+        if rollout.server_transfer == "nccl":
+            return NcclTransfer(self._ask, self.url, self.seconds, device)
+        folder = FolderTransfer(self._ask, rollout.server_folder)
+        if self.processes.main:
+            folder.check()
+        return folder
+
+    def _send(self, weights: Weights, version: str) -> None:
         """Give weights to the server, in the main process; iterating over sharded ones takes all processes."""
         try:
             if self.processes.main:
-                with _written(weights, self.parent) as folder:
-                    self._hand_over(folder, version)
+                with self.transfer.offered(weights) as load:
+                    self._hand_over(load, version)
         finally:
             deque(weights, maxlen=0)
 
-    def _hand_over(self, weights: Path, version: str) -> None:
+    def _hand_over(self, load: Callable[[], None], version: str) -> None:
         """Let the server load weights; one that has answered before, or to a job that was restarted, is waited for."""
         try:
-            self._run(self._load, weights, version)
+            self._load(load, version)
         except Unreachable as failure:
             if self.version is None and not self.processes.restarted():
                 raise
             self.report(f"rollout.server is waited for, for up to {self.seconds:g} s: {failure}")
             self._run(self._wait)
-            self._run(self._load, weights, version)
+            self._load(load, version)
 
-    def _run(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Call a coroutine function with a client, and wait for it."""
+    def _load(self, load: Callable[[], None], version: str) -> None:
+        """Let the server load weights; tokens drawn meanwhile have a version of their own.
 
-        async def call(client: httpx2.AsyncClient) -> None:
+        None are drawn before: that ends a server whose last load failed.
+        """
+        self._run(self._take_longest)
+        if self._run(self._version) != self.version:
+            self.transfer.renew()
+        self._ask("POST", "/update_weight_version", {"new_version": f"{version} loading"})
+        try:
+            load()
+        except Unreachable:
+            raise
+        except EngineFailure as failure:
+            raise EngineFailure(
+                f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and "
+                f"{self.transfer.hint}"
+            ) from failure
+        dropped = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if dropped != {"success": True}:
+            raise EngineFailure("its prefix cache could not be dropped")
+        self._run(self._check_logprobs)
+        self._ask("POST", "/update_weight_version", {"new_version": version})
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON of an answer."""
+        return self._run(self._fetched, method, path, body)
+
+    def _run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """The result of a coroutine function, called with a client."""
+
+        async def call(client: httpx2.AsyncClient) -> Any:
             async with client:
-                await function(client, *args)
+                return await function(client, *args)
 
         started = LOOP.submit(call, self._client())
         try:
-            LOOP.result(started, None)
+            return LOOP.result(started, None)
         finally:
             started.future.cancel()
 
@@ -270,32 +299,16 @@ class VllmServer:
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield choice_of(line.removeprefix("data: "))
 
-    async def _load(self, client: httpx2.AsyncClient, weights: Path, version: str) -> None:
-        """Let the server load weights; tokens drawn meanwhile have a version of their own."""
-        await self._check(client)
-        await self._fetched(client, "POST", "/update_weight_version", {"new_version": f"{version} loading"})
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-        try:
-            await self._fetched(client, "POST", "/collective_rpc", reload)
-        except Unreachable:
-            raise
-        except EngineFailure as failure:
-            raise EngineFailure(
-                f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and see the "
-                f"folder {weights.parent.parent}"
-            ) from failure
-        dropped = await self._fetched(client, "POST", "/reset_prefix_cache?reset_running_requests=true")
-        if dropped != {"success": True}:
-            raise EngineFailure("its prefix cache could not be dropped")
-        await self._fetched(client, "POST", "/update_weight_version", {"new_version": version})
-
-    async def _check(self, client: httpx2.AsyncClient) -> None:
-        """Take over the server's longest sequence, and check its log-probs."""
+    async def _take_longest(self, client: httpx2.AsyncClient) -> None:
+        """Take over the server's longest sequence."""
         models = await self._fetched(client, "GET", "/v1/models")
         try:
             self.longest = int(models["data"][0]["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
             raise EngineFailure(f"it does not say how long a sequence it takes: {shown(json.dumps(models))}") from error
+
+    async def _check_logprobs(self, client: httpx2.AsyncClient) -> None:
+        """Raise `EngineFailure` if the server's log-probs are not those of its draws."""
         request = Request([0], 1, 0, 0)  # in any vocabulary: a token outside ends the server
         likeliest = SamplingConfig(top_k=1, stop_at_eos=False)
         body = {"token_ids": request.tokens, "stream": False}
@@ -350,30 +363,3 @@ class VllmServer:
                 yield response
         except httpx2.HTTPError as error:
             raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__} {error}".rstrip()) from error
-
-
-@contextmanager
-def _written(weights: Iterator[tuple[str, Tensor]], parent: Path) -> Iterator[Path]:
-    """A context with a folder of these weights; raises `EngineFailure` if it cannot be written."""
-    with ExitStack() as stack:
-        try:
-            folder = stack.enter_context(_folder_in(parent))
-            partial, whole = folder / "partial", folder / "weights"
-            with safetensors_errors(partial):
-                write_weights(weights, partial)
-            partial.rename(whole)
-        except OSError as error:
-            raise EngineFailure(f"weights could not be written to {parent}: {error}") from error
-        yield whole
-
-
-@contextmanager
-def _folder_in(parent: Path) -> Iterator[Path]:
-    """A context with a new folder; whoever can read its parent can read it, such as a server of another user."""
-    folder = Path(tempfile.mkdtemp(prefix="tokencredit-", dir=parent))
-    try:
-        if parent != Path(tempfile.gettempdir()):
-            folder.chmod(0o700 | parent.stat().st_mode & 0o055)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

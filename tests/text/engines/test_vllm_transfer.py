@@ -1,0 +1,73 @@
+"""Weights on their way to a vLLM server over NCCL, without vLLM; test_vllm_server.py has the whole way."""
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from helpers.engines import CPU
+from tokencredit.errors import ConfigError
+from tokencredit.text.engines import vllm_transfer
+from tokencredit.text.engines.requests import EngineFailure
+from tokencredit.text.engines.vllm_transfer import _Channel, address_towards, check_nccl, free_port, parts_of
+
+
+def channel_of(ask, seconds=20.0):
+    channel = _Channel.__new__(_Channel)
+    channel.ask, channel.seconds, channel.device, channel.part = ask, seconds, CPU, []
+    channel.outcome = queue.SimpleQueue()
+    return channel
+
+
+def test_parts_hold_all_weights_in_order(monkeypatch):
+    monkeypatch.setattr(vllm_transfer, "PART_BYTES", 24)
+    weights = [(name, torch.zeros(size)) for name, size in [("a", 4), ("b", 2), ("c", 9), ("d", 1), ("e", 1)]]
+    parts = [[name for name, _ in part] for part in parts_of(iter(weights))]
+    assert parts == [["a", "b"], ["c"], ["d", "e"]]  # 16 + 8 bytes, 36, and the rest
+    assert list(parts_of(iter(()))) == []
+
+
+def test_a_refused_request_is_reported_while_the_transfer_waits_for_the_server():
+    over = threading.Event()
+
+    def refuse(method, path, body=None):
+        raise EngineFailure("HTTP 500: no such weight")
+
+    channel = channel_of(refuse)
+
+    def broadcast():
+        with pytest.raises(EngineFailure):
+            channel.update_weights({"names": []})
+        over.wait(20)
+
+    with pytest.raises(EngineFailure, match="HTTP 500: no such weight"):
+        channel._within(broadcast)
+    over.set()
+
+
+def test_a_transfer_that_does_not_end_is_given_up():
+    over = threading.Event()
+    channel = channel_of(None, seconds=0.05)
+    with pytest.raises(EngineFailure, match=r"did not end within 0\.05 s"):
+        channel._within(over.wait)
+    over.set()
+
+
+def test_an_error_of_the_transfer_is_a_failure_of_the_engine():
+    def broken():
+        raise ValueError("no peer")
+
+    with pytest.raises(EngineFailure, match="weight transfer failed: ValueError: no peer"):
+        channel_of(None)._within(broken)
+    assert channel_of(None)._within(lambda: 3) == 3
+
+
+def test_a_trainer_without_a_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"rollout\.server_transfer is nccl, which needs a GPU .* it is on cpu"):
+        check_nccl(CPU)
+
+
+def test_the_address_is_the_one_that_the_server_sees():
+    with pytest.raises(EngineFailure, match="cannot be reached"):
+        address_towards(f"http://127.0.0.1:{free_port()}")
