@@ -1,5 +1,6 @@
 """Training while sampling: runs whose batches are sampled ahead."""
 
+import re
 import threading
 import time
 from copy import deepcopy
@@ -246,6 +247,39 @@ def test_episodes_of_several_turns_are_played_ahead(tmp_path):
     PPOTrainer(args=args, callbacks=[Patient()]).train()
     metrics = read_metrics(tmp_path / "run")
     assert [row["age_max"] for row in metrics] == [0, 1, 1]
+
+
+class Secret:
+    """An environment that says in every observation, and when it is scored, whose episode it plays."""
+
+    def reset(self, row):
+        self.secret, self.steps = row["seed"], 0
+        return f"Episode {self.secret}:"
+
+    def step(self, completion):
+        self.steps += 1
+        return f"[{self.secret}]", 0.5, self.steps == 3
+
+
+def test_batches_ahead_and_evaluations_have_environments_of_their_own(tmp_path):
+    def own(prompts, completions, environments, **_):
+        for prompt, completion, environment in zip(prompts, completions, environments, strict=True):
+            said = set(re.findall(r"\[(\d+)\]", completion))
+            scored.append((prompt, said, environment.secret))
+        return [0.0] * len(prompts)
+
+    scored = []
+    args = ahead(
+        tmp_path / "run",
+        3,
+        rollout={"max_new_tokens": 64},
+        env=EnvironmentConfig(turn_tokens=4, max_turns=6),
+        eval=EvalConfig(every=1, samples=8, max_new_tokens=64),
+    )
+    PPOTrainer(args=args, environment_factory=Secret, reward_funcs=own).train()
+    assert len(scored) == 2 * 3 * 8
+    assert all(said == {str(secret)} and prompt == f"Episode {secret}:" for prompt, said, secret in scored)
+    assert [row["env/ending/done"] for row in read_metrics(tmp_path / "run")] == [1, 1, 1]
 
 
 class Guesses:

@@ -234,7 +234,18 @@ class Pipeline:
         bootstrap: bool = False,
         stage: Stage = no_stage,
     ) -> Scored:
-        """Compute reference log-probs, KL and scores of completions; arguments and errors as in `collect`."""
+        """Compute reference log-probs, KL and scores of completions; arguments and errors as in `collect`.
+
+        Later episodes may then use the environments of these.
+        """
+        try:
+            return self._scored(sampled, settings, bootstrap, stage)
+        finally:
+            if sampled.episodes is not None and self.player is not None:
+                self.player.environments.release(transcript.episode for transcript in sampled.episodes)
+
+    def _scored(self, sampled: Sampled, settings: SamplingConfig, bootstrap: bool, stage: Stage) -> Scored:
+        """As `score`."""
         prompts, rollout, completions, episodes = sampled
         after = None
         with stage("reference") as results, self.precision.no_grad():

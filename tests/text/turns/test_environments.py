@@ -181,9 +181,22 @@ def test_instances_are_created_once_and_reset_often():
         for one in begun:
             one.start()
         seen.append([one.environment for one in begun])
+        runs.release(reversed(begun))
     assert len(created) == 3
     assert seen[0] == seen[1][:2] == [created[0], seen[0][1]]
     assert seen[2] == [created[0]]
+
+
+def test_an_environment_is_used_by_nobody_else_until_it_is_released():
+    runs = environments({"a": Steps, "b": Tools})
+    rows = [{"environment": "a"}, {"environment": "b"}, {"environment": "a"}]
+    first, second = runs.begin(rows, range(3)), runs.begin(rows, range(3))
+    assert len({id(one.instance) for one in (*first, *second)}) == 6
+    runs.release([first[1], second[0]])
+    third = runs.begin(rows, range(3))
+    assert third[0].instance is second[0].instance
+    assert third[1].instance is first[1].instance
+    assert third[2].instance not in [one.instance for one in (*first, *second)]
 
 
 def test_episodes_of_a_batch_do_not_share_an_environment():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from tokencredit.errors import ConfigError
@@ -59,13 +63,15 @@ class Environments:
         self._config, self._workers, self._functions = config, Workers(), list(functions)
         self._tools = describe_all(functions, "the tool ")
         self.factories: dict[str | None, Factory] = {}
-        self._instances: dict[str | None, list[Instance]] = {}
+        self._free: dict[str, list[Instance]] = {}
+        """Environments that no episode uses, by their factory's label, in the order of their creation."""
+        self._numbers, self._lock = count(), threading.Lock()
         for name, create in factories.items():
             named = label if name is None else f"{label}[{name!r}]"
             factory = inspect_factory(named, create, functions, self._workers, config.timeout)
             first = self._instance(factory)
             first.value = factory.first
-            self.factories[name], self._instances[name] = factory, [first]
+            self.factories[name], self._free[named] = factory, [first]
         kinds = list(dict.fromkeys(factory.kind for factory in self.factories.values()))
         if twice := [name for name, count in Counter(kind.__name__ for kind in kinds).items() if count > 1]:
             raise ConfigError(f"{label} has two classes named {twice[0]!r}, and so would their rewards; rename one")
@@ -108,7 +114,7 @@ class Environments:
             factory.check_columns(columns)
 
     def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[Episode]:
-        """One episode per row. Environments of earlier episodes are used again, so those must be over and scored.
+        """One episode per row, each with an environment of its own until `release`; from any thread.
 
         Args:
             rows: the data set's columns by name, with the prompt, if there is one, as `prompt`; equal rows for the
@@ -118,30 +124,39 @@ class Environments:
         Raises:
             ConfigError: a row selects an unknown environment.
         """
-        counts: Counter[str | None] = Counter()
-        return [self._episode(row, seed, counts) for row, seed in zip(rows, seeds, strict=True)]
+        with self._lock:
+            return [self._episode(row, seed) for row, seed in zip(rows, seeds, strict=True)]
+
+    def release(self, episodes: Iterable[Episode]) -> None:
+        """Let later episodes use the environments of these, which are over and scored.
+
+        Those of a batch that is dropped are not released: a call of theirs may go on.
+        """
+        with self._lock:
+            for instance in (episode.instance for episode in episodes):
+                if instance is not None:
+                    insort(self._free[instance.factory.label], instance, key=attrgetter("number"))
 
     def terms(self) -> list[Term]:
         """The environments' own rewards, as reward terms named after their classes, with weight 1."""
         paying = {factory.kind: factory for factory in self.factories.values() if factory.pays}
         return [own_reward(factory, self._workers, self._config.timeout) for factory in paying.values()]
 
-    def _episode(self, row: Mapping[str, Any], seed: int, counts: Counter[str | None]) -> Episode:
+    def _episode(self, row: Mapping[str, Any], seed: int) -> Episode:
         timeout, tokens = self._config.timeout, self._config.observation_tokens
         functions = {function.__name__: function for function in self._functions}
         if not self.factories:
             return ToolEpisode(None, row, self._tools, functions, self._workers, timeout, tokens)
         name = None if None in self.factories else row.get(COLUMN)
-        factory, instances = self._factory(name), self._instances[name]
-        place, counts[name] = counts[name], counts[name] + 1
-        if place == len(instances):
-            instances.append(self._instance(factory))
+        factory = self._factory(name)
+        free = self._free[factory.label]
+        instance = free.pop(0) if free else self._instance(factory)
         given = {key: value for key, value in row.items() if name is None or key != COLUMN}
         if factory.steps or factory.takes_seed():
             given = {"seed": seed, **given}
         if factory.steps:
-            return StepEpisode(instances[place], given, tokens)
-        return ToolEpisode(instances[place], given, factory.tools, functions, self._workers, timeout, tokens)
+            return StepEpisode(instance, given, tokens)
+        return ToolEpisode(instance, given, factory.tools, functions, self._workers, timeout, tokens)
 
     def _factory(self, name: Any) -> Factory:
         if not isinstance(name, str | None) or name not in self.factories:
@@ -150,7 +165,7 @@ class Environments:
         return self.factories[name]
 
     def _instance(self, factory: Factory) -> Instance:
-        return Instance(factory, self._workers, self._config.timeout)
+        return Instance(factory, self._workers, self._config.timeout, next(self._numbers))
 
     def _all_tools(self) -> Iterable[tuple[Any, Callable[..., Any]]]:
         if not self.factories:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.turns.protocols.instances import Instance
 
 Message = dict[str, Any]
 """A message of a conversation: a role and a content, and for an assistant's calls `tool_calls`."""
@@ -54,6 +55,10 @@ class Episode(Protocol):
     """The environment, for reward functions that ask for `environments`; None if there are only tools."""
     tools: Sequence[Callable[..., Any]]
     """Functions and methods that the policy may call; the prompt's chat template describes them."""
+
+    @property
+    def instance(self) -> Instance | None:
+        """The holder of its environment; None if there are only tools."""
 
     def start(self) -> Prompt:
         """Reset the environment; returns the prompt: a plain text, or messages."""

@@ -182,6 +182,7 @@ def test_an_environment_that_hangs_ends_its_episode_and_is_replaced():
     reply = first.reply(said("hang"))
     assert (reply.ending, reply.problems) == ("error", ("timeout",))
     assert reply.observation == "error: step exceeded the timeout of 0.05 s"
+    runs.release([first, second])
     again, other = runs.begin([{}, {}], [3, 4])
     again.start(), other.start()
     assert again.environment is not first.environment, "the abandoned call may still change it"

@@ -23,9 +23,16 @@ class EnvironmentFailed(RunStopped):
 class Instance:
     """One environment of a factory, used by one episode at a time."""
 
-    def __init__(self, factory: Factory, workers: Workers, timeout: float):
-        """Args: timeout: timeout of a call in seconds."""
-        self.factory, self.workers, self.timeout = factory, workers, timeout
+    def __init__(self, factory: Factory, workers: Workers, timeout: float, number: int):
+        """Create no environment yet.
+
+        Args:
+            factory: creates it.
+            workers: threads for the user's code.
+            timeout: timeout of a call in seconds.
+            number: its place in the order of creation.
+        """
+        self.factory, self.workers, self.timeout, self.number = factory, workers, timeout, number
         self.value: Any = None
         """The environment; None before the first episode."""
         self.hung = False

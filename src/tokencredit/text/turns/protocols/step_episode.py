@@ -25,7 +25,7 @@ class StepEpisode:
 
     def __init__(self, instance: Instance, row: Mapping[str, Any], tokens: int):
         """Args: tokens: longest observation, in tokens; see `observations.shorten`."""
-        self._instance, self._row, self._tokens = instance, row, tokens
+        self.instance, self._row, self._tokens = instance, row, tokens
         self._conversational = False
         self.environment: Any = None
         self.tools: Sequence[Callable[..., Any]] = ()
@@ -37,21 +37,21 @@ class StepEpisode:
             EnvironmentFailed: it could not be reset.
             ConfigError: it returned neither a text nor messages.
         """
-        prompt: Any = self._instance.reset(dict(self._row))
-        self.environment = self._instance.value
+        prompt: Any = self.instance.reset(dict(self._row))
+        self.environment = self.instance.value
         if isinstance(prompt, dict):
             prompt = [prompt]
         self._conversational = not isinstance(prompt, str)
         if not prompt or not readable(prompt):
             raise ConfigError(
-                f"{self._instance.factory.label}: reset returned {prompt!r:.200}; it must return a text, or messages "
+                f"{self.instance.factory.label}: reset returned {prompt!r:.200}; it must return a text, or messages "
                 "with a role and a text"
             )
         return clean(prompt)
 
     def reply(self, turn: Turn) -> Reply:
         """The observation, reward and end that `step` returns; if it fails, the episode ends with an error."""
-        instance = self._instance
+        instance = self.instance
         problem: Problem = "failed"
         try:
             return self._read(call_within(instance.workers, instance.timeout, instance.value.step, turn.text))

@@ -53,7 +53,7 @@ class ToolEpisode:
             timeout: timeout of a call in seconds.
             tokens: longest observation, in tokens; see `observations.shorten`.
         """
-        self._instance, self._row = instance, row
+        self.instance, self._row = instance, row
         self._described, self._callables = tools, dict(functions)
         self.environment: Any = None
         self.tools: Sequence[Callable[..., Any]] = list(functions.values())
@@ -69,10 +69,10 @@ class ToolEpisode:
         prompt, added = copy.deepcopy(self._row.get("prompt")) or "", None
         if not readable(prompt):
             raise ConfigError(f"the prompt of a row is {prompt!r:.200}; it must be a text, or messages with a text")
-        if self._instance is not None:
-            added = self._instance.reset(**self._row)
-            self.environment = self._instance.value
-            self._callables = self._instance.factory.callables(self.environment)
+        if self.instance is not None:
+            added = self.instance.reset(**self._row)
+            self.environment = self.instance.value
+            self._callables = self.instance.factory.callables(self.environment)
             self.tools = list(self._callables.values())
         if not (added is None or isinstance(added, str) or is_text_blocks(added)):
             raise ConfigError(f"reset returned {added!r:.200}; it must return a text, or None")
@@ -135,8 +135,8 @@ class ToolEpisode:
             text, cut = call_within(self._workers, self._timeout, _short, result(), self._tokens)
             return text, ("cut",) if cut else ()
         except TimedOut:
-            if self._instance is not None:
-                self._instance.hung = True
+            if self.instance is not None:
+                self.instance.hung = True
             return self._error(f"{name} exceeded its timeout of {self._timeout:g} s", "timeout")
         except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
             # Without the place, which depends on the machine.
