@@ -261,6 +261,13 @@ class Secret:
         return f"[{self.secret}]", 0.5, self.steps == 3
 
 
+def test_no_batch_is_begun_that_the_run_does_not_need(tmp_path, monkeypatch):
+    complete, begun = BackgroundSampler.complete, []
+    monkeypatch.setattr(BackgroundSampler, "complete", lambda self, *args: (begun.append(1), complete(self, *args)))
+    PPOTrainer(args=ahead(tmp_path / "run", 3, max_age=4)).train()
+    assert len(begun) == 3
+
+
 def test_batches_ahead_and_evaluations_have_environments_of_their_own(tmp_path):
     def own(prompts, completions, environments, **_):
         for prompt, completion, environment in zip(prompts, completions, environments, strict=True):

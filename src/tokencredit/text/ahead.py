@@ -53,27 +53,30 @@ class SamplesAhead:
         self.proven = False
         """True once a batch has shown that the copy of the weights is the policy."""
 
-    def next(self) -> Sampled:
+    def next(self, later: int) -> Sampled:
         """The next batch, sampled to its end, with the age of each token, and scored by the policy if `scores`.
 
         After a failure of the sampler, batches that were not taken are sampled anew by another one.
+
+        Args:
+            later: number of batches that the run needs after this one; no more are begun.
 
         Raises:
             EngineLost: the sampler failed twice in a row.
             RunStopped: there is no room for a sampler, or its weights are not the policy's.
         """
         try:
-            return self._next()
+            return self._next(later)
         except EngineLost as lost:
             self._drop(lost.__cause__ or lost)
         try:
-            return self._next()
+            return self._next(later)
         except EngineLost as lost:
             raise EngineLost(f"after a new start, {lost}") from lost
 
-    def _next(self) -> Sampled:
+    def _next(self, later: int) -> Sampled:
         """As `next`, without a second try."""
-        while len(self.batches) <= self.settings.max_age:
+        while len(self.batches) <= min(self.settings.max_age, later):
             state = self.stream.state_dict()
             prompts, uniforms = self.stream.next_batch()
             self.background = self.background or self._start(prompts, uniforms)

@@ -237,8 +237,9 @@ class PPOTrainer:
             UnusableBatch: a log-probability, value or reward is not finite.
             RewardError: a reward could not be computed.
         """
+        later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
         scored = self.pipeline.complete(
-            self._sample if self.ahead is None else self.ahead.next,
+            self._sample if self.ahead is None else partial(self.ahead.next, later),
             self.args.rollout,
             values=True,
             bootstrap=self.args.advantage.bootstrap,

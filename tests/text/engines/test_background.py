@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,17 @@ def sample_while(sampler, model, settings=NO_END, syncs=2):
         weights.append(deepcopy(model.lm))
     thread.join()
     return [(request.tokens, done[row]) for row, request in enumerate(asked)], weights
+
+
+def test_draws_neither_depend_on_the_global_generator_nor_change_it(model, start):
+    """Gradient checkpointing, in the trainer's thread, sets it back to where it was."""
+    sampler, done = start(model, flat := replace(NO_END, temperature=100.0)), {}
+    sampler.lm.register_forward_pre_hook(lambda *_: torch.manual_seed(0) and None)
+    sampler.complete(requests(), flat, done.__setitem__)
+    again = [len(set(completion.ids)) < 0.9 * LIMIT for completion in done.values()]
+    assert not any(again), "the same numbers at each step draw the same tokens"
+    state = torch.manual_seed(0).get_state()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_each_token_has_the_log_prob_of_the_version_that_drew_it(model, start):

@@ -1,5 +1,6 @@
 """The engine of requests, with Transformers' continuous batching as its sampler."""
 
+import random
 from copy import deepcopy
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.continuous import ContinuousSampler
-from tokencredit.text.engines.requests import EngineFailure, RequestEngine
+from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
 from tokencredit.text.engines.sampling import logits_warpers
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
@@ -351,6 +352,14 @@ def test_a_sync_that_failed_is_tried_again(model, tokenizer):
     with pytest.raises(RunStopped, match="no connection") as raised:
         first.weights_changed()
     assert not isinstance(raised.value, EngineLost), "an engine that never worked is not started again"
+
+
+def test_user_code_that_draws_while_completions_end_never_draws_the_same_numbers(model, tokenizer):
+    engine, drawn = engine_of(model, tokenizer), []
+    requests = [Request([100 + row], 4, 0, row) for row in range(6)]
+    for _ in range(2):
+        engine.complete(requests, SamplingConfig(), lambda *_: drawn.append((random.random(), torch.rand(()).item())))
+    assert len(set(drawn)) == 12
 
 
 def test_the_random_numbers_of_the_process_stay_as_they_were(model, tokenizer):

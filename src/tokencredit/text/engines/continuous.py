@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from tokencredit.learn.rng import preserved
 from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
@@ -51,7 +52,7 @@ class ContinuousSampler:
             return
         ends = list(self.end_ids) if settings.stop_at_eos else []
         results = {str(number): Progress(request, settings, self.tokenizer) for number, request in enumerate(requests)}
-        with preserved(), quiet(), spared(), self._manager(requests, settings) as manager:
+        with quiet(), spared(), self._manager(requests, settings) as manager:
             for name, progress in results.items():
                 manager.add_request(
                     progress.request.tokens,
@@ -134,12 +135,12 @@ def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *
             max_requests_per_batch=len(requests),
             return_logprobs=True,
             allow_block_sharing=shares_prefixes,
-            seed=requests[0].seed,
             auto_switch_to_flash=False,
             drop_unsupported_processors=False,
         )
         try:
             manager = lm.init_continuous_batching(generation, config)
+            _draw_alone(manager, requests[0].seed)
             manager.warmup()
             return manager
         except MemoryError as error:
@@ -147,6 +148,26 @@ def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *
         except (ValueError, NotImplementedError, AttributeError) as error:
             raise EngineFailure(f"Transformers' continuous batching does not take this model: {error}") from error
     raise EngineFailure(f"its cache does not fit into memory: {failure}")
+
+
+def _draw_alone(manager: Any, seed: int) -> None:
+    """Let a manager draw from a generator of its own, and leave the global one as it is.
+
+    The global one belongs to the trainer's thread: evaluations set it, and gradient checkpointing sets it back to where
+    it was, so that tokens would be drawn with the same numbers again.
+    """
+    manager.distributed_helper.set_tp_seed = lambda *_: None
+    manager.batch_processor = manager._create_batch_processor()
+    generator = torch.Generator(manager.model.device).manual_seed(seed)
+
+    def sample(scores: Tensor, output: Tensor) -> None:
+        """Draw a token per row of `scores`, `[1, rows, vocabulary]`; `output` takes ids and the bits of log-probs."""
+        logprobs = scores[0].float().log_softmax(-1)
+        ids = torch.multinomial(logprobs.exp(), 1, generator=generator)
+        output[0, : len(ids)] = ids[:, 0]
+        output[1, : len(ids)] = logprobs.gather(1, ids)[:, 0].view(torch.int32)
+
+    manager.batch_processor.model_runner._sample = sample
 
 
 class Progress:

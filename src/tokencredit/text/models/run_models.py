@@ -200,7 +200,8 @@ def build_models(
         if reference is not None and reference is not policy:
             round_frozen(reference.lm)
         adapter, on_gpu = policy.adapter, precision.device.type == "cuda"
-        if named and on_gpu and adapter is not None and adapter.adds and not adapter.whole:
+        autocast = args.rollout.engine != "continuous"  # Transformers calls it in a thread without autocast
+        if named and on_gpu and autocast and adapter is not None and adapter.adds and not adapter.whole:
             round_frozen(policy.lm)
     in_step = sharding.processes if sharding is not None and args.sharding.sampling == "layers" else None
     return Models(policy, reference, tokenizer, precision, decoding, [*precision.notes, *notes, *more], in_step)
