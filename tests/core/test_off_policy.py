@@ -51,8 +51,10 @@ def test_ratios_by_hand(level, expected):
         ({"outside": "mask", "level": "sequence", "high": 3.0}, [[0.0] * 4, [1.0, 1.0, 0.0, 0.0]]),
         (
             {"outside": "mask", "level": "geometric", "low": 0.9, "high": 1.7},
-            [[4 ** (1 / 3), 0.0, 4 ** (1 / 3), 4 ** (1 / 3)], [1.0, 1.0, 0.0, 0.0]],
+            [[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]],
         ),
+        ({"outside": "mask", "level": "geometric", "low": 1.1}, [[1.0, 0.0, 1.0, 1.0], [0.0] * 4]),
+        ({"level": "geometric", "high": 1.5}, [[1.5, 0.0, 1.5, 1.5], [1.0, 1.0, 0.0, 0.0]]),
     ],
 )
 def test_corrections_by_hand(options, expected):

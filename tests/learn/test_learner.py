@@ -651,6 +651,7 @@ LOSSES = {
     "clip": Objective(clip=0.2, value_coef=0.0),
     "gspo": SequenceObjective(clip=0.1, value_coef=0.0),
     "cispo": WeightedObjective(clip=(0.2, 0.5), value_coef=0.0),
+    "sao": WeightedObjective(clip=(0.2, 0.5), outside="mask", value_coef=0.0),
     "dppo_tv": WeightedObjective(divergence="tv", divergence_limit=0.15, value_coef=0.0),
     "dppo_kl": WeightedObjective(divergence="kl", divergence_limit=0.12, value_coef=0.0),
 }
@@ -663,6 +664,7 @@ each_loss = pytest.mark.parametrize("name", LOSSES)
         ("clip", [-1.2, -1.2, 1.6], None),
         ("gspo", [-1.1, -1.1, 1.8], [True, True, True]),  # mean ratios √2.4 and 0.5
         ("cispo", [-1.2 * math.log(0.6), -1.5 * math.log(0.5), math.log(0.2)], [False, True, False]),
+        ("sao", [-1.2 * math.log(0.6), 0.0, 0.0], [False, True, True]),  # 2 and 0.5 are outside 0.8 to 1.5
         ("dppo_tv", [-1.2 * math.log(0.6), 0.0, 0.0], [False, True, True]),  # changes of 0.1, 0.25 and −0.2
         ("dppo_kl", [-1.2 * math.log(0.6), 0.0, math.log(0.2)], [False, True, False]),  # 0.02, 0.131 and 0.105 nats
     ],

@@ -270,6 +270,17 @@ def test_a_run_without_a_step_is_told_that_alone(iterations):
     assert "no_step" not in names([*rows, {"iteration": iterations + 1, "reward": 1.0, "loss": 0.5}], config)
 
 
+def test_updates_that_all_ended_before_a_step_are_told():
+    still = {"steps": 0, "bad_steps": 0, "loss": 0.1, "approx_kl_k3": 0.02}
+    assert "no_step" in names([row | still for row in healthy(20)])
+    assert "no_step" not in names([row | still | {"steps": row["iteration"] % 2} for row in healthy(20)])
+
+
+def test_filtered_and_older_samples_show_that_the_policy_has_not_moved():
+    rows = [{key: x for key, x in row.items() if key != "kl"} | {"log_ratio": 0.0} for row in healthy(20)]
+    assert "not_moved" in names(rows)
+
+
 def test_a_healthy_audit_is_no_finding():
     assert names(audited(healthy(), 10, 20, 30, 40)) == []
     assert names(audited(healthy(), 40)) == []

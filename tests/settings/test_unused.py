@@ -215,8 +215,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("gspo", "dual_clip", 3.0, "clip"),
             ("cispo", "dual_clip", 3.0, "clip"),
             ("dppo_tv", "dual_clip", 3.0, "clip"),
-            ("dppo_tv", "clip", 0.1, "clip, gspo, cispo"),
-            ("dppo_kl", "clip_high", 0.3, "clip, gspo, cispo"),
+            ("dppo_tv", "clip", 0.1, "clip, gspo, cispo, sao"),
+            ("dppo_kl", "clip_high", 0.3, "clip, gspo, cispo, sao"),
             ("clip", "divergence_limit", 0.1, "dppo_tv, dppo_kl"),
             ("cispo", "divergence_limit", 0.1, "dppo_tv, dppo_kl"),
         ]
@@ -241,7 +241,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "text",
         {
             "rollout.engine": "continuous",
-            "rollout.max_age": 1,
+            "rollout.max_age": 2,
             "off_policy.proximal": "interpolated",
             "off_policy.correct": "clip",
             "off_policy.level": "sequence",

@@ -1,6 +1,7 @@
 """`off_policy`: log-probs of the draws from the engine to weights of the loss, metrics and samples."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -78,7 +79,7 @@ def given(tokenizer, mask_truncated=False, **settings):
         ({"correct": "clip", "low": 1.0, "high": 1.7}, [[1.0, 1.7, 1.5], [1.7, 0.0, 0.0]]),
         ({"correct": "mask", "low": 0.6, "high": 3.0}, [[0.0, 2.0, 1.5], [0.0, 0.0, 0.0]]),
         ({"correct": "clip", "level": "sequence", "high": 9.0}, [[1.5, 1.5, 1.5], [4.0, 0.0, 0.0]]),
-        ({"correct": "mask", "level": "geometric"}, [[1.5 ** (1 / 3)] * 3, [0.0, 0.0, 0.0]]),
+        ({"correct": "mask", "level": "geometric"}, [[1.0] * 3, [0.0, 0.0, 0.0]]),
     ],
 )
 def test_weights_by_hand(settings, expected, tokenizer):
@@ -369,6 +370,30 @@ def test_interpolation_needs_tokens_with_an_age():
             "off_policy.proximal is interpolated, by the age of tokens, and rollout.max_age is 0, so that all are of "
             "age 0; set rollout.max_age with rollout.engine: continuous, or leave it out"
         )
+
+
+def test_weights_of_an_interpolated_policy_need_tokens_of_age_2():
+    settings = {"rollout.engine": "continuous", "off_policy.proximal": "interpolated", "off_policy.correct": "clip"}
+    with pytest.raises(ConfigError, match=r"off_policy\.correct is clip, and rollout\.max_age is 1: .* weights are 1"):
+        PPOConfig.from_dict(settings | {"rollout.max_age": 1})
+    PPOConfig.from_dict(settings | {"rollout.max_age": 2})
+
+
+@pytest.mark.parametrize(
+    ("proximal", "more", "refused"),
+    [
+        ("behavior", {"rollout.top_p": 0.7}, True),
+        ("behavior", {"rollout.engine": "continuous", "rollout.max_age": 1}, True),
+        ("interpolated", {"rollout.engine": "continuous", "rollout.max_age": 1}, True),
+        ("recomputed", {"rollout.top_p": 0.7}, False),
+        ("behavior", {"rollout.engine": "continuous"}, False),
+        ("behavior", {"rollout.top_k": 5, "off_policy.support": "truncated"}, False),
+    ],
+)
+def test_a_target_kl_that_an_update_begins_above_is_refused(proximal, more, refused):
+    settings = {"ppo.target_kl": 0.01, "off_policy.proximal": proximal} | more
+    with pytest.raises(ConfigError, match=r"ppo\.target_kl is 0\.01, .* first step") if refused else nullcontext():
+        PPOConfig.from_dict(settings)
 
 
 @pytest.mark.slow

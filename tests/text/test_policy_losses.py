@@ -25,6 +25,9 @@ def test_settings_choose_the_objective():
     assert gspo.clip == (3e-4, 4e-4)
     assert not gspo.additive
     assert objective({"ppo.loss": "cispo"}).clip == (0.2, 0.2)
+    assert objective({"ppo.loss": "cispo"}).outside == "clip"
+    sao = objective({"ppo.loss": "sao", "ppo.clip": 0.3, "ppo.clip_high": 4.0})
+    assert (sao.outside, sao.divergence, sao.clip) == ("mask", None, (0.3, 4.0))
     for loss, divergence, limit in [("cispo", None, 0.2), ("dppo_tv", "tv", 0.15), ("dppo_kl", "kl", 0.05)]:
         made = objective({"ppo.loss": loss})
         assert isinstance(made, WeightedObjective)
@@ -50,7 +53,7 @@ def test_gspo_without_its_papers_reduction_is_said():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sao", "dppo_tv", "dppo_kl"])
 def test_a_run_trains_and_resumes_with_each_loss(loss, tmp_path):
     options = [f"--{key}={value}" for key, value in GSPO.items()] if loss == "gspo" else ["--ppo.loss", loss]
     whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))

@@ -86,7 +86,9 @@ def correction(
     - `outside="clip"`: min(max(r, low), high). Truncated importance sampling (Ionides 2008, "Truncated importance
       sampling", with low 0; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
     - `outside="mask"`: r where low ≤ r ≤ high, else 0. IcePop's band (Ring-1T, arXiv 2510.18855) at the level of
-      tokens; rejection of whole completions at the levels "sequence" and "geometric".
+      tokens; rejection of whole completions at the level "sequence".
+    - `outside="mask"` at the level "geometric": 1 where low ≤ r ≤ high, else 0. The mean ratio of a completion says
+      whether its tokens are kept; it is an importance weight of neither a token nor the completion.
 
     Args:
         logprobs: log π of the policy to correct for, such as π_prox.
@@ -111,7 +113,8 @@ def correction(
     ratios = importance_ratios(logprobs.detach(), behavior_logprobs, mask, level=level)
     if outside == "clip":
         return zero_outside(ratios.clamp(low, high), mask)
-    return zero_outside(ratios, mask & (ratios >= low) & (ratios <= high))
+    kept = torch.ones_like(ratios) if level == "geometric" else ratios
+    return zero_outside(kept, mask & (ratios >= low) & (ratios <= high))
 
 
 def interpolated_logprobs(behavior_logprobs: Tensor, logprobs: Tensor, age: Tensor) -> Tensor:

@@ -245,10 +245,12 @@ class SequenceObjective(Objective):
 
 @dataclass(frozen=True)
 class WeightedObjective(Objective):
-    """CISPO and DPPO: the policy gradient with weights, `core.off_policy.weighted_policy_gradient`."""
+    """CISPO, SAO and DPPO: the policy gradient with weights, `core.off_policy.weighted_policy_gradient`."""
 
+    outside: str = "clip"
+    """Weights whose ratio is outside `clip`: CISPO bounds them from above (clip), SAO sets them to 0 (mask)."""
     divergence: str | None = None
-    """Divergence that masks a token in DPPO, of `core.off_policy.DIVERGENCES`; None for CISPO."""
+    """Divergence that masks a token in DPPO, of `core.off_policy.DIVERGENCES`; None masks by the ratio."""
     divergence_limit: float = 0.2
 
     def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
@@ -261,14 +263,16 @@ class WeightedObjective(Objective):
         return weighted_policy_gradient(now, advantages, weights, mask).squeeze(0)
 
     def clipped(self, logprobs: Tensor, rows: Experience) -> Tensor:
-        """Tokens whose weight is bounded (CISPO) or masked (DPPO)."""
-        if self.divergence is None:
+        """Tokens whose weight is bounded (CISPO) or masked (SAO, DPPO)."""
+        if self.divergence is None and self.outside == "clip":
             return importance_ratios(logprobs, rows.logprobs, rows.mask) > clip_range(self.clip)[1]
         return self._weights(logprobs, rows.logprobs, rows.advantages, rows.mask) == 0
 
     def _weights(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        if self.divergence is None:  # no lower bound, as in the paper
-            return correction(logprobs, old_logprobs, mask, outside="clip", high=clip_range(self.clip)[1])
+        if self.divergence is None:
+            low, high = clip_range(self.clip)
+            low = 0.0 if self.outside == "clip" else low  # CISPO's paper has no lower bound
+            return correction(logprobs, old_logprobs, mask, outside=self.outside, low=low, high=high)
         return divergence_mask(
             logprobs, old_logprobs, advantages, mask, divergence=self.divergence, limit=self.divergence_limit
         )

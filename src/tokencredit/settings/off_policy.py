@@ -24,7 +24,7 @@ class OffPolicyConfig:
     ones, by the age of each token (A-3PO)."""
     correct: Literal["none", "clip", "mask"] = setting("none", needs="proximal: recomputed, interpolated")
     """Importance weights on the policy loss, proximal over behavior probability: none, clip bounds them by low and
-    high, mask sets those outside to 0."""
+    high, mask sets those outside to 0. mask with level: geometric gives the others the weight 1."""
     level: Literal["token", "sequence", "geometric"] = setting("token", needs=("correct: not none", FIXED))
     """Weights of single tokens, of the product over a completion's tokens, or of its geometric mean."""
     low: float = setting(0.0, needs="correct: not none", at_least=0)
@@ -51,6 +51,11 @@ class OffPolicyConfig:
             raise ConfigError(
                 "off_policy.proximal is interpolated, by the age of tokens, and rollout.max_age is 0, so that all are "
                 "of age 0; set rollout.max_age with rollout.engine: continuous, or leave it out"
+            )
+        if self.proximal == "interpolated" and self.correct != "none" and rollout.max_age == 1:
+            raise ConfigError(
+                f"off_policy.correct is {self.correct}, and rollout.max_age is 1: the interpolated proximal policy of "
+                "tokens of age 0 and 1 is the one that drew them, so that all weights are 1; leave it out"
             )
         for key, default in (("proximal", "recomputed"), ("correct", "none")):
             value = getattr(self, key)

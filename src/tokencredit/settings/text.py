@@ -161,6 +161,13 @@ class PPOConfig:
         causes = [f"sampling is filtered by {' and '.join(filters)}"] if filters else []
         if self.rollout.max_age:
             causes.append(f"rollout.max_age is {self.rollout.max_age}, so that tokens are drawn from earlier policies")
+        proximal, limit = self.off_policy.proximal, self.ppo.target_kl
+        if causes and limit is not None and proximal != "recomputed" and self.off_policy.support != "truncated":
+            raise ConfigError(
+                f"ppo.target_kl is {limit:g}, off_policy.proximal is {proximal}, and {' and '.join(causes)}: the KL to "
+                "the policy that drew the tokens is above 0 before an update's first step, which it could end; set "
+                "off_policy.proximal: recomputed, or leave ppo.target_kl out"
+            )
         if not causes or (self.kl.estimator == "full" and self.kl.place == "reward"):
             return
         for key, value in (("kl.target", self.kl.target), ("stop.kl", self.stop.kl)):

@@ -268,18 +268,20 @@ class PPOSettings:
 class UpdateConfig(PPOSettings):
     """The PPO update."""
 
-    clip: float = setting(0.2, needs=("loss: clip, gspo, cispo", "loss: not cispo or not clip_high"), above=0, below=1)
+    clip: float = setting(
+        0.2, needs=("loss: clip, gspo, cispo, sao", "loss: not cispo or not clip_high"), above=0, below=1
+    )
     """Clip range of the ratio to the sampling policy: [1 − clip, 1 + clip]. gspo needs a far smaller one, such as
     3e-4; cispo has only the upper side."""
-    clip_high: float | None = setting(None, needs="loss: clip, gspo, cispo", above=0)
+    clip_high: float | None = setting(None, needs="loss: clip, gspo, cispo, sao", above=0)
     """Upper clip range, 1 + clip_high, if it should differ; null for clip."""
     dual_clip: float | None = setting(None, needs="loss: clip", above=1)
     """Dual clip: limit of the loss where the advantage is negative, in multiples of the advantage, such as 3; null for
     none."""
-    loss: Literal["clip", "gspo", "cispo", "dppo_tv", "dppo_kl"] = "clip"
+    loss: Literal["clip", "gspo", "cispo", "sao", "dppo_tv", "dppo_kl"] = "clip"
     """Policy loss. clip is PPO's, which clips the ratio of a token; gspo clips the mean ratio of a completion; cispo
-    weighs the policy gradient by the ratio up to a bound; dppo_tv and dppo_kl mask tokens whose probability has changed
-    too far."""
+    weighs the policy gradient by the ratio up to a bound; sao masks tokens whose ratio is outside the range; dppo_tv
+    and dppo_kl mask tokens whose probability has changed too far."""
     divergence_limit: float | None = setting(None, needs="loss: dppo_tv, dppo_kl", above=0)
     """Largest change of a token's probability (dppo_tv), or KL of that change in nats (dppo_kl), before the token is
     masked; null for 0.15 and 0.05."""

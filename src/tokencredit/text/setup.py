@@ -400,8 +400,8 @@ def build_objective(args: PPOConfig) -> Objective:
         return Objective(**options)
     if loss == "gspo":
         return SequenceObjective(**options)
-    if loss == "cispo":
-        return WeightedObjective(**options)
+    if loss in ("cispo", "sao"):
+        return WeightedObjective(**options, outside="clip" if loss == "cispo" else "mask")
     limit = args.ppo.divergence_limit or DIVERGENCE_LIMITS[loss]
     return WeightedObjective(**options, divergence=loss.removeprefix("dppo_"), divergence_limit=limit)
 

@@ -82,8 +82,17 @@ def negative_kl(run: Evidence) -> Finding | None:
 
 
 def no_step(run: Evidence) -> Finding | None:
-    """Every optimizer step was skipped."""
-    skipped = run.values("bad_steps", slice(None))
+    """Every optimizer step was skipped, or every update ended before its first step."""
+    steps, skipped = (run.values(name, slice(None)) for name in ("steps", "bad_steps"))
+    if steps and run.values("loss", slice(None)) and not (sum(steps) or sum(skipped)):
+        return Finding(
+            "no_step",
+            98,
+            "no optimizer step was taken",
+            f"steps 0 in {len(steps)} iterations, {run.where('approx_kl_k3')}",
+            "Each update ended before its first step, since the KL was above ppo.target_kl there already.",
+            "leave out ppo.target_kl, or raise it above the KL that rounding explains",
+        )
     if not sum(skipped) or run.values("loss", slice(None)):
         return None
     return Finding(
@@ -98,14 +107,17 @@ def no_step(run: Evidence) -> Finding | None:
 
 def not_moved(run: Evidence) -> Finding | None:
     """The policy still equals its reference, up to rounding."""
-    moved = run.values("kl", slice(1 + (run.setting("critic.warmup") or 0), None))
+    later = slice(1 + (run.setting("critic.warmup") or 0), None)
+    # Filtered and older samples give no KL, but a log-ratio, which is 0 too for equal policies.
+    name = "kl" if run.values("kl", later) else "log_ratio"
+    moved = run.values(name, later)
     if len(moved) < SETTLED or not max(map(abs, moved)) < 1e-6 * run.last("length"):
         return None
     return Finding(
         "not_moved",
         95,
         "the policy has not moved",
-        run.where("kl"),
+        run.where(name),
         "Its KL to the reference is 0 up to rounding: no parameter is trained, or the gradient is 0.",
         "raise optim.lr, and check whether the metrics steps and grad_norm are 0 and which parameters are frozen",
     )
