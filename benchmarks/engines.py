@@ -34,9 +34,9 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
     """A function that samples a rollout with a seed and returns its number of tokens."""
     from tokencredit.processes import Processes
     from tokencredit.settings.model import ModelConfig
+    from tokencredit.settings.rollout import RolloutConfig
     from tokencredit.settings.source import Source
     from tokencredit.settings.text import PPOConfig
-    from tokencredit.settings.training import RolloutConfig
     from tokencredit.text.data.prompts import PromptBatch
     from tokencredit.text.models.run_models import load_source
 

@@ -38,7 +38,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.loading import resolve
 

@@ -44,7 +44,7 @@ from tokencredit.plan.memory import memory as memory_of
 from tokencredit.plan.shape import Shape
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import CachedSteps, sample
+from tokencredit.text.engines.local.sampling import CachedSteps, sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import rollout_logprobs

@@ -21,8 +21,9 @@ from tokencredit.audit.truth import Returns
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AuditConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import AuditConfig, RunConfig, UpdateConfig
 from tokencredit.text.audit.auditing import Auditor
 from tokencredit.text.credit import Credit
 from tokencredit.text.trainer import PPOTrainer

@@ -233,7 +233,8 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
 
 GROWTH = """
 import sys
-from tokencredit.settings.training import EvalConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.training import EvalConfig, RunConfig, UpdateConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.trainer import PPOTrainer

@@ -27,12 +27,12 @@ from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.diagnosis.evidence import Evidence
 from tokencredit.runs.diagnosis.off_policy_checks import engine_distance
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.local.engine import LocalEngine
 from tokencredit.text.models.run_models import load_start
 from tokencredit.text.scoring_passes import evaluate_rollout
 from tokencredit.text.trainer import PPOTrainer

@@ -37,14 +37,8 @@ def kinds(folder):
     """Settings of each kind of run; the folder has a folder of each, and the model `odd`."""
     from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
     from tokencredit.settings.off_policy import OffPolicyConfig
-    from tokencredit.settings.training import (
-        AdvantageConfig,
-        EvalConfig,
-        KLConfig,
-        OptimConfig,
-        RolloutConfig,
-        UpdateConfig,
-    )
+    from tokencredit.settings.rollout import RolloutConfig
+    from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, UpdateConfig
 
     lora = ModelConfig(dtype="float32", lora=LoraConfig(rank=4))
     critics = {"shared critic": {}, "separate critic": {"kind": "separate"}}
@@ -73,7 +67,8 @@ def kinds(folder):
 def trainer(kind, folder, shard, iterations=ITERATIONS):
     """A trainer of a kind of run."""
     from helpers.configs import quiet
-    from tokencredit.settings.training import OptimConfig, RolloutConfig, UpdateConfig
+    from tokencredit.settings.rollout import RolloutConfig
+    from tokencredit.settings.training import OptimConfig, UpdateConfig
     from tokencredit.text.trainer import PPOTrainer
 
     small = {

@@ -19,8 +19,9 @@ from tokencredit.settings.control import (
     EpisodesConfig,
 )
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
 
 

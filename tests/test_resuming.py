@@ -24,16 +24,9 @@ from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUp
 from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    EvalConfig,
-    KLConfig,
-    OptimConfig,
-    RolloutConfig,
-    StopConfig,
-    UpdateConfig,
-)
+from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, StopConfig, UpdateConfig
 from tokencredit.settings.yaml import flat, nested
 from tokencredit.text.rewards.terms import Term
 from tokencredit.text.trainer import PPOTrainer

@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from tokencredit.settings.offline import RewardModelStartConfig as RewardModelStartConfig
     from tokencredit.settings.offline import SFTConfig as SFTConfig
     from tokencredit.settings.offline import SFTLossConfig as SFTLossConfig
+    from tokencredit.settings.rollout import RolloutConfig as RolloutConfig
     from tokencredit.settings.text import PPOConfig as PPOConfig
     from tokencredit.settings.training import AdvantageConfig as AdvantageConfig
     from tokencredit.settings.training import AuditConfig as AuditConfig
     from tokencredit.settings.training import EvalConfig as EvalConfig
     from tokencredit.settings.training import KLConfig as KLConfig
     from tokencredit.settings.training import OptimConfig as OptimConfig
-    from tokencredit.settings.training import RolloutConfig as RolloutConfig
     from tokencredit.settings.training import RunConfig as RunConfig
     from tokencredit.settings.training import ShardingConfig as ShardingConfig
     from tokencredit.settings.training import StopConfig as StopConfig
@@ -84,7 +84,8 @@ _NAMES = {
     "SFTConfig SFTLossConfig",
     "settings.off_policy": "OffPolicyConfig",
     "settings.text": "PPOConfig",
-    "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RolloutConfig RunConfig "
+    "settings.rollout": "RolloutConfig",
+    "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RunConfig "
     "ShardingConfig StopConfig UpdateConfig",
     "text.callbacks": "Callback",
     "text.offline.trainer": "OfflineTrainer",

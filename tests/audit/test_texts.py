@@ -21,17 +21,10 @@ from tokencredit.report.audit_file import with_audit
 from tokencredit.runs.folder import drop_audit
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    AuditConfig,
-    KLConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-    UpdateConfig,
-)
+from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig, OptimConfig, RunConfig, UpdateConfig
 from tokencredit.text.audit.continuations import batch_by_position
 from tokencredit.text.audit.running import audit_run
 from tokencredit.text.audit.targets import continuation_targets

@@ -5,8 +5,9 @@ from typing import get_args, get_type_hints
 
 from tokencredit.settings.control import AgentRunConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import RunConfig, UpdateConfig
 
 
 def quiet(folder, iterations=1, **options):

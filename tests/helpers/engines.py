@@ -3,7 +3,7 @@
 import torch
 
 from helpers.models import random_lm
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width

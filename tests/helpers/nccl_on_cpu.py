@@ -47,10 +47,10 @@ def install():
 
 
 def install_in_trainer():
-    from tokencredit.text.engines import vllm_transfer
+    from tokencredit.text.engines.vllm import transfer
 
     install()
-    vllm_transfer.check_nccl = lambda device: None
+    transfer.check_nccl = lambda device: None
 
 
 def plugin(folder, tests):

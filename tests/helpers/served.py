@@ -11,10 +11,10 @@ import torch
 
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import RolloutConfig, SamplingConfig
+from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.sharding import shard
 from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.engines.vllm_server import VllmServer
+from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model
 

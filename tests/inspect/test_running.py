@@ -12,9 +12,10 @@ from tokencredit.inspect.running import inspect_run
 from tokencredit.report.inspect_file import read_inspect
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow

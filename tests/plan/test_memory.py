@@ -17,7 +17,7 @@ from tokencredit.plan import memory as formulas
 from tokencredit.plan.memory import Batch, Setup, memory
 from tokencredit.plan.shape import HALF, projection
 from tokencredit.runs import tensor_files
-from tokencredit.text.engines import dynamic_kv_cache
+from tokencredit.text.engines.local import dynamic_kv_cache
 from tokencredit.text.models import actor_critic
 from tokencredit.text.models.loading import fuse_gelu
 

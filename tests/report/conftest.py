@@ -5,8 +5,9 @@ import pytest
 
 from tokencredit.report.page import write_report
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AuditConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import AuditConfig, RunConfig, UpdateConfig
 from tokencredit.text.audit.auditing import Auditor
 from tokencredit.text.trainer import PPOTrainer
 

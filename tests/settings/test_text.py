@@ -16,17 +16,10 @@ from tokencredit.settings.data import (
     ScoreConfig,
 )
 from tokencredit.settings.model import CriticConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    EvalConfig,
-    KLConfig,
-    RolloutConfig,
-    RunConfig,
-    StopConfig,
-    UpdateConfig,
-)
+from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, RunConfig, StopConfig, UpdateConfig
 
 
 def test_the_defaults_are_valid():

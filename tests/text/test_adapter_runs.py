@@ -12,10 +12,11 @@ from helpers.files import read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_source
 from tokencredit.text.policy import load
 from tokencredit.text.trainer import PPOTrainer

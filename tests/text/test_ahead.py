@@ -14,8 +14,9 @@ from helpers.files import read_jsonl, read_metrics
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, RolloutConfig
+from tokencredit.settings.training import EvalConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines import background
 from tokencredit.text.engines.background import BackgroundSampler

@@ -18,16 +18,9 @@ from tokencredit.report import page
 from tokencredit.report.reading import read_run
 from tokencredit.settings.data import ScoreConfig
 from tokencredit.settings.model import CriticConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    EvalConfig,
-    KLConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-    UpdateConfig,
-)
+from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, RunConfig, UpdateConfig
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout

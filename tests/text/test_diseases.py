@@ -15,8 +15,9 @@ from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import KLConfig, OptimConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import KLConfig, OptimConfig, RunConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,11 @@ from tokencredit.errors import ConfigError
 from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_source
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.policy import load

@@ -19,22 +19,16 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.options import EvaluateOptions, with_engine
+from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    KLConfig,
-    OptimConfig,
-    RolloutConfig,
-    SamplingConfig,
-    UpdateConfig,
-)
+from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
 from tokencredit.text.batch import behavior_metrics
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.requests import RequestEngine
-from tokencredit.text.engines.sampling import Decoding, logits_warpers
 from tokencredit.text.models import precision
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.scoring_passes import ReferenceOutputs

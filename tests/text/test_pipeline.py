@@ -17,8 +17,9 @@ from helpers.configs import quiet
 from helpers.models import loud
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, UpdateConfig
+from tokencredit.settings.training import UpdateConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import UnusableBatch

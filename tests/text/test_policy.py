@@ -10,8 +10,9 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, UpdateConfig
+from tokencredit.settings.training import UpdateConfig
 from tokencredit.text.policy import Policy, load
 from tokencredit.text.trainer import PPOTrainer
 

@@ -20,7 +20,8 @@ from tokencredit.errors import RunStopped
 from tokencredit.report.page import write_report
 from tokencredit.settings.data import ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.training import AdvantageConfig, OptimConfig, RolloutConfig, UpdateConfig
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.pretraining import PATIENCE, RISE
 from tokencredit.text.trainer import PPOTrainer

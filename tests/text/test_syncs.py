@@ -10,8 +10,9 @@ import torch
 from tokencredit.learn.experience import length_batches
 from tokencredit.learn.objective import SequenceObjective, WeightedObjective
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, KLConfig, RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, KLConfig, RunConfig, UpdateConfig
 from tokencredit.text import scoring_passes
 from tokencredit.text.trainer import PPOTrainer
 

@@ -16,12 +16,12 @@ from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import ClassifierTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import (
     AdvantageConfig,
     EvalConfig,
     KLConfig,
     OptimConfig,
-    RolloutConfig,
     RunConfig,
     StopConfig,
     UpdateConfig,

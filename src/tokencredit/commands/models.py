@@ -16,9 +16,9 @@ from tokencredit.runs.folder import check_new_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.options import EvaluateOptions, with_engine
 from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
+from tokencredit.settings.rollout import EngineName
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.source import Source, read_policy_config, read_source
-from tokencredit.settings.training import EngineName
 
 
 def generate_parser() -> Parser:

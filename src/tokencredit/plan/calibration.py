@@ -25,7 +25,7 @@ from tokencredit.plan.work import Work
 from tokencredit.processes import Processes, threads
 from tokencredit.settings.model import LoraConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.sampling import CachedSteps, Steps, sample
+from tokencredit.text.engines.local.sampling import CachedSteps, Steps, sample
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import cut_layers, trunk_of

@@ -30,7 +30,7 @@ MIN_CHUNK = 128
 SHORT = 64
 """Longest sequence that trains with PyTorch's math attention in bfloat16 on a CPU; see `text.models.actor_critic`."""
 SPARE_TOKENS = 64
-"""Least spare capacity of a growing KV cache; see `text.engines.dynamic_kv_cache`."""
+"""Least spare capacity of a growing KV cache; see `text.engines.local.dynamic_kv_cache`."""
 LARGE = 2**25
 """Bytes from which the C library (glibc) takes a tensor's memory from the kernel, and returns it when it is freed. It
 keeps the memory of smaller ones for tensors to come, so their highest sum stays resident."""

@@ -20,8 +20,8 @@ from tokencredit.processes import Processes
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.options import PairsOptions
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.source import Source
-from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch, Prompts, load_prompts
 from tokencredit.text.evaluation import describe, load_pipeline
 from tokencredit.text.models.loading import max_prompt_length

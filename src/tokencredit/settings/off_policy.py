@@ -7,7 +7,7 @@ from typing import Literal
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
-from tokencredit.settings.training import RolloutConfig
+from tokencredit.settings.rollout import RolloutConfig
 
 FIXED = "proximal: not interpolated"
 """The condition of weights that do not change within an update."""

@@ -15,9 +15,10 @@ from tokencredit.settings.data import PromptsConfig, RewardTerm
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.off_policy import OffPolicyConfig
+from tokencredit.settings.rollout import EngineName, RolloutConfig, SamplingConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MOST_SEED, EngineName, RolloutConfig, SamplingConfig, ShardingConfig
+from tokencredit.settings.training import MOST_SEED, ShardingConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 

@@ -19,6 +19,7 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_idle, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.server import check_server
 from tokencredit.settings.training import (
     ADAPTED,
@@ -28,7 +29,6 @@ from tokencredit.settings.training import (
     EvalConfig,
     KLConfig,
     OptimConfig,
-    RolloutConfig,
     RunConfig,
     ShardingConfig,
     StopConfig,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokencredit.errors import EngineLost, RunStopped
-from tokencredit.settings.training import RolloutConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.engines.background import BackgroundSampler

@@ -14,13 +14,13 @@ from tokencredit.processes import Processes
 from tokencredit.runs.resuming import given_in_python
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.options import with_engine
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.source import read_policy_config, read_source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.local.engine import LocalEngine
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models

@@ -33,7 +33,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import DIVERGENCE_LIMITS
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
-from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.local.engine import LocalEngine
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import max_prompt_length

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.background import BackgroundSampler
 from tokencredit.text.engines.continuous import ContinuousSampler, Progress, spared

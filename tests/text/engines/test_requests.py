@@ -10,12 +10,12 @@ import torch
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.continuous import ContinuousSampler
+from tokencredit.text.engines.local.sampling import logits_warpers
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
-from tokencredit.text.engines.sampling import logits_warpers
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head

@@ -15,13 +15,8 @@ from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    KLConfig,
-    OptimConfig,
-    RolloutConfig,
-    UpdateConfig,
-)
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.critic import build_value_head
 from tokencredit.text.models.loading import load_language_model

@@ -14,9 +14,10 @@ from tokencredit import load
 from tokencredit.errors import ConfigError
 from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.settings.training import OptimConfig, SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.settings.training import OptimConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.sampling import sample
+from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import attention_of, layers_of, trunk_of
 from tokencredit.text.models.building import build_policy, save_policy

@@ -17,9 +17,9 @@ from transformers import (
 from helpers.models import loud, random_lm
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.sampling import sample
+from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.checks import check_policy

@@ -9,10 +9,11 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import length_batches
 from tokencredit.processes import Processes
 from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig
+from tokencredit.settings.training import RunConfig
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import sample
+from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models import precision
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model

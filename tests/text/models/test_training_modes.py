@@ -17,8 +17,9 @@ from helpers.models import SHAPE, loud
 from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.trainer import PPOTrainer

@@ -14,8 +14,9 @@ from helpers import warm
 from helpers.commands import COMMAND
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import FunctionTerm
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig
+from tokencredit.settings.training import RunConfig
 from tokencredit.text.rewards import calls as reward_calls
 from tokencredit.text.rewards.terms import NonFiniteReward, RewardError, Term, build_terms, score
 from tokencredit.text.trainer import PPOTrainer

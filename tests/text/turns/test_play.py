@@ -10,8 +10,8 @@ from tokencredit.core.masked import extents
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import Processes
 from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import build_models, load_start

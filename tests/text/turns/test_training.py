@@ -15,16 +15,10 @@ from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.options import EvaluateOptions
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import (
-    AdvantageConfig,
-    AuditConfig,
-    EvalConfig,
-    KLConfig,
-    RolloutConfig,
-    UpdateConfig,
-)
+from tokencredit.settings.training import AdvantageConfig, AuditConfig, EvalConfig, KLConfig, UpdateConfig
 from tokencredit.text.trainer import PPOTrainer
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.processes import Processes
-from tokencredit.settings.training import RolloutConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch, Prompts
 from tokencredit.text.turns.tasks import TaskBatch, Tasks
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.engines.continuous import Progress, manager_of, pages_of, quiet, spared
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.models.actor_critic import ActorCritic

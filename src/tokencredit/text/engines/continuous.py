@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop

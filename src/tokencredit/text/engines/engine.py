@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import extents
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.errors import RunStopped
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.loading import max_prompt_length

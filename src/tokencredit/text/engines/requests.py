@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.processes import Processes
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.sharding import gathered
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout

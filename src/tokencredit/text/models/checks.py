@@ -17,11 +17,11 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.training_mode import checkpointing_modules, training
 from tokencredit.processes import connection_lost
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.sharding import kind_of, shard_alike
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.sampling import CachedSteps, sample
-from tokencredit.text.engines.static_kv_cache import StaticDecoding
+from tokencredit.text.engines.local.sampling import CachedSteps, sample
+from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.critic import Critic

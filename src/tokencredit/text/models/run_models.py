@@ -16,16 +16,16 @@ from tokencredit.learn.rng import preserved
 from tokencredit.processes import Processes
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import RolloutConfig
 from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.continuous import ContinuousSampler
-from tokencredit.text.engines.local import LocalEngine
+from tokencredit.text.engines.local.engine import LocalEngine
+from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.engines.requests import RequestEngine, Sampler
-from tokencredit.text.engines.static_kv_cache import StaticDecoding
-from tokencredit.text.engines.vllm import VllmSampler
-from tokencredit.text.engines.vllm_server import VllmServer
+from tokencredit.text.engines.vllm.sampler import VllmSampler
+from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws

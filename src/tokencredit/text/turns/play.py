@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.environment import EnvironmentConfig
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Conversation, Engine, Rollout
 from tokencredit.text.rewards.texts import content

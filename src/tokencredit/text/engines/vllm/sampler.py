@@ -16,12 +16,12 @@ from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.sharding import kind_of
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop
-from tokencredit.text.engines.vllm_process import (
+from tokencredit.text.engines.vllm.process import (
     classes_of,
     contained,
     leave_groups,

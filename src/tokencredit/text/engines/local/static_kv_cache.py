@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
 
-from tokencredit.text.engines.sampling import CachedSteps
+from tokencredit.text.engines.local.sampling import CachedSteps
 from tokencredit.text.models.actor_critic import ActorCritic, trunk_hidden, trunk_inputs
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.precision import matrix_layers, rounded

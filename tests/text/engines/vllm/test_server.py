@@ -34,11 +34,12 @@ from helpers.engines import (
 )
 from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.training import RolloutConfig
-from tokencredit.text.engines import vllm_server, vllm_transfer
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.engines.requests import RequestEngine
-from tokencredit.text.engines.vllm_answers import COMMAND
-from tokencredit.text.engines.vllm_server import VllmServer
+from tokencredit.text.engines.vllm import server as vllm_server
+from tokencredit.text.engines.vllm import transfer
+from tokencredit.text.engines.vllm.answers import COMMAND
+from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.precision import Precision
@@ -62,7 +63,7 @@ class Server:
         module = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {self.model}"
         variable, *words = shlex.split(COMMAND.replace(*replaced).replace("vllm serve MODEL", module))
         own = dict([variable.split("=")]) | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        own["PYTHONPATH"] = nccl_on_cpu.plugin(self.log.parent / f"plugin{self.port}", Path(__file__).parents[2])
+        own["PYTHONPATH"] = nccl_on_cpu.plugin(self.log.parent / f"plugin{self.port}", Path(__file__).parents[3])
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*words, *options, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -128,7 +129,7 @@ def either(request):
 
 def test_log_probs_are_those_of_a_full_pass_after_each_sync(either, monkeypatch):
     engine = either
-    monkeypatch.setattr(vllm_transfer, "PART_BYTES", 100_000)
+    monkeypatch.setattr(transfer, "PART_BYTES", 100_000)
     assert_equal_logprobs(generate(engine, rows=24), engine.policy)
     before = engine.probe
     changed(engine.policy)

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
-from tokencredit.text.engines.dynamic_kv_cache import (
+from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.local.dynamic_kv_cache import (
     SPARE_TOKENS,
     RowCache,
     can_keep_rows,
     put_rows,
     take_rows,
 )
-from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import CachedSteps, Decoding, decode
+from tokencredit.text.engines.local.sampling import CachedSteps, Decoding, decode
 from tokencredit.text.engines.stop_strings import STOP_CONTEXT, stop_detokenizers
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision

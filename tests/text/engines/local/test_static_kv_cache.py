@@ -12,10 +12,11 @@ from helpers.models import random_lm
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import RolloutConfig, RunConfig, SamplingConfig
+from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
+from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.sampling import CachedSteps, Decoding, sample
-from tokencredit.text.engines.static_kv_cache import StaticDecoding
+from tokencredit.text.engines.local.sampling import CachedSteps, Decoding, sample
+from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.architecture import width

@@ -20,11 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import Processes
-from tokencredit.settings.training import RolloutConfig, SamplingConfig
+from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
-from tokencredit.text.engines.vllm import Progress, rows_of, sampling_arguments
-from tokencredit.text.engines.vllm_answers import (
+from tokencredit.text.engines.vllm.answers import (
     CERTAIN,
     COMMAND,
     check_ending,
@@ -34,7 +33,8 @@ from tokencredit.text.engines.vllm_answers import (
     read_choice,
     shown,
 )
-from tokencredit.text.engines.vllm_transfer import (
+from tokencredit.text.engines.vllm.sampler import Progress, rows_of, sampling_arguments
+from tokencredit.text.engines.vllm.transfer import (
     CONNECT_SECONDS,
     FolderTransfer,
     NcclTransfer,

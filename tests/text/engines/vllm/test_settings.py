@@ -10,7 +10,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.options import with_engine
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.engines.vllm import VllmSampler
+from tokencredit.text.engines.vllm.sampler import VllmSampler
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model
 from tokencredit.text.models.precision import Precision

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from helpers.warm import together
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import RolloutConfig, SamplingConfig
+from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.engines.vllm_server import VllmServer
+from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model
 

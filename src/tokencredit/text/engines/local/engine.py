@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.processes import Processes
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.conversation import LocalConversation
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.sampling import CachedSteps, sample
-from tokencredit.text.engines.static_kv_cache import StaticDecoding
+from tokencredit.text.engines.local.conversation import LocalConversation
+from tokencredit.text.engines.local.sampling import CachedSteps, sample
+from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs

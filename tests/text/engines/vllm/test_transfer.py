@@ -1,4 +1,4 @@
-"""Weights on their way to a vLLM server over NCCL, without vLLM; test_vllm_server.py has the whole way."""
+"""Weights on their way to a vLLM server over NCCL, without vLLM; test_server.py has the whole way."""
 
 import queue
 import threading
@@ -8,9 +8,9 @@ import torch
 
 from helpers.engines import CPU
 from tokencredit.errors import ConfigError
-from tokencredit.text.engines import vllm_transfer
 from tokencredit.text.engines.requests import EngineFailure
-from tokencredit.text.engines.vllm_transfer import _Channel, address_towards, check_nccl, free_port, parts_of
+from tokencredit.text.engines.vllm import transfer
+from tokencredit.text.engines.vllm.transfer import _Channel, address_towards, check_nccl, free_port, parts_of
 
 
 def channel_of(ask, seconds=20.0):
@@ -21,7 +21,7 @@ def channel_of(ask, seconds=20.0):
 
 
 def test_parts_hold_all_weights_in_order(monkeypatch):
-    monkeypatch.setattr(vllm_transfer, "PART_BYTES", 24)
+    monkeypatch.setattr(transfer, "PART_BYTES", 24)
     weights = [(name, torch.zeros(size)) for name, size in [("a", 4), ("b", 2), ("c", 9), ("d", 1), ("e", 1)]]
     parts = [[name for name, _ in part] for part in parts_of(iter(weights))]
     assert parts == [["a", "b"], ["c"], ["d", "e"]]  # 16 + 8 bytes, 36, and the rest

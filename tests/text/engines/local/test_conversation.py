@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.conversation import LocalConversation
+from tokencredit.text.engines.local.conversation import LocalConversation
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head

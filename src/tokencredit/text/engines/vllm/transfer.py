@@ -21,7 +21,7 @@ from torch import Tensor
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.text.engines.requests import EngineFailure
-from tokencredit.text.engines.vllm_process import contained
+from tokencredit.text.engines.vllm.process import contained
 from tokencredit.text.models.plain_weights import write_weights
 
 Weights = Iterator[tuple[str, Tensor]]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.sampling import draw, sample
+from tokencredit.text.engines.local.sampling import draw, sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head

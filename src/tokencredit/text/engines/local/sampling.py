@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from tokencredit.processes import Processes
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.sharding import within
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
-from tokencredit.text.engines.dynamic_kv_cache import sampling_cache
 from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.local.dynamic_kv_cache import sampling_cache
 from tokencredit.text.engines.stop_strings import contains_stop, stop_detokenizers
 from tokencredit.text.models.actor_critic import ActorCritic, positions
 from tokencredit.text.models.critic import Critic

@@ -31,12 +31,12 @@ from helpers.models import random_lm
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import random_state
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.training import SamplingConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines import vllm
+from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
-from tokencredit.text.engines.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.stop_strings import stop_detokenizers
+from tokencredit.text.engines.vllm import sampler as vllm
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.loading import load_language_model

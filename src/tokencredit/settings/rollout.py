@@ -1,0 +1,128 @@
+"""Settings of sampling: of any completions, and of a run's rollouts with their engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.fields import setting
+
+EngineName = Literal["local", "continuous", "vllm"]
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""vLLM raises lower temperatures to the first, and refuses higher ones than the second."""
+
+
+@dataclass
+class SamplingConfig:
+    """Sampling of completions.
+
+    top_k, top_p, min_p and min_new_tokens filter the tokens that are sampled. Log-probabilities, entropy, KL and ratio
+    remain those of the full distribution, in sampling and training, unless off_policy.support is truncated. With
+    filters the entropy is computed exactly, and so is the KL with kl.estimator: full in the reward. Otherwise the
+    metric is `log_ratio`, Σ log π/reference of the sampled tokens, which does not estimate the KL when the tokens were
+    not sampled from π.
+    """
+
+    max_new_tokens: int = setting(24, at_least=1)
+    """Longest completion, in tokens; a longer one is truncated."""
+    min_new_tokens: int = setting(0, at_least=0)
+    """Shortest completion, in tokens, before it may end."""
+    temperature: float = setting(1.0, above=0)
+    """Sampling temperature: logits are divided by it."""
+    top_k: int | None = setting(None, at_least=1)
+    """Top-k sampling: only the k most likely tokens; null for all. Like top_p, min_p and min_new_tokens it filters the
+    sampled tokens only: log-probs remain those of the full distribution, unless off_policy.support is truncated."""
+    top_p: float | None = setting(None, above=0, at_most=1)
+    """Nucleus sampling: only the most likely tokens that together have this probability; null for all."""
+    min_p: float | None = setting(None, above=0, at_most=1)
+    """Min-p sampling: only tokens whose probability is at least this share of the largest; null for all."""
+    stop: list[str] = field(default_factory=list)
+    """Stop strings; the completion includes them."""
+    stop_at_eos: bool = True
+    """End a completion at an end-of-sequence token; false ends it at stop strings and max_new_tokens only."""
+
+    def filters(self) -> list[str]:
+        """Names of the settings that filter tokens."""
+        on = {
+            "top_k": self.top_k is not None,
+            "top_p": self.top_p is not None and self.top_p < 1,
+            "min_p": self.min_p is not None,
+            "min_new_tokens": self.min_new_tokens > 0,
+        }
+        return [name for name, is_on in on.items() if is_on]
+
+    def check_lengths(self, group: str) -> None:
+        """Raise `ConfigError` for lengths or stop strings that leave nothing to sample."""
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"{group}.min_new_tokens is {self.min_new_tokens}; it must be at most {group}.max_new_tokens, "
+                f"{self.max_new_tokens}"
+            )
+        if "" in self.stop:
+            raise ConfigError(f"{group}.stop is {self.stop}; an empty text would end every completion, leave it out")
+
+    def check_vllm(self, group: str) -> None:
+        """Raise `ConfigError` for settings under which vLLM samples from another distribution."""
+        least, most = VLLM_TEMPERATURES
+        if not least <= self.temperature <= most:
+            raise ConfigError(
+                f"{group}.temperature is {self.temperature}, and vLLM samples at {least} to {most}; change it, or set "
+                "rollout.engine: local"
+            )
+        if self.min_p is not None and self.top_p is not None and self.top_p < 1:
+            raise ConfigError(
+                f"{group}.min_p and {group}.top_p are both set; vLLM applies min_p first, which changes what top_p "
+                "leaves: leave one of them out, or set rollout.engine: local"
+            )
+
+    def check_vllm_server(self, group: str) -> None:
+        """Raise `ConfigError` for settings that requests to a vLLM server cannot express."""
+        if self.min_new_tokens and not self.stop_at_eos:
+            raise ConfigError(
+                f"{group}.min_new_tokens is {self.min_new_tokens}, and {group}.stop_at_eos is False; a vLLM server "
+                "then draws end-of-sequence tokens before that length: leave one of them out, or leave out "
+                "rollout.server"
+            )
+
+
+@dataclass
+class RolloutConfig(SamplingConfig):
+    """Sampling of completions for training."""
+
+    temperature: float = setting(1.0, above=0)
+    """Sampling temperature: logits are divided by it, here and for the log-probs in training."""
+    batch_size: int = setting(64, at_least=1)
+    """Completions per iteration, over all processes."""
+    per_prompt: int = setting(1, at_least=1)
+    """Completions per prompt; must divide batch_size."""
+    engine: EngineName = "local"
+    """Sampling engine, also of evaluations and audits. `local` samples with the model itself, the same bits for the
+    same seed. `continuous` is Transformers' continuous batching, `vllm` is vLLM in this process or on a `server`; their
+    log-probs are checked at the start, those of vLLM after each update too, and their rollouts are the same in
+    distribution only (docs/engines.md)."""
+    engine_memory: float | None = setting(None, needs=("engine: vllm", "not server"), above=0, below=1)
+    """Share of a GPU's memory for vLLM's weights, activations and KV cache; null for 0.4. On a CPU the KV cache has
+    1 GiB, or VLLM_CPU_KVCACHE_SPACE."""
+    server: str | None = setting(None, needs="engine: vllm")
+    """Address of a vLLM server, such as http://localhost:8000; null for vLLM in this process. docs/engines.md has the
+    command that starts it. Its API key is read from the environment variable VLLM_API_KEY."""
+    server_transfer: Literal["folder", "nccl"] = setting("folder", needs="server")
+    """Way of the weights to the server: a folder that both see, or vLLM's own transfer from the trainer's GPU to those
+    of the server, which needs vLLM in the trainer too."""
+    server_folder: str | None = setting(None, needs=("server", "server_transfer: folder"))
+    """Folder through which weights reach the server, which must see it under the same path; null for a temporary folder
+    of this machine."""
+    server_timeout: float = setting(600.0, needs="server", above=0)
+    """Seconds without an answer after which a request to the server has failed, and for which a server that does not
+    answer is waited for."""
+    max_age: int = setting(0, needs="engine: continuous", at_least=0)
+    """Most updates between the drawing of a token and its use. Above 0, so many batches are sampled ahead, while the
+    policy learns and rewards and tools are waited for; rollouts then depend on timing (docs/engines.md)."""
+    stale_cache: Literal["recompute", "keep"] = setting("recompute", needs="max_age")
+    """After an update, compute the keys and values of completions on their way again, or keep those of the earlier
+    weights."""
+    cache: Literal["auto", "dynamic", "static"] = setting("auto", needs="engine: local")
+    """KV cache of sampling, also in evaluations and audits. `dynamic` grows with the completions. `static` is allocated
+    at full size, so that a GPU replays each step as a CUDA graph. `auto` is static on a GPU if the model supports it,
+    else dynamic."""

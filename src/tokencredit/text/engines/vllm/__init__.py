@@ -1,0 +1,1 @@
+"""vLLM as a sampler: in this process, or as a server elsewhere."""
