@@ -88,7 +88,7 @@ def test_draws_neither_depend_on_the_global_generator_nor_change_it(model, start
 
 def test_each_token_has_the_log_prob_of_the_version_that_drew_it(model, start):
     completions, weights = sample_while(start(model), model)
-    seen = set()
+    seen, apart = set(), []
     for prompt, done in completions:
         assert len(done.ids) == len(done.versions) == len(done.logprobs) == LIMIT
         assert done.versions == sorted(done.versions)
@@ -96,8 +96,10 @@ def test_each_token_has_the_log_prob_of_the_version_that_drew_it(model, start):
             expected = logprobs_of(weights[version], prompt, done.ids)
             at = torch.tensor(done.versions) == version
             torch.testing.assert_close(torch.tensor(done.logprobs)[at], expected[at], atol=1e-5, rtol=0)
+            apart += (torch.tensor(done.logprobs) - expected)[at].abs().tolist()
         seen |= set(done.versions)
     assert seen == {0, 1, 2}
+    assert sum(apart) / len(apart) < 1e-6
 
 
 def test_kept_keys_and_values_are_those_of_the_version_that_computed_them(model, start):
