@@ -82,7 +82,7 @@ def run(folder: Path, age: int, cache: str, seed: int, iterations: int) -> list[
         "rollout.max_age": age,
         "rollout.max_new_tokens": 48,
         "ppo.epochs": 2,
-        "reward": json.dumps([{"function": f"{__file__}:praise"}]),
+        "reward": json.dumps([{"function": f"{__file__}:praise", "timeout": 60}]),
     }
     if age:
         settings["rollout.stale_cache"] = cache

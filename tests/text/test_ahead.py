@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 
@@ -131,6 +132,53 @@ def test_a_copy_that_is_not_the_policy_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(RunStopped, match=r"does not have its log-probs: they differ by .* Nothing was learned"):
         PPOTrainer(args=ahead(tmp_path / "run", 2)).train()
     assert not sampling_threads()
+
+
+class Judge:
+    """A reward service of which each call takes longer than sampling and learning."""
+
+    def __init__(self):
+        self.threads, self.running, self.most = set(), 0, 0
+        self.lock = threading.Lock()
+
+    def __call__(self, completions, **columns):
+        with self.lock:
+            self.threads.add(threading.current_thread())
+            self.running += 1
+            self.most = max(self.most, self.running)
+        time.sleep(0.5)
+        with self.lock:
+            self.running -= 1
+        return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.parametrize("timeout", [60.0, None])
+def test_slow_rewards_are_asked_as_soon_as_a_batch_is_sampled(timeout, tmp_path):
+    judge = Judge()
+    terms = [replace(as_terms(judge, torch.device("cpu"))[0], timeout=timeout)]
+    PPOTrainer(args=ahead(tmp_path / "run", 4, max_age=2), reward_funcs=terms).train()
+    if timeout is None:  # it may be bound to the trainer's thread
+        assert judge.threads == {threading.current_thread()}
+        assert judge.most == 1
+    else:
+        assert threading.current_thread() not in judge.threads
+        assert judge.most > 1, "a batch's call waits for those before it"
+    assert len(read_metrics(tmp_path / "run")) == 4
+
+
+def test_a_reward_that_names_the_reference_is_asked_after_its_pass(tmp_path):
+    def named(completions, ref_logprobs, **_):
+        return [sum(row) for row in ref_logprobs]
+
+    def unnamed(completions, **columns):
+        return [0.0] * len(completions) if columns["ref_logprobs"] else []
+
+    for reward, message in ((named, None), (unnamed, r"reads ref_logprobs, and is asked before .* give its function")):
+        terms = [replace(as_terms(reward, torch.device("cpu"))[0], timeout=60.0, retries=0)]
+        trainer = PPOTrainer(args=ahead(tmp_path / reward.__name__, 2), reward_funcs=terms)
+        with pytest.raises(RunStopped, match=message) if message else nullcontext():
+            trainer.train()
+    assert read_metrics(tmp_path / "named")[0]["reward"] < 0
 
 
 def test_sampling_goes_on_while_rewards_are_computed(tmp_path):

@@ -103,7 +103,7 @@ def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) ->
     sampling = replace(own, max_new_tokens=longest, min_new_tokens=min(own.min_new_tokens, longest))
     prompts = policy.prompts(prompt, SAMPLES, longest)
     uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
-    _, rollout, completions, _ = policy.pipeline.sample(prompts, sampling, uniforms)
+    _, rollout, completions, *_ = policy.pipeline.sample(prompts, sampling, uniforms)
     return prompts, rollout, completions
 
 

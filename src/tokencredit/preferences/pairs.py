@@ -172,7 +172,7 @@ def collect_pairs(
         shape = (options.samples, sampling.max_new_tokens)
         numbers = torch.cat([torch.rand(shape, generator=uniforms) for _ in range(count)])
         if options.pairs == "unranked":
-            _, rollout, completions, _ = pipeline.sample(batch, sampling, numbers, options.samples)
+            _, rollout, completions, *_ = pipeline.sample(batch, sampling, numbers, options.samples)
             rewards: list[float | None] = [0.0] * len(completions)
         else:
             scored = scored_completions(pipeline, batch, sampling, numbers, options.samples)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -81,8 +80,7 @@ class SamplesAhead:
             prompts, uniforms = self.stream.next_batch()
             self.background = self.background or self._start(prompts, uniforms)
             self.threads = self.threads or ThreadPoolExecutor(self.settings.max_age + 1, "sampling")
-            sample = partial(self.background.sample, prompts, self.settings, uniforms, self.settings.per_prompt)
-            self.batches.append(_Batch(state, self.threads.submit(sample)))
+            self.batches.append(_Batch(state, self.threads.submit(self._sample, prompts, uniforms)))
         sampled = self.batches[0].sampled.result()
         self.batches.popleft()
         rollout, engine = sampled.rollout, self.run.engine
@@ -96,6 +94,12 @@ class SamplesAhead:
                 self._prove(scored, engine.precision.bfloat16)
             rollout = scored if self.scores else rollout
         return sampled._replace(rollout=rollout)
+
+    def _sample(self, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Sampled:
+        """Sample a batch, in a thread, and ask slow reward terms."""
+        assert self.background is not None
+        sampled = self.background.sample(prompts, self.settings, uniforms, self.settings.per_prompt)
+        return self.background.ask(sampled)
 
     def weights_changed(self) -> None:
         """Give the policy's weights to the sampler; after a failure the next batch starts another one with them."""

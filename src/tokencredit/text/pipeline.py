@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
-from tokencredit.text.rewards.terms import Scores, score
+from tokencredit.text.rewards.terms import Asked, Scores, ask, score
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.play import Player, Transcript, columns
 from tokencredit.text.turns.tasks import TaskBatch
@@ -50,6 +51,8 @@ class Sampled(NamedTuple):
     completions: list[str]
     episodes: list[Transcript] | None = None
     """Transcripts of episodes of several turns; None if a completion is one turn."""
+    asked: Mapping[str, Asked] = MappingProxyType({})
+    """Calls of reward terms that `Pipeline.ask` has started."""
 
     def answers(self) -> list[Prompt]:
         """Completions as reward terms receive them: texts, or messages, of all turns if there are several."""
@@ -247,7 +250,7 @@ class Pipeline:
 
     def _scored(self, sampled: Sampled, settings: SamplingConfig, bootstrap: bool, stage: Stage) -> Scored:
         """As `score`."""
-        prompts, rollout, completions, episodes = sampled
+        prompts, rollout, completions, episodes, *_ = sampled
         after = None
         with stage("reference") as results, self.precision.no_grad():
             if bootstrap:
@@ -278,18 +281,33 @@ class Pipeline:
             episodes=episodes,
         )
 
+    def ask(self, sampled: Sampled) -> Sampled:
+        """Start the calls of reward terms that run in threads of their own and need no reference model.
+
+        Raises:
+            ConfigError: a function requires a column that does not exist.
+        """
+        known, lengths = self._columns(sampled, None), sampled.rollout.mask.sum(1).tolist()
+        questions, answers = sampled.prompts.questions(), sampled.answers()
+        return sampled._replace(asked=ask(self.terms, questions, answers, known, lengths, finite=self.finite))
+
+    def _columns(self, sampled: Sampled, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
+        """Columns for reward functions."""
+        known = sampled.prompts.columns | sampled.rollout.columns(ref_logprobs)
+        return known if sampled.episodes is None else known | columns(sampled.episodes)
+
     def _score(self, sampled: Sampled, reference: ReferenceOutputs, texts: list[str]) -> Scores:
         """The reward terms' scores of this process's completions."""
-        prompts, rollout, _, episodes = sampled
-        known = prompts.columns | rollout.columns(reference.logprobs)
-        if episodes is not None:
-            known |= columns(episodes)
+        prompts, rollout = sampled.prompts, sampled.rollout
+        known = self._columns(sampled, reference.logprobs)
         lengths = rollout.mask.sum(1).tolist()
         scores, reason = None, "a reward term is not finite in another process"
         with self.processes.agreed(RewardError):  # all stop, and save, together
             try:
                 answers = sampled.answers()
-                scores = score(self.terms, prompts.questions(), answers, known, lengths, finite=self.finite)
+                scores = score(
+                    self.terms, prompts.questions(), answers, known, lengths, finite=self.finite, started=sampled.asked
+                )
             except NonFiniteReward as error:
                 reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:

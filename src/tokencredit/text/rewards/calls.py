@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.processes import out_of_memory
@@ -23,6 +23,8 @@ LOG = logging.getLogger("tokencredit")
 
 WORKERS = Workers()
 """Threads of calls with a timeout, and of async terms."""
+REFERENCE = "ref_logprobs"
+"""Column with log-probs under the reference model."""
 FIRST_BACKOFF = 1.0
 """Seconds before the first retry; each further backoff is twice as long."""
 MAX_BACKOFF = 60.0
@@ -73,6 +75,43 @@ def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[
     call = functools.partial(_call_with_retries, term, columns, functools.partial(_call, term, args, kwargs), read)
     # One thread per async term, so that the backoff of one does not delay the others.
     return WORKERS.submit(call).result if is_coroutine_function(term.function) else call
+
+
+def start_early(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T] | None:
+    """Start a call before the reference model has read the completions; the returned callable blocks for the result.
+
+    Arguments and errors are those of `start_call`.
+
+    Returns:
+        None for a term that must wait: its function has a parameter `ref_logprobs`, or is called in the caller's
+        thread, since it is no coroutine function and has no timeout.
+    """
+    in_threads = is_coroutine_function(term.function) or term.timeout is not None
+    if not in_threads or REFERENCE in inspect.signature(term.function).parameters:
+        return None
+    known = {**columns, REFERENCE: _NotYet(term.name)}
+    args, kwargs = _arguments(term, known)
+    call = functools.partial(_call, term, args, kwargs)
+    return WORKERS.submit(_call_with_retries, term, known, call, read).result
+
+
+class _NotYet(Sequence[Any]):
+    """The column `ref_logprobs` of a call that was started early; reading it raises `ConfigError`."""
+
+    def __init__(self, term: str):
+        self.term = term
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if isinstance(index, slice) else self._refuse()
+
+    def __len__(self) -> int:
+        return self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(
+            f"the reward {self.term!r} reads ref_logprobs, and is asked before there are any, since rollout.max_age is "
+            "above 0 and it is a coroutine or has a timeout; give its function a parameter of that name"
+        )
 
 
 def _call_with_retries(
@@ -135,7 +174,7 @@ def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[A
     if len(missing) == 2 and missing == list(parameters)[:2]:
         rest = {name: value for name, value in named.items() if name not in ("prompts", "completions")}
         return [columns["prompts"], columns["completions"]], rest
-    if "ref_logprobs" in missing:
+    if REFERENCE in missing:
         raise ConfigError(
             f"the reward {term.name!r} needs ref_logprobs, of a reference model, and there is none because kl.coef is "
             "0; set kl.coef above 0 (1e-6 costs next to nothing)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -21,7 +21,7 @@ from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.settings.fields import shown
-from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, start_call
+from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, start_call, start_early
 from tokencredit.text.rewards.loading import load_function
 from tokencredit.text.rewards.models import Classifier, RewardModel, load
 from tokencredit.text.rewards.ready_made import RewardFunction
@@ -31,6 +31,8 @@ LARGEST = torch.finfo(torch.float32).max
 """Largest magnitude of a score; rewards are float32 tensors."""
 Value = float | list[float] | None
 """A term's value for one completion."""
+Asked = Callable[[], list[Value]]
+"""Blocks for the values of a call that was started."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def score(
     lengths: Sequence[int],
     *,
     finite: bool = True,
+    started: Mapping[str, Asked] | None = None,
 ) -> Scores:
     """Score completions by all terms.
 
@@ -186,6 +189,7 @@ def score(
             `completion_ids`, and `ref_logprobs` if there is a reference model.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
         finite: raise for numbers that are not finite, instead of returning them.
+        started: calls that `ask` has started for these completions.
 
     Raises:
         RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
@@ -196,11 +200,32 @@ def score(
     """
     arguments = {**columns, "prompts": prompts, "completions": completions}
     read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
-    calls = [start_call(term, arguments, functools.partial(read, term.name)) for term in terms]
+    asked = started or {}
+    calls = [asked.get(term.name) or start_call(term, arguments, functools.partial(read, term.name)) for term in terms]
     values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
     if not any(value is not None for column in values.values() for value in column):
         raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")
     return _add(terms, values, lengths, finite)
+
+
+def ask(
+    terms: Sequence[Term],
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    columns: Mapping[str, Sequence[Any]],
+    lengths: Sequence[int],
+    *,
+    finite: bool = True,
+) -> dict[str, Asked]:
+    """Start the calls that can do without the reference model, by term; arguments as in `score`, which awaits them.
+
+    Raises:
+        ConfigError: a function requires a column that does not exist.
+    """
+    arguments = {**columns, "prompts": prompts, "completions": completions}
+    read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
+    calls = {term.name: start_early(term, arguments, functools.partial(read, term.name)) for term in terms}
+    return {name: call for name, call in calls.items() if call is not None}
 
 
 def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequence[int], finite: bool) -> Scores:
