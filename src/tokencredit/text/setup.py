@@ -30,7 +30,7 @@ from tokencredit.processes import Processes
 from tokencredit.settings.data import DefaultReward
 from tokencredit.settings.fields import refuse_idle, shown
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import DIVERGENCE_LIMITS
+from tokencredit.settings.training import DIVERGENCE_LIMITS, EvalConfig
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.engines.local.engine import LocalEngine
@@ -322,6 +322,20 @@ def build_pipeline(
         budget,
         None if environments is None else build_player(args, engine, environments),
     )
+
+
+def check_evaluation_lengths(settings: EvalConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
+    """Raise `ConfigError` if a vLLM server takes no sequences as long as those of the run's evaluations."""
+    longest = pipeline.engine.sampler.longest if isinstance(pipeline.engine, RequestEngine) else None
+    if longest is None or not (settings.every and isinstance(prompts, Prompts)):
+        return
+    width = prompts.batch(0, settings.samples).ids.shape[1]
+    if width + settings.max_new_tokens > longest:
+        raise ConfigError(
+            f"eval.max_new_tokens is {settings.max_new_tokens}, and prompts of evaluations have up to {width} tokens; "
+            f"rollout.server takes {longest} together: start it with --max-model-len "
+            f"{width + settings.max_new_tokens} or more, or lower eval.max_new_tokens"
+        )
 
 
 def build_player(args: PPOConfig, engine: LocalEngine | RequestEngine, environments: Environments) -> Player:

@@ -131,6 +131,7 @@ class PPOTrainer:
         self.sharded = is_sharded(self.policy.lm)
         self.notes = [*models.notes, *setup.remarks(args, sharded=self.sharded)]
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
+        setup.check_evaluation_lengths(args.eval, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
         self.auditor: Auditor | None = None

@@ -207,6 +207,7 @@ class RequestEngine:
             try:
                 self.sampler.sleep()
             except EngineFailure as failure:
+                self.lost = True
                 message = f"rollout.engine {self.sampler.name} could not free its memory: {failure}"
                 raise EngineLost(message) from failure
         shared, filtered = self.shared_critic, bool(settings.filters())

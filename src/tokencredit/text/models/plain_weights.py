@@ -45,9 +45,10 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
 def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write `plain_weights` into a new folder of safetensors files, of about `FILE_BYTES` each.
 
-    Whoever can read the folder can read them.
+    Whoever can read its parent can read them.
     """
     folder.mkdir()
+    folder.chmod(0o700 | folder.parent.stat().st_mode & 0o055)
     part: dict[str, Tensor] = {}
     numbers, size = count(1), 0
 

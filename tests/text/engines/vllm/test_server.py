@@ -34,10 +34,10 @@ from helpers.engines import (
 )
 from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.text.engines.requests import RequestEngine
+from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
+from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
+from tokencredit.text.engines.vllm import connection, transfer
 from tokencredit.text.engines.vllm import server as vllm_server
-from tokencredit.text.engines.vllm import transfer
 from tokencredit.text.engines.vllm.answers import COMMAND
 from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.building import build_policy
@@ -176,18 +176,20 @@ def test_filters_and_the_shortest_completion(engine):
 )
 def test_a_sync_that_failed_is_found(broken, cause, either, monkeypatch):
     engine = either
-    whole, fetched = vllm_server.plain_weights, engine.sampler._fetched
+    whole, fetched = vllm_server.plain_weights, engine.sampler.connection.fetched
     changed(engine.policy)
     engine.weights_changed()
     changed(engine.policy)
     loading = ["/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-    dropping = ["/reset_prefix_cache?reset_running_requests=true"]
+    dropping = [vllm_server.RESET]
     paths = {"skipped": loading, "stale keys and values": dropping}.get(broken, ())
 
     async def pretend(client, method, place, body=None):
+        if broken == "stale keys and values" and place.startswith("/pause"):
+            place += "&clear_cache=false"
         return {"success": True} if place in paths else await fetched(client, method, place, body)
 
-    monkeypatch.setattr(engine.sampler, "_fetched", pretend)
+    monkeypatch.setattr(engine.sampler.connection, "fetched", pretend)
     if broken in BROKEN:
         parts = lambda policy: iter(BROKEN[broken](dict(whole(policy))).items())  # noqa: E731
         monkeypatch.setattr(vllm_server, "plain_weights", parts)
@@ -218,31 +220,81 @@ def test_weights_that_nothing_labels_are_found_in_the_rollout(engine, server):
         generate(engine)
 
 
-def test_a_transfer_that_the_server_refuses_is_tried_again(over_nccl, monkeypatch):
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_transfer_that_breaks_between_two_parts_is_done_anew(refused, over_nccl, monkeypatch):
     engine = with_first_weights(*over_nccl)
-    fetched, refused, events = engine.sampler._fetched, [], []
+    fetched, parts, events = engine.sampler.connection.fetched, [], []
 
-    async def refuse_once(client, method, place, body=None):
-        if place == "/update_weights" and not refused:
-            refused.append(place)
-            body["update_info"]["names"][0] = "no.such.weight"
+    async def break_once(client, method, place, body=None):
+        if place == "/update_weights":
+            parts.append(place)
+            if len(parts) == 4 and refused:
+                body["update_info"]["names"][0] = "no.such.weight"
+            elif len(parts) == 4:
+                raise connection.Unreachable("the connection broke")
         return await fetched(client, method, place, body)
 
-    monkeypatch.setattr(engine.sampler, "_fetched", refuse_once)
+    monkeypatch.setattr(transfer, "PART_BYTES", 10_000)
+    monkeypatch.setattr(engine.sampler.connection, "fetched", break_once)
     changed(engine.policy)
-    with pytest.raises(
-        EngineLost, match=r"HTTP 500: .*, while weights were sent; the server must hold the run's model"
-    ):
+    message = r"HTTP 500: .*" if refused else "the connection broke"
+    with pytest.raises(EngineLost, match=message + ", while weights were sent; the server must hold the run's model"):
         engine.weights_changed()
     engine.report = events.append
     assert_equal_logprobs(generate(engine), engine.policy)
-    assert refused
+    assert len(parts) > 8
     assert not events, "the next rollout syncs first"
+
+
+def test_a_server_that_dies_after_it_took_weights_gets_them_again(over_nccl, server, monkeypatch):
+    engine = with_first_weights(*over_nccl)
+    fetched, back = engine.sampler.connection.fetched, threading.Thread(target=server.start)
+
+    async def killed(client, method, place, body=None):
+        if place == vllm_server.RESET and back.ident is None:
+            server.kill()
+            back.start()
+        return await fetched(client, method, place, body)
+
+    monkeypatch.setattr(engine.sampler.connection, "fetched", killed)
+    engine.sampler.report = lambda _: None
+    changed(engine.policy)
+    with pytest.raises(EngineLost, match="was lost after it had taken weights"):
+        engine.weights_changed()
+    back.join()
+    assert_equal_logprobs(generate(engine), engine.policy)
+
+
+def test_a_server_survives_weights_over_nccl_while_others_sample(over_nccl, server, tokenizer):
+    engine, other = with_first_weights(*over_nccl), engine_of(server, over_nccl[0].policy, tokenizer)
+    other.sampler.version = engine.sampler.version
+    asked = [Request([100 + row], 400, 0, row) for row in range(8)]
+    done, over, failures = [], threading.Event(), []
+
+    def sample():
+        while not over.is_set():
+            try:
+                settings = SamplingConfig(max_new_tokens=400, stop_at_eos=False)
+                other.sampler.complete(asked, settings, lambda *_: done.append(1))
+            except EngineFailure as failure:
+                failures.append(str(failure))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    assert wait_for(lambda: done, seconds=60)
+    try:
+        changed(engine.policy)
+        engine.weights_changed()
+    finally:
+        over.set()
+        thread.join()
+    assert failures, "they are cut, or have other weights"
+    assert_equal_logprobs(generate(engine), engine.policy)
 
 
 def test_a_server_that_dies_in_a_rollout_comes_back(either, server, monkeypatch):
     engine = either
-    monkeypatch.setattr(vllm_server, "IN_FLIGHT", 8)  # the first is read before the last is sent
+    monkeypatch.setattr(connection, "IN_FLIGHT", 8)  # the first is read before the last is sent
     back = threading.Thread(target=server.start)
 
     def report(event):
@@ -352,7 +404,9 @@ def test_a_job_goes_on_when_its_server_comes_back(engine, server, tmp_path):
 def test_another_vocabulary_is_refused(engine):
     other = deepcopy(engine.policy)
     other.lm.resize_token_embeddings(len(engine.tokenizer) + 8)
-    sampler = VllmServer(other, engine.tokenizer, ENDS, RolloutConfig(engine="vllm", server=engine.sampler.url))
+    sampler = VllmServer(
+        other, engine.tokenizer, ENDS, RolloutConfig(engine="vllm", server=engine.sampler.connection.url)
+    )
     with pytest.raises(RunStopped, match=r"HTTP 500: .*must hold the run's model, with a vocabulary of 2056"):
         RequestEngine(other, engine.tokenizer, ENDS, engine.precision, sampler).weights_changed()
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, repeat
 from pathlib import Path
@@ -16,10 +17,14 @@ from helpers.warm import together
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
-from tokencredit.text.engines.requests import EngineFailure, Request
+from tokencredit.settings.training import EvalConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
 from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.precision import Precision
+from tokencredit.text.setup import check_evaluation_lengths
 
 END = 1
 
@@ -383,3 +388,16 @@ def test_processes_share_a_server_and_sync_it_together(server, state, policy, mo
     assert all(torch.equal(state.weights[name], x) for name, x in expected.items()), "sharded ones arrive whole"
     assert "HTTP 500: no room" in results[0]["failure"]
     assert results[1]["failure"] == f"process 0: {results[0]['failure']}"
+
+
+def test_evaluations_that_do_not_fit_are_refused_before_a_run(sampler, policy, tokenizer):
+    sampler.sync(policy)
+    engine = RequestEngine(policy, tokenizer, [END], Precision("float32", torch.device("cpu")), sampler)
+    pipeline = SimpleNamespace(engine=engine)
+    prompts = Prompts(["one two three"], tokenizer)
+    width = prompts.batch(0, 1).ids.shape[1]
+    check_evaluation_lengths(EvalConfig(every=1, samples=2, max_new_tokens=64 - width), pipeline, prompts)
+    too_long = EvalConfig(every=1, samples=2, max_new_tokens=65 - width)
+    with pytest.raises(ConfigError, match=rf"eval\.max_new_tokens is {65 - width}, .* takes 64 together"):
+        check_evaluation_lengths(too_long, pipeline, prompts)
+    check_evaluation_lengths(replace(too_long, every=0), pipeline, prompts)

@@ -1,7 +1,11 @@
 """Weights on their way to a vLLM server over NCCL, without vLLM; test_server.py has the whole way."""
 
+import asyncio
 import queue
 import threading
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +14,14 @@ from helpers.engines import CPU
 from tokencredit.errors import ConfigError
 from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.engines.vllm import transfer
+from tokencredit.text.engines.vllm.connection import Connection
 from tokencredit.text.engines.vllm.transfer import _Channel, address_towards, check_nccl, free_port, parts_of
 
 
-def channel_of(ask, seconds=20.0):
+def channel_of(seconds=20.0):
     channel = _Channel.__new__(_Channel)
-    channel.ask, channel.seconds, channel.device, channel.part = ask, seconds, CPU, []
-    channel.outcome = queue.SimpleQueue()
+    channel.connection, channel.device, channel.part = Connection("http://127.0.0.1:1", seconds), CPU, []
+    channel.outcome, channel.request, channel.engine = queue.SimpleQueue(), None, None
     return channel
 
 
@@ -29,26 +34,21 @@ def test_parts_hold_all_weights_in_order(monkeypatch):
 
 
 def test_a_refused_request_is_reported_while_the_transfer_waits_for_the_server():
-    over = threading.Event()
-
-    def refuse(method, path, body=None):
-        raise EngineFailure("HTTP 500: no such weight")
-
-    channel = channel_of(refuse)
+    over, channel = threading.Event(), channel_of()
 
     def broadcast():
         with pytest.raises(EngineFailure):
             channel.update_weights({"names": []})
         over.wait(20)
 
-    with pytest.raises(EngineFailure, match="HTTP 500: no such weight"):
+    with pytest.raises(EngineFailure, match="cannot be reached"):
         channel._within(broadcast)
     over.set()
 
 
 def test_a_transfer_that_does_not_end_is_given_up():
     over = threading.Event()
-    channel = channel_of(None, seconds=0.05)
+    channel = channel_of(seconds=0.05)
     with pytest.raises(EngineFailure, match=r"did not end within 0\.05 s"):
         channel._within(over.wait)
     over.set()
@@ -59,8 +59,8 @@ def test_an_error_of_the_transfer_is_a_failure_of_the_engine():
         raise ValueError("no peer")
 
     with pytest.raises(EngineFailure, match="weight transfer failed: ValueError: no peer"):
-        channel_of(None)._within(broken)
-    assert channel_of(None)._within(lambda: 3) == 3
+        channel_of()._within(broken)
+    assert channel_of()._within(lambda: 3) == 3
 
 
 def test_a_trainer_without_a_gpu_is_refused():
@@ -71,3 +71,26 @@ def test_a_trainer_without_a_gpu_is_refused():
 def test_the_address_is_the_one_that_the_server_sees():
     with pytest.raises(EngineFailure, match="cannot be reached"):
         address_towards(f"http://127.0.0.1:{free_port()}")
+
+
+def test_a_closed_channel_leaves_no_request_and_no_broadcast(monkeypatch):
+    """Python waits for vLLM's thread at its exit, and a GPU for a broadcast without a peer."""
+    channel, ended, begun = channel_of(), threading.Event(), threading.Event()
+
+    async def never(*_):
+        begun.set()
+        await asyncio.sleep(60)
+
+    def tell():
+        with suppress(CancelledError):
+            channel.update_weights({"names": []})
+        ended.set()
+
+    monkeypatch.setattr(channel.connection, "fetched", never)
+    destroyed = []
+    channel.engine = SimpleNamespace(model_update_group=SimpleNamespace(destroy=lambda: destroyed.append(True)))
+    threading.Thread(target=tell, daemon=True).start()
+    assert begun.wait(20)
+    channel.close()
+    assert ended.wait(20)
+    assert destroyed == [True]

@@ -129,8 +129,8 @@ class VllmSampler:
     def sleep(self) -> None:
         """Free a GPU's memory until the next call: vLLM's weights go to the CPU, and its KV cache is dropped."""
         if self.device.type == "cuda" and not self._asleep:
+            self._asleep = ["weights", "kv_cache"]  # also if it fails on the way
             _ask(self.llm.sleep, level=1)
-            self._asleep = ["weights", "kv_cache"]
 
     def close(self) -> None:
         """Stop vLLM and free its memory."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import queue
-import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from itertools import count
 from typing import Any
 
@@ -29,41 +27,19 @@ from tokencredit.text.engines.vllm.answers import (
     check_ending,
     choice_of,
     choice_version,
-    parsed,
     read_choice,
     shown,
 )
+from tokencredit.text.engines.vllm.connection import LOOP, Connection, Unreachable
 from tokencredit.text.engines.vllm.sampler import Progress, rows_of, sampling_arguments
-from tokencredit.text.engines.vllm.transfer import (
-    CONNECT_SECONDS,
-    FolderTransfer,
-    NcclTransfer,
-    Transfer,
-    Weights,
-)
+from tokencredit.text.engines.vllm.transfer import FolderTransfer, NcclTransfer, Transfer, Weights
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.plain_weights import plain_weights
-from tokencredit.text.user_code.workers import EventLoop
 
-KEY = "VLLM_API_KEY"
-"""Environment variable of the API key; the server reads the same one."""
-IN_FLIGHT = 256
-"""Most requests on their way at once; the server schedules them."""
-POLL_SECONDS = 1.0
-"""Seconds between attempts to reach a server that is waited for."""
-HINTS = {
-    401: f"give its --api-key as the environment variable {KEY}",
-    403: f"start it as {COMMAND}",
-    404: f"start it as {COMMAND}",
-}
+RESET = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+"""Drops keys and values, also those that the server keeps outside of its memory for them."""
 RUN = "tokencredit-"
 """Begins the versions of weights that a run of this library gives to a server."""
-LOOP = EventLoop()
-"""The event loop of all servers; the caller, such as a notebook, may already run one of its own."""
-
-
-class Unreachable(EngineFailure):
-    """The server cannot be reached, or did not answer in time."""
 
 
 class VllmServer:
@@ -105,7 +81,7 @@ class VllmServer:
         assert rollout.server is not None
         self.processes = processes or Processes()
         self.syncs_in_step = self.processes.count > 1
-        self.url, self.seconds = rollout.server.rstrip("/"), rollout.server_timeout
+        self.connection = Connection(rollout.server.rstrip("/"), rollout.server_timeout)
         self.tokenizer, self.end_ids, self.report = tokenizer, list(end_ids), report
         self.vocabulary = rows_of(policy)
         self.run = f"{RUN}{self.processes.texts(uuid.uuid4().hex)[0]}"
@@ -114,11 +90,6 @@ class VllmServer:
         """The version of the last sync; None before the first."""
         with self.processes.agreed(ConfigError):
             self.transfer = self._transfer(rollout, next(policy.lm.parameters()).device)
-        key = os.environ.get(KEY, "").strip()
-        if not (key.isascii() and key.isprintable()):
-            raise ConfigError(f"the environment variable {KEY} has characters that no API key can have")
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.tls = httpx2.create_ssl_context()
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
@@ -142,7 +113,7 @@ class VllmServer:
                 for index, request in enumerate(requests):
                     tasks.create_task(sample(index, request, client))
 
-        started = LOOP.submit(sample_all, self._client())
+        started = LOOP.submit(sample_all, self.connection.client())
         try:
             for _ in requests:
                 index, done = results.get()
@@ -170,14 +141,6 @@ class VllmServer:
     def sleep(self) -> None:
         """Do nothing: the server has memory of its own."""
 
-    def _client(self) -> httpx2.AsyncClient:
-        """A client for one call: a connection kept for longer may have been closed by the server."""
-        timeout = httpx2.Timeout(self.seconds, connect=CONNECT_SECONDS, pool=None)
-        limits = httpx2.Limits(max_connections=IN_FLIGHT)
-        return httpx2.AsyncClient(
-            base_url=self.url, headers=self.headers, timeout=timeout, limits=limits, verify=self.tls
-        )
-
     def _transfer(self, rollout: RolloutConfig, device: torch.device) -> Transfer:
         """The way for weights, which the main process alone gives to the server, and checks.
 
@@ -185,8 +148,8 @@ class VllmServer:
             ConfigError: it is not there.
         """
         if rollout.server_transfer == "nccl":
-            return NcclTransfer(self._ask, self.url, self.seconds, device)
-        folder = FolderTransfer(self._ask, rollout.server_folder)
+            return NcclTransfer(self.connection, device)
+        folder = FolderTransfer(self.connection, rollout.server_folder)
         if self.processes.main:
             folder.check()
         return folder
@@ -207,8 +170,9 @@ class VllmServer:
         except Unreachable as failure:
             if self.version is None and not self.processes.restarted():
                 raise
-            self.report(f"rollout.server is waited for, for up to {self.seconds:g} s: {failure}")
-            self._run(self._wait)
+            seconds = self.connection.seconds
+            self.report(f"rollout.server is waited for, for up to {seconds:g} s: {failure}")
+            self.connection.run(self.connection.wait)
             self._load(load, version)
 
     def _load(self, load: Callable[[], None], version: str) -> None:
@@ -216,10 +180,10 @@ class VllmServer:
 
         None are drawn before: that ends a server whose last load failed.
         """
-        self._run(self._take_longest)
-        if self._run(self._version) != self.version:
+        self.connection.run(self._take_longest)
+        if self.connection.run(self._version) != self.version:
             self.transfer.renew()
-        self._ask("POST", "/update_weight_version", {"new_version": f"{version} loading"})
+        self.connection.ask("POST", "/update_weight_version", {"new_version": f"{version} loading"})
         try:
             load()
         except Unreachable:
@@ -229,37 +193,19 @@ class VllmServer:
                 f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and "
                 f"{self.transfer.hint}"
             ) from failure
-        dropped = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
+        dropped = self.connection.ask("POST", RESET)
         if dropped != {"success": True}:
             raise EngineFailure("its prefix cache could not be dropped")
-        self._run(self._check_logprobs)
-        self._ask("POST", "/update_weight_version", {"new_version": version})
-
-    def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of an answer."""
-        return self._run(self._fetched, method, path, body)
-
-    def _run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        """The result of a coroutine function, called with a client."""
-
-        async def call(client: httpx2.AsyncClient) -> Any:
-            async with client:
-                return await function(client, *args)
-
-        started = LOOP.submit(call, self._client())
-        try:
-            return LOOP.result(started, None)
-        finally:
-            started.future.cancel()
+        self.connection.run(self._check_logprobs)
+        self.connection.ask("POST", "/update_weight_version", {"new_version": version})
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
         """Raise `RunStopped` for a request that is too long for the server, before any is sent."""
         longest = max((len(request.tokens) + request.limit for request in requests), default=0)
         if self.longest is not None and longest > self.longest:
             raise RunStopped(
-                f"a prompt and its completion may have {longest} tokens, and the server at {self.url} takes "
-                f"{self.longest}; start it with --max-model-len {longest} or more, or shorten prompts or "
-                "rollout.max_new_tokens"
+                f"a prompt and its completion may have {longest} tokens, and the server at {self.connection.url} takes "
+                f"{self.longest}; start it with --max-model-len {longest} or more, or shorten prompts or max_new_tokens"
             )
 
     async def _sampled(self, client: httpx2.AsyncClient, request: Request, settings: SamplingConfig) -> Completion:
@@ -282,7 +228,9 @@ class VllmServer:
             raise EngineFailure("its answer broke off")
         version = choice_version(choice) or await self._version(client)  # a stop string ends it before vLLM does
         if self.syncs_in_step and version.startswith(RUN) and not version.startswith(self.run):
-            raise RunStopped(f"another run gives weights to the server at {self.url}; give each run one of its own")
+            raise RunStopped(
+                f"another run gives weights to the server at {self.connection.url}; give each run one of its own"
+            )
         if version != self.version:
             raise EngineFailure(
                 "its weights are not those of the last sync: it was restarted, or another run gives it weights"
@@ -291,7 +239,7 @@ class VllmServer:
 
     async def _choices(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The parts of an answer: one, or with `stream` one for each step."""
-        async with self._answer(client, "POST", "/inference/v1/generate", body) as response:
+        async with self.connection.answer(client, "POST", "/inference/v1/generate", body) as response:
             if not body["stream"]:
                 yield choice_of(await response.aread())
                 return
@@ -301,7 +249,7 @@ class VllmServer:
 
     async def _take_longest(self, client: httpx2.AsyncClient) -> None:
         """Take over the server's longest sequence."""
-        models = await self._fetched(client, "GET", "/v1/models")
+        models = await self.connection.fetched(client, "GET", "/v1/models")
         try:
             self.longest = int(models["data"][0]["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
@@ -321,45 +269,7 @@ class VllmServer:
                 f"are not those of its draws: start it as {COMMAND}"
             )
 
-    async def _wait(self, client: httpx2.AsyncClient) -> None:
-        """Wait until the server is healthy."""
-        end = time.monotonic() + self.seconds
-        while True:
-            try:
-                async with self._answer(client, "GET", "/health"):
-                    return
-            except EngineFailure:
-                if time.monotonic() > end:
-                    raise
-            await asyncio.sleep(POLL_SECONDS)
-
     async def _version(self, client: httpx2.AsyncClient) -> str:
         """The present version of the server's weights."""
-        answer = await self._fetched(client, "GET", "/weight_info")
+        answer = await self.connection.fetched(client, "GET", "/weight_info")
         return str(answer.get("weight_version")) if isinstance(answer, dict) else ""
-
-    async def _fetched(self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of an answer; None if it is empty."""
-        async with self._answer(client, method, path, body) as response:
-            text = await response.aread()
-        return parsed(text) if text else None
-
-    @asynccontextmanager
-    async def _answer(
-        self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None
-    ) -> AsyncIterator[httpx2.Response]:
-        """A context with the answer to a request, unread.
-
-        Raises:
-            Unreachable: there was none in time, or it broke off.
-            EngineFailure: the server refused.
-        """
-        try:
-            async with client.stream(method, path, json=body) as response:
-                if response.status_code != 200:
-                    text, hint = shown(await response.aread()), HINTS.get(response.status_code)
-                    hint = f"; {hint}" if hint else ""
-                    raise EngineFailure(f"{self.url}{path} answered HTTP {response.status_code}: {text}{hint}")
-                yield response
-        except httpx2.HTTPError as error:
-            raise Unreachable(f"{self.url} cannot be reached: {type(error).__name__} {error}".rstrip()) from error

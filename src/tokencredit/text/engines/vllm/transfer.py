@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,17 +21,16 @@ from torch import Tensor
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.text.engines.requests import EngineFailure
+from tokencredit.text.engines.vllm.connection import CONNECT_SECONDS, LOOP, Connection
 from tokencredit.text.engines.vllm.process import contained
 from tokencredit.text.models.plain_weights import write_weights
+from tokencredit.text.user_code.workers import Started
 
 Weights = Iterator[tuple[str, Tensor]]
 """Names and tensors, as `plain_weights` gives them."""
-Ask = Callable[..., Any]
-"""Sends a method, a path and a JSON body to the server, and returns its JSON; raises `EngineFailure`."""
+START, FINISH = "/start_weight_update", "/finish_weight_update"
 PART_BYTES = 2**30
 """Bytes of weights after which a part of them is sent, and may be freed."""
-CONNECT_SECONDS = 10.0
-"""Timeout of a connection attempt."""
 
 
 class Transfer(Protocol):
@@ -43,7 +42,7 @@ class Transfer(Protocol):
     def offered(self, weights: Weights) -> AbstractContextManager[Callable[[], None]]:
         """A context with a function that has the server load the weights.
 
-        The function may be called again after an `Unreachable` failure, which it raises only before it has taken any.
+        The function may be called again if the server was lost; it says so if it has no weights left.
 
         Raises:
             EngineFailure: they cannot be offered; the function raises it if they cannot be loaded.
@@ -56,14 +55,14 @@ class Transfer(Protocol):
 class FolderTransfer:
     """A folder that the server sees under the same path (`rollout.server_folder`)."""
 
-    def __init__(self, ask: Ask, parent: str | None):
+    def __init__(self, connection: Connection, parent: str | None):
         """Prepare; nothing is written.
 
         Args:
-            ask: asks the server.
+            connection: to the server.
             parent: the folder; None for a temporary folder of this machine.
         """
-        self.ask = ask
+        self.connection = connection
         self.parent = Path(parent or tempfile.gettempdir()).absolute()
         self.hint = f"see the folder {self.parent}"
 
@@ -89,7 +88,7 @@ class FolderTransfer:
             except OSError as error:
                 raise EngineFailure(f"weights could not be written to {self.parent}: {error}") from error
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(whole)}}
-            yield partial(self.ask, "POST", "/collective_rpc", reload)
+            yield partial(self.connection.ask, "POST", "/collective_rpc", reload)
 
     def renew(self) -> None:
         """Do nothing: nothing stays between two syncs."""
@@ -109,49 +108,64 @@ class FolderTransfer:
 class NcclTransfer:
     """vLLM's NCCL weight transfer: the trainer's GPU broadcasts to those of the server, without files.
 
-    The trainer opens a channel at the first sync, and another one after a failure. vLLM waits in NCCL for a server that
-    has failed, without a limit, so its calls run in threads of their own, which are left behind then.
+    The trainer opens a channel at the first sync, and another one after a failure. The server pauses while it holds a
+    part of the weights. vLLM waits in NCCL for a server that has failed, without a limit, so its calls run in threads
+    of their own, which are left behind then.
     """
 
     hint = """be started with --weight-transfer-config '{"backend": "nccl"}'"""
 
-    def __init__(self, ask: Ask, url: str, seconds: float, device: torch.device):
+    def __init__(self, connection: Connection, device: torch.device):
         """Prepare; nothing is sent.
 
         Args:
-            ask: asks the server.
-            url: address of the server.
-            seconds: most seconds of one step of a transfer.
+            connection: to the server; its timeout is that of each step.
             device: the trainer's.
 
         Raises:
             ConfigError: the trainer has no vLLM, or no GPU.
         """
         check_nccl(device)
-        self.ask, self.url, self.seconds, self.device = ask, url, seconds, device
+        self.connection, self.device = connection, device
         self.channel: _Channel | None = None
 
-    def offered(self, weights: Weights) -> AbstractContextManager[Callable[[], None]]:
-        """A context with a function that sends the weights, in parts of about `PART_BYTES`."""
-        return nullcontext(partial(self._send, weights))
+    @contextmanager
+    def offered(self, weights: Weights) -> Iterator[Callable[[], None]]:
+        """A context with a function that sends the weights, in parts of about `PART_BYTES`, once."""
+        sent = False
+
+        def send() -> None:
+            nonlocal sent
+            if sent:
+                raise EngineFailure(f"{self.connection.url} was lost after it had taken weights")
+            try:
+                self.channel = self.channel or _Channel(self.connection, self.device)
+                self.connection.ask("POST", "/pause?mode=abort")
+                try:
+                    self.channel.begin()
+                    sent = True
+                    self._send(self.channel, weights)
+                finally:
+                    self.connection.ask("POST", "/resume")
+            except BaseException:
+                self.renew()
+                raise
+
+        yield send
 
     def renew(self) -> None:
         """Open another channel at the next sync; the old one may wait for the server that it led to."""
+        if self.channel is not None:
+            self.channel.close()
         self.channel = None
 
-    def _send(self, weights: Weights) -> None:
+    def _send(self, channel: _Channel, weights: Weights) -> None:
         try:
-            self.channel = self.channel or _Channel(self.ask, self.url, self.seconds, self.device)
-            self.ask("POST", "/start_weight_update")
-            try:
-                for part in parts_of(weights):
-                    self.channel.send(part)
-                self.ask("POST", "/finish_weight_update")
-            except EngineFailure as failure:  # never `Unreachable`: some of the weights are taken
-                raise EngineFailure(f"{failure}, while weights were sent") from failure
-        except BaseException:
-            self.renew()
-            raise
+            for part in parts_of(weights):
+                channel.send(part)
+            self.connection.ask("POST", FINISH)
+        except EngineFailure as failure:  # never `Unreachable`: some of the weights are taken
+            raise EngineFailure(f"{failure}, while weights were sent") from failure
 
 
 class _Channel:
@@ -160,18 +174,38 @@ class _Channel:
     It is the engine's `WeightSource`, of one part of the weights at a time, and its `VLLMWeightSyncClient`.
     """
 
-    def __init__(self, ask: Ask, url: str, seconds: float, device: torch.device):
-        self.ask, self.seconds, self.device = ask, seconds, device
+    def __init__(self, connection: Connection, device: torch.device):
+        self.connection, self.device = connection, device
         self.part: list[tuple[str, Tensor]] = []
         self.outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.request: Started | None = None
+        """The request of vLLM's thread; None before the first."""
+        self.engine: Any = None
+        self.fresh = True
+        """True until the first update, before which the server may hold a part of an earlier one."""
         with contained():
             from vllm.distributed.weight_transfer.base import ParamMeta
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         self.described = ParamMeta
-        workers = ask("GET", "/get_world_size")["world_size"]
-        info = NCCLTrainerInitInfo(address_towards(url), free_port(), 1 + workers, rank=0)
-        self.engine = self._within(partial(WeightTransferTrainerFactory.trainer_init, info, client=self, source=self))
+        workers = number_of(connection.ask("GET", "/get_world_size"), "world_size")
+        info = NCCLTrainerInitInfo(address_towards(connection.url), free_port(), 1 + workers, rank=0)
+        try:
+            self.engine = self._within(
+                partial(WeightTransferTrainerFactory.trainer_init, info, client=self, source=self)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> None:
+        """Begin an update; a new channel first ends the one that a lost trainer may have left half done."""
+        if self.fresh:
+            with suppress(EngineFailure):  # one is under way
+                self.connection.ask("POST", START)
+            self.connection.ask("POST", FINISH)
+            self.fresh = False
+        self.connection.ask("POST", START)
 
     def send(self, part: list[tuple[str, Tensor]]) -> None:
         """Send tensors to the server's workers, which load them.
@@ -180,7 +214,21 @@ class _Channel:
             EngineFailure: the server refused them, or did not take them in time.
         """
         self.part = part
-        self._within(self.engine.send_weights)
+        if self.device.type == "cuda":  # vLLM reads them in streams that do not wait for the one that computes them
+            torch.cuda.current_stream(self.device).synchronize()
+        try:
+            self._within(self.engine.send_weights)
+        finally:
+            self.part = []
+
+    def close(self) -> None:
+        """Let nothing wait for the server: a request of vLLM's thread, and a broadcast."""
+        if self.request is not None:
+            self.request.future.cancel()
+        group = getattr(self.engine, "model_update_group", None)
+        if group is not None:
+            with suppress(Exception):  # of NCCL, whose peer is gone
+                group.destroy()
 
     def metadata(self) -> list[Any]:
         """Names, dtypes and shapes of the part."""
@@ -205,9 +253,10 @@ class _Channel:
 
     def _tell(self, path: str, body: Any) -> None:
         """Send a request in a thread of vLLM, whose peer may wait in NCCL for one that has failed."""
+        self.request = self.connection.start("POST", path, body)
         try:
-            self.ask("POST", path, body)
-        except EngineFailure as failure:
+            LOOP.result(self.request, None)
+        except BaseException as failure:
             self.outcome.put((None, failure))
             raise
 
@@ -215,7 +264,7 @@ class _Channel:
         """The result of a function of vLLM, called in a thread.
 
         Raises:
-            EngineFailure: it or a request of it failed, or it took longer than `seconds`.
+            EngineFailure: it or a request of it failed, or it took longer than the connection's timeout.
         """
 
         def call() -> None:
@@ -226,10 +275,11 @@ class _Channel:
                     self.outcome.put((None, error))
 
         threading.Thread(target=call, name="tokencredit-transfer", daemon=True).start()
+        seconds = self.connection.seconds
         try:
-            result, error = self.outcome.get(timeout=self.seconds)
+            result, error = self.outcome.get(timeout=seconds)
         except queue.Empty:
-            raise EngineFailure(f"vLLM's weight transfer did not end within {self.seconds:g} s") from None
+            raise EngineFailure(f"vLLM's weight transfer did not end within {seconds:g} s") from None
         if isinstance(error, EngineFailure):
             raise error
         if error is not None:
@@ -259,6 +309,14 @@ def parts_of(weights: Weights) -> Iterator[list[tuple[str, Tensor]]]:
             part = []
     if part:
         yield part
+
+
+def number_of(answer: Any, key: str) -> int:
+    """A number of a server's answer; raises `EngineFailure` if there is none."""
+    try:
+        return int(answer[key])
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineFailure(f"its answer has no {key}: {answer!r:.200}") from error
 
 
 def address_towards(url: str) -> str:
