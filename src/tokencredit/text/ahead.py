@@ -96,10 +96,10 @@ class SamplesAhead:
         return sampled._replace(rollout=rollout)
 
     def _sample(self, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Sampled:
-        """Sample a batch, in a thread, and ask slow reward terms."""
+        """Sample a batch, in a thread, and start the calls of slow reward terms."""
         assert self.background is not None
         sampled = self.background.sample(prompts, self.settings, uniforms, self.settings.per_prompt)
-        return self.background.ask(sampled)
+        return self.background.start_rewards(sampled)
 
     def weights_changed(self) -> None:
         """Give the policy's weights to the sampler; after a failure the next batch starts another one with them."""

@@ -26,7 +26,7 @@ from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
-from tokencredit.text.rewards.terms import Asked, Scores, ask, score
+from tokencredit.text.rewards.terms import PendingCall, Scores, score, start_calls
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.play import Player, Transcript, columns
 from tokencredit.text.turns.tasks import TaskBatch
@@ -51,8 +51,8 @@ class Sampled(NamedTuple):
     completions: list[str]
     episodes: list[Transcript] | None = None
     """Transcripts of episodes of several turns; None if a completion is one turn."""
-    asked: Mapping[str, Asked] = MappingProxyType({})
-    """Calls of reward terms that `Pipeline.ask` has started."""
+    pending: Mapping[str, PendingCall] = MappingProxyType({})
+    """Calls of reward terms that `Pipeline.start_rewards` has started."""
 
     def answers(self) -> list[Prompt]:
         """Completions as reward terms receive them: texts, or messages, of all turns if there are several."""
@@ -281,7 +281,7 @@ class Pipeline:
             episodes=episodes,
         )
 
-    def ask(self, sampled: Sampled) -> Sampled:
+    def start_rewards(self, sampled: Sampled) -> Sampled:
         """Start the calls of reward terms that run in threads of their own and need no reference model.
 
         Raises:
@@ -289,7 +289,7 @@ class Pipeline:
         """
         known, lengths = self._columns(sampled, None), sampled.rollout.mask.sum(1).tolist()
         questions, answers = sampled.prompts.questions(), sampled.answers()
-        return sampled._replace(asked=ask(self.terms, questions, answers, known, lengths, finite=self.finite))
+        return sampled._replace(pending=start_calls(self.terms, questions, answers, known, lengths, finite=self.finite))
 
     def _columns(self, sampled: Sampled, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Columns for reward functions."""
@@ -305,9 +305,8 @@ class Pipeline:
         with self.processes.agreed(RewardError):  # all stop, and save, together
             try:
                 answers = sampled.answers()
-                scores = score(
-                    self.terms, prompts.questions(), answers, known, lengths, finite=self.finite, started=sampled.asked
-                )
+                questions, pending = prompts.questions(), sampled.pending
+                scores = score(self.terms, questions, answers, known, lengths, finite=self.finite, started=pending)
             except NonFiniteReward as error:
                 reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:

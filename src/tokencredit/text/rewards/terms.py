@@ -31,7 +31,7 @@ LARGEST = torch.finfo(torch.float32).max
 """Largest magnitude of a score; rewards are float32 tensors."""
 Value = float | list[float] | None
 """A term's value for one completion."""
-Asked = Callable[[], list[Value]]
+PendingCall = Callable[[], list[Value]]
 """Blocks for the values of a call that was started."""
 
 
@@ -174,7 +174,7 @@ def score(
     lengths: Sequence[int],
     *,
     finite: bool = True,
-    started: Mapping[str, Asked] | None = None,
+    started: Mapping[str, PendingCall] | None = None,
 ) -> Scores:
     """Score completions by all terms.
 
@@ -189,7 +189,7 @@ def score(
             `completion_ids`, and `ref_logprobs` if there is a reference model.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
         finite: raise for numbers that are not finite, instead of returning them.
-        started: calls that `ask` has started for these completions.
+        started: calls that `start_calls` has started for these completions.
 
     Raises:
         RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
@@ -200,15 +200,16 @@ def score(
     """
     arguments = {**columns, "prompts": prompts, "completions": completions}
     read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
-    asked = started or {}
-    calls = [asked.get(term.name) or start_call(term, arguments, functools.partial(read, term.name)) for term in terms]
+    pending = started or {}
+    reads = {term.name: functools.partial(read, term.name) for term in terms}
+    calls = [pending.get(term.name) or start_call(term, arguments, reads[term.name]) for term in terms]
     values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
     if not any(value is not None for column in values.values() for value in column):
         raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")
     return _add(terms, values, lengths, finite)
 
 
-def ask(
+def start_calls(
     terms: Sequence[Term],
     prompts: Sequence[Text],
     completions: Sequence[Text],
@@ -216,7 +217,7 @@ def ask(
     lengths: Sequence[int],
     *,
     finite: bool = True,
-) -> dict[str, Asked]:
+) -> dict[str, PendingCall]:
     """Start the calls that can do without the reference model, by term; arguments as in `score`, which awaits them.
 
     Raises:

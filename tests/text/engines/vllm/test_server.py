@@ -176,7 +176,7 @@ def test_filters_and_the_shortest_completion(engine):
 )
 def test_a_sync_that_failed_is_found(broken, cause, either, monkeypatch):
     engine = either
-    whole, fetched = vllm_server.plain_weights, engine.sampler.connection.fetched
+    whole, fetched = vllm_server.plain_weights, engine.sampler.connection.fetch
     changed(engine.policy)
     engine.weights_changed()
     changed(engine.policy)
@@ -189,7 +189,7 @@ def test_a_sync_that_failed_is_found(broken, cause, either, monkeypatch):
             place += "&clear_cache=false"
         return {"success": True} if place in paths else await fetched(client, method, place, body)
 
-    monkeypatch.setattr(engine.sampler.connection, "fetched", pretend)
+    monkeypatch.setattr(engine.sampler.connection, "fetch", pretend)
     if broken in BROKEN:
         parts = lambda policy: iter(BROKEN[broken](dict(whole(policy))).items())  # noqa: E731
         monkeypatch.setattr(vllm_server, "plain_weights", parts)
@@ -223,7 +223,7 @@ def test_weights_that_nothing_labels_are_found_in_the_rollout(engine, server):
 @pytest.mark.parametrize("refused", [True, False])
 def test_a_transfer_that_breaks_between_two_parts_is_done_anew(refused, over_nccl, monkeypatch):
     engine = with_first_weights(*over_nccl)
-    fetched, parts, events = engine.sampler.connection.fetched, [], []
+    fetched, parts, events = engine.sampler.connection.fetch, [], []
 
     async def break_once(client, method, place, body=None):
         if place == "/update_weights":
@@ -235,7 +235,7 @@ def test_a_transfer_that_breaks_between_two_parts_is_done_anew(refused, over_ncc
         return await fetched(client, method, place, body)
 
     monkeypatch.setattr(transfer, "PART_BYTES", 10_000)
-    monkeypatch.setattr(engine.sampler.connection, "fetched", break_once)
+    monkeypatch.setattr(engine.sampler.connection, "fetch", break_once)
     changed(engine.policy)
     message = r"HTTP 500: .*" if refused else "the connection broke"
     with pytest.raises(EngineLost, match=message + ", while weights were sent; the server must hold the run's model"):
@@ -248,7 +248,7 @@ def test_a_transfer_that_breaks_between_two_parts_is_done_anew(refused, over_ncc
 
 def test_a_server_that_dies_after_it_took_weights_gets_them_again(over_nccl, server, monkeypatch):
     engine = with_first_weights(*over_nccl)
-    fetched, back = engine.sampler.connection.fetched, threading.Thread(target=server.start)
+    fetched, back = engine.sampler.connection.fetch, threading.Thread(target=server.start)
 
     async def killed(client, method, place, body=None):
         if place == vllm_server.RESET and back.ident is None:
@@ -256,7 +256,7 @@ def test_a_server_that_dies_after_it_took_weights_gets_them_again(over_nccl, ser
             back.start()
         return await fetched(client, method, place, body)
 
-    monkeypatch.setattr(engine.sampler.connection, "fetched", killed)
+    monkeypatch.setattr(engine.sampler.connection, "fetch", killed)
     engine.sampler.report = lambda _: None
     changed(engine.policy)
     with pytest.raises(EngineLost, match="was lost after it had taken weights"):

@@ -86,7 +86,7 @@ def test_a_closed_channel_leaves_no_request_and_no_broadcast(monkeypatch):
             channel.update_weights({"names": []})
         ended.set()
 
-    monkeypatch.setattr(channel.connection, "fetched", never)
+    monkeypatch.setattr(channel.connection, "fetch", never)
     destroyed = []
     channel.engine = SimpleNamespace(model_update_group=SimpleNamespace(destroy=lambda: destroyed.append(True)))
     threading.Thread(target=tell, daemon=True).start()

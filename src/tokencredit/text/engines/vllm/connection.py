@@ -65,13 +65,13 @@ class Connection:
             base_url=self.url, headers=self.headers, timeout=timeout, limits=limits, verify=self.tls
         )
 
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
+    def request(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON of an answer; None if it is empty. Errors as in `answer`."""
-        return self.run(self.fetched, method, path, body)
+        return self.run(self.fetch, method, path, body)
 
-    def start(self, method: str, path: str, body: Any = None) -> Started:
-        """Begin `ask`; `LOOP.result` waits for it."""
-        return LOOP.submit(self._with_client, self.fetched, method, path, body)
+    def start_request(self, method: str, path: str, body: Any = None) -> Started:
+        """Begin a `request`; `LOOP.result` waits for it."""
+        return LOOP.submit(self._with_client, self.fetch, method, path, body)
 
     def run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         """The result of a coroutine function, called with a client; an exception here cancels it."""
@@ -93,7 +93,7 @@ class Connection:
                     raise
             await asyncio.sleep(POLL_SECONDS)
 
-    async def fetched(self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None) -> Any:
+    async def fetch(self, client: httpx2.AsyncClient, method: str, path: str, body: Any = None) -> Any:
         """The JSON of an answer; None if it is empty."""
         async with self.answer(client, method, path, body) as response:
             text = await response.aread()

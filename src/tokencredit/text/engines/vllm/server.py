@@ -183,7 +183,7 @@ class VllmServer:
         self.connection.run(self._take_longest)
         if self.connection.run(self._version) != self.version:
             self.transfer.renew()
-        self.connection.ask("POST", "/update_weight_version", {"new_version": f"{version} loading"})
+        self.connection.request("POST", "/update_weight_version", {"new_version": f"{version} loading"})
         try:
             load()
         except Unreachable:
@@ -193,11 +193,11 @@ class VllmServer:
                 f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and "
                 f"{self.transfer.hint}"
             ) from failure
-        dropped = self.connection.ask("POST", RESET)
+        dropped = self.connection.request("POST", RESET)
         if dropped != {"success": True}:
             raise EngineFailure("its prefix cache could not be dropped")
         self.connection.run(self._check_logprobs)
-        self.connection.ask("POST", "/update_weight_version", {"new_version": version})
+        self.connection.request("POST", "/update_weight_version", {"new_version": version})
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
         """Raise `RunStopped` for a request that is too long for the server, before any is sent."""
@@ -249,7 +249,7 @@ class VllmServer:
 
     async def _take_longest(self, client: httpx2.AsyncClient) -> None:
         """Take over the server's longest sequence."""
-        models = await self.connection.fetched(client, "GET", "/v1/models")
+        models = await self.connection.fetch(client, "GET", "/v1/models")
         try:
             self.longest = int(models["data"][0]["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
@@ -271,5 +271,5 @@ class VllmServer:
 
     async def _version(self, client: httpx2.AsyncClient) -> str:
         """The present version of the server's weights."""
-        answer = await self.connection.fetched(client, "GET", "/weight_info")
+        answer = await self.connection.fetch(client, "GET", "/weight_info")
         return str(answer.get("weight_version")) if isinstance(answer, dict) else ""

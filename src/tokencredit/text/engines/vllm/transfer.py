@@ -88,7 +88,7 @@ class FolderTransfer:
             except OSError as error:
                 raise EngineFailure(f"weights could not be written to {self.parent}: {error}") from error
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(whole)}}
-            yield partial(self.connection.ask, "POST", "/collective_rpc", reload)
+            yield partial(self.connection.request, "POST", "/collective_rpc", reload)
 
     def renew(self) -> None:
         """Do nothing: nothing stays between two syncs."""
@@ -140,13 +140,13 @@ class NcclTransfer:
                 raise EngineFailure(f"{self.connection.url} was lost after it had taken weights")
             try:
                 self.channel = self.channel or _Channel(self.connection, self.device)
-                self.connection.ask("POST", "/pause?mode=abort")
+                self.connection.request("POST", "/pause?mode=abort")
                 try:
                     self.channel.begin()
                     sent = True
                     self._send(self.channel, weights)
                 finally:
-                    self.connection.ask("POST", "/resume")
+                    self.connection.request("POST", "/resume")
             except BaseException:
                 self.renew()
                 raise
@@ -163,7 +163,7 @@ class NcclTransfer:
         try:
             for part in parts_of(weights):
                 channel.send(part)
-            self.connection.ask("POST", FINISH)
+            self.connection.request("POST", FINISH)
         except EngineFailure as failure:  # never `Unreachable`: some of the weights are taken
             raise EngineFailure(f"{failure}, while weights were sent") from failure
 
@@ -188,7 +188,7 @@ class _Channel:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         self.described = ParamMeta
-        workers = number_of(connection.ask("GET", "/get_world_size"), "world_size")
+        workers = number_of(connection.request("GET", "/get_world_size"), "world_size")
         info = NCCLTrainerInitInfo(address_towards(connection.url), free_port(), 1 + workers, rank=0)
         try:
             self.engine = self._within(
@@ -202,10 +202,10 @@ class _Channel:
         """Begin an update; a new channel first ends the one that a lost trainer may have left half done."""
         if self.fresh:
             with suppress(EngineFailure):  # one is under way
-                self.connection.ask("POST", START)
-            self.connection.ask("POST", FINISH)
+                self.connection.request("POST", START)
+            self.connection.request("POST", FINISH)
             self.fresh = False
-        self.connection.ask("POST", START)
+        self.connection.request("POST", START)
 
     def send(self, part: list[tuple[str, Tensor]]) -> None:
         """Send tensors to the server's workers, which load them.
@@ -253,7 +253,7 @@ class _Channel:
 
     def _tell(self, path: str, body: Any) -> None:
         """Send a request in a thread of vLLM, whose peer may wait in NCCL for one that has failed."""
-        self.request = self.connection.start("POST", path, body)
+        self.request = self.connection.start_request("POST", path, body)
         try:
             LOOP.result(self.request, None)
         except BaseException as failure:
