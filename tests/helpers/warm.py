@@ -8,6 +8,7 @@ line of JSON each.
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import runpy
@@ -179,7 +180,9 @@ def _run(processes, arguments, cwd, timeout, grace=30):
         code, in_time = _end(pids, time.monotonic() + timeout, grace)
         said = _text((out, err))
     if not in_time:
-        raise subprocess.TimeoutExpired(arguments, timeout, *said)
+        late = subprocess.TimeoutExpired(arguments, timeout, *said)
+        late.add_note("\n".join(text[-5000:] for text in said))
+        raise late
     return subprocess.CompletedProcess(arguments, code, *said)
 
 
@@ -195,6 +198,9 @@ def _end(pids, limit, grace):
         now = time.monotonic()
         if kill_at is None and (code or now > limit):
             in_time, kill_at = bool(code), now + grace
+            if not in_time:
+                _signal(left, signal.SIGUSR1)  # they print where they are
+                time.sleep(1)
             _signal(left, signal.SIGTERM)
         elif kill_at is not None and now > kill_at:
             _signal(left, signal.SIGKILL)
@@ -255,6 +261,7 @@ def become(request, files):
     for number, file in enumerate(files, 1):
         os.dup2(file, number)
         os.close(file)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
