@@ -17,7 +17,7 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig
+from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines import background
 from tokencredit.text.engines.background import BackgroundSampler
@@ -164,6 +164,18 @@ def test_slow_rewards_are_asked_as_soon_as_a_batch_is_sampled(timeout, tmp_path)
         assert threading.current_thread() not in judge.threads
         assert judge.most > 1, "a batch's call waits for those before it"
     assert len(read_metrics(tmp_path / "run")) == 4
+
+
+def test_without_a_reference_a_reward_that_is_asked_early_gets_no_log_probs_of_it(tmp_path):
+    def judged(completions, **columns):
+        columns_of.append({name: bool(column) for name, column in columns.items()})
+        return [0.0] * len(completions)
+
+    columns_of = []
+    terms = [replace(as_terms(judged, torch.device("cpu"))[0], timeout=60.0)]
+    PPOTrainer(args=ahead(tmp_path / "run", 1, kl=KLConfig(coef=0.0)), reward_funcs=terms).train()
+    assert columns_of
+    assert "ref_logprobs" not in columns_of[0]
 
 
 def test_a_reward_that_names_the_reference_is_asked_after_its_pass(tmp_path):

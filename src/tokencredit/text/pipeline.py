@@ -242,10 +242,13 @@ class Pipeline:
 
         Later episodes may then use the environments of these.
         """
+        over = not sampled.pending  # after an error nobody waits for these calls, which may use the environments
         try:
-            return self._scored(sampled, settings, bootstrap, stage)
+            scored = self._scored(sampled, settings, bootstrap, stage)
+            over = True
+            return scored
         finally:
-            if sampled.episodes is not None and self.player is not None:
+            if over and sampled.episodes is not None and self.player is not None:
                 self.player.environments.release(transcript.episode for transcript in sampled.episodes)
 
     def _scored(self, sampled: Sampled, settings: SamplingConfig, bootstrap: bool, stage: Stage) -> Scored:
@@ -289,7 +292,9 @@ class Pipeline:
         """
         known, lengths = self._columns(sampled, None), sampled.rollout.mask.sum(1).tolist()
         questions, answers = sampled.prompts.questions(), sampled.answers()
-        return sampled._replace(pending=start_calls(self.terms, questions, answers, known, lengths, finite=self.finite))
+        awaited, finite = self.reference is not None, self.finite
+        pending = start_calls(self.terms, questions, answers, known, lengths, finite=finite, reference=awaited)
+        return sampled._replace(pending=pending)
 
     def _columns(self, sampled: Sampled, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Columns for reward functions."""
@@ -302,7 +307,7 @@ class Pipeline:
         known = self._columns(sampled, reference.logprobs)
         lengths = rollout.mask.sum(1).tolist()
         scores, reason = None, "a reward term is not finite in another process"
-        with self.processes.agreed(RewardError):  # all stop, and save, together
+        with self.processes.agreed(RewardError, ConfigError):  # all stop, and save, together
             try:
                 answers = sampled.answers()
                 questions, pending = prompts.questions(), sampled.pending

@@ -25,6 +25,8 @@ WORKERS = Workers()
 """Threads of calls with a timeout, and of async terms."""
 REFERENCE = "ref_logprobs"
 """Column with log-probs under the reference model."""
+EARLY = Workers()
+"""Threads of calls that are started early, which wait for those of `WORKERS`."""
 FIRST_BACKOFF = 1.0
 """Seconds before the first retry; each further backoff is twice as long."""
 MAX_BACKOFF = 60.0
@@ -77,10 +79,12 @@ def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[
     return WORKERS.submit(call).result if is_coroutine_function(term.function) else call
 
 
-def start_early(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T] | None:
+def start_early(
+    term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T], reference: bool
+) -> Callable[[], T] | None:
     """Start a call before the reference model has read the completions; the returned callable blocks for the result.
 
-    Arguments and errors are those of `start_call`.
+    Other arguments, and errors, are those of `start_call`; with `reference` there will be a column `ref_logprobs`.
 
     Returns:
         None for a term that must wait: its function has a parameter `ref_logprobs`, or is called in the caller's
@@ -89,10 +93,10 @@ def start_early(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable
     in_threads = is_coroutine_function(term.function) or term.timeout is not None
     if not in_threads or REFERENCE in inspect.signature(term.function).parameters:
         return None
-    known = {**columns, REFERENCE: _NotYet(term.name)}
+    known = {**columns, REFERENCE: _NotYet(term.name)} if reference else columns
     args, kwargs = _arguments(term, known)
     call = functools.partial(_call, term, args, kwargs)
-    return WORKERS.submit(_call_with_retries, term, known, call, read).result
+    return EARLY.submit(_call_with_retries, term, known, call, read).result
 
 
 class _NotYet(Sequence[Any]):

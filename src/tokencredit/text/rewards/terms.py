@@ -217,15 +217,19 @@ def start_calls(
     lengths: Sequence[int],
     *,
     finite: bool = True,
+    reference: bool = False,
 ) -> dict[str, PendingCall]:
-    """Start the calls that can do without the reference model, by term; arguments as in `score`, which awaits them.
+    """Start the calls that can do without the reference model, by term; other arguments as in `score`, which awaits.
+
+    Args:
+        reference: there will be a column `ref_logprobs`.
 
     Raises:
         ConfigError: a function requires a column that does not exist.
     """
     arguments = {**columns, "prompts": prompts, "completions": completions}
     read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
-    calls = {term.name: start_early(term, arguments, functools.partial(read, term.name)) for term in terms}
+    calls = {term.name: start_early(term, arguments, functools.partial(read, term.name), reference) for term in terms}
     return {name: call for name, call in calls.items() if call is not None}
 
 

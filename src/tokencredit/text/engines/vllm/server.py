@@ -193,6 +193,7 @@ class VllmServer:
                 f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and "
                 f"{self.transfer.hint}"
             ) from failure
+        self.connection.request("POST", "/resume")  # also a server that a lost trainer left paused
         dropped = self.connection.request("POST", RESET)
         if dropped != {"success": True}:
             raise EngineFailure("its prefix cache could not be dropped")

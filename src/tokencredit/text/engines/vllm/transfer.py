@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import queue
 import shutil
 import socket
@@ -108,9 +108,9 @@ class FolderTransfer:
 class NcclTransfer:
     """vLLM's NCCL weight transfer: the trainer's GPU broadcasts to those of the server, without files.
 
-    The trainer opens a channel at the first sync, and another one after a failure. The server pauses while it holds a
-    part of the weights. vLLM waits in NCCL for a server that has failed, without a limit, so its calls run in threads
-    of their own, which are left behind then.
+    The trainer opens a channel at the first sync, and another one after a failure. The server is paused until it has
+    all weights, and after a failure until a later sync: a request would end it. vLLM waits in NCCL for a server that
+    has failed, without a limit, so its calls run in threads of their own, which are left behind then.
     """
 
     hint = """be started with --weight-transfer-config '{"backend": "nccl"}'"""
@@ -141,12 +141,9 @@ class NcclTransfer:
             try:
                 self.channel = self.channel or _Channel(self.connection, self.device)
                 self.connection.request("POST", "/pause?mode=abort")
-                try:
-                    self.channel.begin()
-                    sent = True
-                    self._send(self.channel, weights)
-                finally:
-                    self.connection.request("POST", "/resume")
+                self.channel.begin()
+                sent = True
+                self._send(self.channel, weights)
             except BaseException:
                 self.renew()
                 raise
@@ -173,6 +170,9 @@ class _Channel:
 
     It is the engine's `WeightSource`, of one part of the weights at a time, and its `VLLMWeightSyncClient`.
     """
+
+    closed = False
+    """True after `close`."""
 
     def __init__(self, connection: Connection, device: torch.device):
         self.connection, self.device = connection, device
@@ -223,6 +223,7 @@ class _Channel:
 
     def close(self) -> None:
         """Let nothing wait for the server: a request of vLLM's thread, and a broadcast."""
+        self.closed = True
         if self.request is not None:
             self.request.future.cancel()
         group = getattr(self.engine, "model_update_group", None)
@@ -254,6 +255,8 @@ class _Channel:
     def _tell(self, path: str, body: Any) -> None:
         """Send a request in a thread of vLLM, whose peer may wait in NCCL for one that has failed."""
         self.request = self.connection.start_request("POST", path, body)
+        if self.closed:  # meanwhile
+            self.request.future.cancel()
         try:
             LOOP.result(self.request, None)
         except BaseException as failure:
@@ -293,10 +296,14 @@ def check_nccl(device: torch.device) -> None:
         raise ConfigError(
             f"rollout.server_transfer is nccl, which needs a GPU in the trainer, and it is on {device}; leave it out"
         )
-    if importlib.util.find_spec("vllm") is None:
+    try:
+        with contained():
+            importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
+    except (ImportError, OSError) as error:
         raise ConfigError(
-            "rollout.server_transfer is nccl, which needs vLLM in the trainer too: pip install tokencredit[vllm]"
-        )
+            "rollout.server_transfer is nccl, which needs vLLM in the trainer too: pip install tokencredit[vllm] "
+            f"({error})"
+        ) from error
 
 
 def parts_of(weights: Weights) -> Iterator[list[tuple[str, Tensor]]]:
