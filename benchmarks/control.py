@@ -32,7 +32,7 @@ CLEANRL = {  # its documentation's tables; the environments there are those of v
 
 def ours(config: ControlConfig, folder: Path) -> dict[str, float]:
     """Train a recipe, as the command does."""
-    from tokencredit.control.trainer import ControlTrainer
+    from tokencredit.control.control_trainer import ControlTrainer
 
     config.run.dir, config.run.trackers = str(folder), []
     ControlTrainer(config).train()

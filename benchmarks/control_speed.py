@@ -17,7 +17,7 @@ import torch
 from stable_baselines3.common.env_util import make_vec_env
 from torch import nn
 
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.settings.control import AgentCriticConfig, AgentRunConfig, AgentUpdateConfig, ControlConfig, EnvConfig
 
 # id, copies, steps, epochs, minibatches, iterations per turn, target ratio

@@ -22,8 +22,8 @@ from costs import (
     update_rate,
 )
 
-from tokencredit.plan.memory import Batch, Setup, cache_bytes, memory, peak, trained_parameters
-from tokencredit.plan.shape import Shape, head_parameters, lora_parameters, parameters, projection, trunk_matrices
+from tokencredit.tools.plan.memory import Batch, Setup, cache_bytes, memory, peak, trained_parameters
+from tokencredit.tools.plan.shape import Shape, head_parameters, lora_parameters, parameters, projection, trunk_matrices
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "RESULTS.md", HERE.parent / "docs" / "gpu.md"

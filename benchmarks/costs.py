@@ -1,4 +1,4 @@
-"""FLOPs and moved bytes of the stages of a PPO iteration, computed from a model's shape; memory is in tokencredit.plan.
+"""FLOPs and moved bytes of the stages of a PPO iteration, from a model's shape; memory is in tokencredit.tools.plan.
 
 `python benchmarks/costs.py` prints the tables of RESULTS.md, `--docs` those of docs/gpu.md, `--write` fills both pages;
 cost_tables.py makes them. Units: FLOPs (a multiply-add is two), bytes, seconds; GB are 10⁹ bytes.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from tokencredit.plan.memory import Batch, Setup, cache_bytes
-from tokencredit.plan.shape import FLOAT, HALF, Shape, lora_parameters, projection, trunk_matrices
+from tokencredit.tools.plan.memory import Batch, Setup, cache_bytes
+from tokencredit.tools.plan.shape import FLOAT, HALF, Shape, lora_parameters, projection, trunk_matrices
 
 
 def config_of(shape: Shape) -> Any:

@@ -32,7 +32,7 @@ ENGINES = ("generate", "local", "continuous", "vllm")
 
 def contestant(engine: str, folder: Path) -> Callable[[int], int]:
     """A function that samples a rollout with a seed and returns its number of tokens."""
-    from tokencredit.processes import Processes
+    from tokencredit.distributed.processes import Processes
     from tokencredit.settings.model import ModelConfig
     from tokencredit.settings.rollout import RolloutConfig
     from tokencredit.settings.source import Source

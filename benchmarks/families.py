@@ -41,7 +41,7 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.models.loading import resolve
+from tokencredit.text.models.model_loading import resolve
 
 SECONDS = 60
 """Time limit per family."""

@@ -39,15 +39,15 @@ from tokencredit import (
     RunConfig,
     UpdateConfig,
 )
-from tokencredit.plan.memory import Batch, Setup
-from tokencredit.plan.memory import memory as memory_of
-from tokencredit.plan.shape import Shape
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local.sampling import CachedSteps, sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import rollout_logprobs
+from tokencredit.tools.plan.memory import Batch, Setup
+from tokencredit.tools.plan.memory import memory as memory_of
+from tokencredit.tools.plan.shape import Shape
 
 TINY_GPT2 = Shape("tiny GPT-2", "gpt2", 512, 32, 2, 4, 4, 8, 128, 256)
 TINY_QWEN3 = Shape("tiny Qwen3", "qwen3", 512, 32, 2, 4, 2, 8, 64, 256)

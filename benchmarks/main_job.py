@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.run_file import read_config
@@ -24,8 +24,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.pipeline import Pipeline, Scored
+from tokencredit.text.ppo_setup import build_pipeline
 from tokencredit.text.rewards.terms import build_terms
-from tokencredit.text.setup import build_pipeline
 
 COMPLETIONS = 100
 TARGETS = {

@@ -205,7 +205,7 @@ def measure(file: Path, out: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit import PPOConfig, PPOTrainer
-    from tokencredit.processes import Processes, return_freed_memory
+    from tokencredit.distributed.processes import Processes, return_freed_memory
 
     disable_progress_bar()
     config = PPOConfig.from_yaml(file)

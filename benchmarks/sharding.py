@@ -77,7 +77,7 @@ class Peak(threading.Thread):
 def work(model: Path, folder: Path, settings: dict[str, Any]) -> None:
     """Train in this process, one of a job, and write its peaks into the folder."""
     from tokencredit import PPOConfig, PPOTrainer
-    from tokencredit.processes import Processes
+    from tokencredit.distributed.processes import Processes
 
     processes, peak = Processes(), Peak()
     for name in ("rollout", "reference", "reward", "update"):
@@ -102,7 +102,7 @@ def make_model(folder: Path, size: str) -> None:
     import torch
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from tokencredit.text.models.loading import resolve
+    from tokencredit.text.models.model_loading import resolve
 
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}

@@ -21,10 +21,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from demo.build import REVIEWS
 from demo.grammar import reviews
+from tokencredit.distributed.signals import INTERRUPTED
 from tokencredit.report.reading import Run, read_run
 from tokencredit.settings.parsing import configure
-from tokencredit.signals import INTERRUPTED
-from tokencredit.sweep.plan import read_settings, read_sweep
+from tokencredit.tools.sweep.sweep_file import read_settings, read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
 RECIPES = Path("recipes")

@@ -17,11 +17,11 @@ from transformers.utils.logging import disable_progress_bar
 from demo.build import save
 from demo.training import END, Size, fit_language_model, gpt2
 from demo.transcripts import calculator_messages, calculator_row, grid_pieces, grid_row, rendered
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.evaluation import load_pipeline
-from tokencredit.text.setup import evaluation_tasks
+from tokencredit.text.ppo_setup import evaluation_tasks
 
 FOLDER = Path(__file__).parents[1] / "src" / "tokencredit" / "demo"
 SIZE = Size(width=128, layers=2, readings=1, batch=16, lr=2e-3)

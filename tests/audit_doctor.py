@@ -24,9 +24,9 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig, RunConfig, UpdateConfig
-from tokencredit.text.audit.auditing import Auditor
+from tokencredit.text.audit.auditor import Auditor
 from tokencredit.text.credit import Credit
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 CHECKS = {"critic_worse", "critic_flat", "lam_low", "lam_high"}
 AUDIT = AuditConfig(every=1, completions=64, continuations=32, states=None)

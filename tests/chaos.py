@@ -237,7 +237,7 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import EvalConfig, RunConfig, UpdateConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 class Watch:
     def after_iteration(self, trainer, metrics, **results):

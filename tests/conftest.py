@@ -86,7 +86,7 @@ def counts():
 def tokenizer():
     from transformers import AutoTokenizer
 
-    from tokencredit.text.models.loading import resolve
+    from tokencredit.text.models.model_loading import resolve
 
     return AutoTokenizer.from_pretrained(resolve("builtin:reviews", "policy"))
 

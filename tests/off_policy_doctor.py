@@ -32,10 +32,10 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local.engine import LocalEngine
+from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.models.run_models import load_start
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import evaluate_rollout
-from tokencredit.text.trainer import PPOTrainer
 
 CHECKS = {"engine_mismatch", "truncated_support", "stale_samples"}
 BUILTIN = (0, 0)

@@ -1,6 +1,6 @@
 """The same run in 1, 2 and 4 processes, with DDP and sharded, and saved by some and gone on with by others: a table.
 
-`make processes` runs everything, in about a quarter of an hour on two idle cores; tests/test_processes.py runs a part.
+`make processes` runs everything, in about a quarter of an hour on two idle cores; the suite runs a part.
 A number in the table is the largest difference of a loss of any iteration from those of one process.
 """
 
@@ -24,7 +24,7 @@ def write_odd_vocabulary(folder):
     """Write the built-in model with 2,049 rows of its tied embedding, which processes cannot share evenly."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tokencredit.text.models.loading import resolve
+    from tokencredit.text.models.model_loading import resolve
 
     builtin = resolve("builtin:reviews", "policy")
     lm = AutoModelForCausalLM.from_pretrained(builtin)
@@ -69,7 +69,7 @@ def trainer(kind, folder, shard, iterations=ITERATIONS):
     from helpers.configs import quiet
     from tokencredit.settings.rollout import RolloutConfig
     from tokencredit.settings.training import OptimConfig, UpdateConfig
-    from tokencredit.text.trainer import PPOTrainer
+    from tokencredit.text.ppo_trainer import PPOTrainer
 
     small = {
         "rollout": RolloutConfig(batch_size=16, max_new_tokens=12),
@@ -89,7 +89,7 @@ def train(names, folder, iterations=ITERATIONS):
 
 def go_on(names, folder, sources, iterations=ITERATIONS):
     """Go on with runs that other processes saved, from their first checkpoint."""
-    from tokencredit.processes import Processes
+    from tokencredit.distributed.processes import Processes
 
     processes = Processes()
     for kind in names:
@@ -106,14 +106,14 @@ def go_on(names, folder, sources, iterations=ITERATIONS):
 
 def layouts():
     """Values of `run.shard` that the number of processes allows."""
-    from tokencredit.processes import Processes
+    from tokencredit.distributed.processes import Processes
 
     return ("none", "full") if Processes().count > 1 else ("none",)
 
 
 def own(shard):
     """Name of this job's number of processes and layout."""
-    from tokencredit.processes import Processes
+    from tokencredit.distributed.processes import Processes
 
     count = Processes().count
     return "1" if count == 1 else f"{count} {'DDP' if shard == 'none' else 'sharded'}"

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from helpers.files import sign
 from helpers.models import changed_weights, copy_weights
 from tokencredit.cli import main
-from tokencredit.control.evaluation import AGENT_FILE, load_agent
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.agent_evaluation import AGENT_FILE, load_agent
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint
 from tokencredit.settings.control import (
     AgentCriticConfig,
@@ -31,9 +31,9 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.data.datasets import column_values, read_dataset
 from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.critic import HEAD_FILE, TRUNK_FOLDER
-from tokencredit.text.models.loading import load_language_model, resolve
-from tokencredit.text.rewards.models import load
+from tokencredit.text.models.model_loading import load_language_model, resolve
 from tokencredit.text.rewards.ready_made import similarity
+from tokencredit.text.rewards.reward_models import load
 
 POLICY, SENTIMENT = resolve("builtin:reviews", "policy"), resolve("builtin:reviews", "sentiment")
 

@@ -18,7 +18,7 @@ from helpers.commands import COMMAND, HEAVY, command, imported, refused
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.commands import COMMANDS
-from tokencredit.commands.results import audit_parser
+from tokencredit.commands.run_reports import audit_parser
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MOST_SEED
 from tokencredit.text.engines.continuous import ContinuousSampler
@@ -360,7 +360,7 @@ def read_only(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a file system")
 def test_a_run_that_cannot_be_written_is_refused_by_its_folder(read_only, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "tokencredit.text.audit.running", None)  # an audit that measured would fail
+    monkeypatch.setitem(sys.modules, "tokencredit.text.audit.run_audit", None)  # an audit that measured would fail
     for arguments in (["report"], ["audit"], ["train", "--run.iterations", "3", "--resume"]):
         assert main([*arguments, str(read_only)]) == 2
         assert capfd.readouterr().err.splitlines()[-1] == (

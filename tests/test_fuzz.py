@@ -23,10 +23,9 @@ from helpers.episodes import episode
 from helpers.files import sign
 from helpers.inspection import inspection
 from tokencredit.cli import main
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.preferences.labels import Labels, Pair, read_pairs, readable
-from tokencredit.processes import Processes
 from tokencredit.report.audit_file import OF_CRITIC as CRITIC
 from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
@@ -39,9 +38,10 @@ from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, Cont
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.sweep.plan import read_sweep
 from tokencredit.text.data.datasets import column_names, column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
+from tokencredit.tools.preferences.labels import Labels, Pair, read_pairs, readable
+from tokencredit.tools.sweep.sweep_file import read_sweep
 
 pytestmark = pytest.mark.slow
 

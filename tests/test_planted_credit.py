@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "recipes" / "planted-credit" / "world.py"

@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from helpers.configs import quiet, quiet_agent
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.settings.control import (
     AgentConfig,
     AgentUpdateConfig,
@@ -22,7 +22,7 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 
 def state():

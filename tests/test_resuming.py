@@ -18,7 +18,7 @@ from chaos import assert_same
 from helpers.configs import control_config, quiet, quiet_agent, text_config
 from helpers.files import read_events
 from tokencredit.cli import main
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUpdateConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
@@ -28,8 +28,8 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, StopConfig, UpdateConfig
 from tokencredit.settings.yaml import flat, nested
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.terms import Term
-from tokencredit.text.trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
 

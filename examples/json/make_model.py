@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tokencredit.text.models.loading import resolve
+from tokencredit.text.models.model_loading import resolve
 
 PROMPT = '{"film":'
 FILMS = ["comedy", "drama", "thriller", "western", "musical", "horror film", "documentary"]

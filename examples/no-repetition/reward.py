@@ -2,7 +2,7 @@
 
 import functools
 
-from tokencredit.text.rewards.models import Classifier
+from tokencredit.text.rewards.reward_models import Classifier
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from tokencredit.text.rewards.models import Classifier
+from tokencredit.text.rewards.reward_models import Classifier
 
 load = cache(Classifier)
 

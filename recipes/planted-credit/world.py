@@ -96,7 +96,7 @@ def credit_shares(run: Path) -> dict[str, float]:
     import torch
     from transformers import GPT2LMHeadModel
 
-    from tokencredit.processes import Processes
+    from tokencredit.distributed.processes import Processes
     from tokencredit.report.reading import read_run
     from tokencredit.runs.checkpoint import read_checkpoint
     from tokencredit.runs.resuming import saved

@@ -135,7 +135,7 @@ def build_base(folder: Path, seed: int) -> None:
 
     from demo.grammar import reviews
     from demo.training import POLICIES, train_policy
-    from tokencredit.text.models.loading import resolve
+    from tokencredit.text.models.model_loading import resolve
 
     tokenizer = AutoTokenizer.from_pretrained(resolve("builtin:reviews", "policy"))
     praise = [review.text for review in reviews(PRAISE, 100 + seed) if review.positive]
@@ -167,7 +167,7 @@ def tested(reward_model: Path, pairs: Path) -> dict[str, Any]:
 
     A pair's two completions stand in random order, so that a chance below one half can come true too.
     """
-    from tokencredit.text.rewards.models import RewardModel, load
+    from tokencredit.text.rewards.reward_models import RewardModel, load
 
     scorer = RewardModel(str(reward_model), *load(str(reward_model), "cpu"))
     rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]

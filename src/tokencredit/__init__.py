@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokencredit import core as core
-    from tokencredit.control.trainer import ControlTrainer as ControlTrainer
+    from tokencredit.control.control_trainer import ControlTrainer as ControlTrainer
     from tokencredit.errors import ConfigError as ConfigError
     from tokencredit.errors import RunStopped as RunStopped
     from tokencredit.report.reading import read_run as read_run
@@ -62,15 +62,15 @@ if TYPE_CHECKING:
     from tokencredit.settings.training import StopConfig as StopConfig
     from tokencredit.settings.training import UpdateConfig as UpdateConfig
     from tokencredit.text.callbacks import Callback as Callback
-    from tokencredit.text.offline.trainer import OfflineTrainer as OfflineTrainer
+    from tokencredit.text.offline.offline_trainer import OfflineTrainer as OfflineTrainer
     from tokencredit.text.policy import load as load
+    from tokencredit.text.ppo_trainer import PPOTrainer as PPOTrainer
     from tokencredit.text.rewards.calls import Term as Term
-    from tokencredit.text.trainer import PPOTrainer as PPOTrainer
 
     __version__: str
 
 _NAMES = {
-    "control.trainer": "ControlTrainer",
+    "control.control_trainer": "ControlTrainer",
     "errors": "ConfigError RunStopped",
     "report.reading": "read_run",
     "runs.summary": "Summary",
@@ -88,10 +88,10 @@ _NAMES = {
     "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RunConfig "
     "ShardingConfig StopConfig UpdateConfig",
     "text.callbacks": "Callback",
-    "text.offline.trainer": "OfflineTrainer",
+    "text.offline.offline_trainer": "OfflineTrainer",
     "text.policy": "load",
     "text.rewards.calls": "Term",
-    "text.trainer": "PPOTrainer",
+    "text.ppo_trainer": "PPOTrainer",
 }
 """Public names by module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -2,7 +2,7 @@
 
 import sys
 
-from tokencredit.signals import end_on_interrupt
+from tokencredit.distributed.signals import end_on_interrupt
 
 
 def main() -> int:

@@ -14,11 +14,11 @@ from jsonargparse import ArgumentError
 from tokencredit import __version__
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
+from tokencredit.distributed.signals import INTERRUPTED, end_on_interrupt
 from tokencredit.errors import ConfigError, ProcessLost, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parser_errors import explain, resumed_run
 from tokencredit.settings.parsing import Parser, new_parser, plainly, with_resumed
-from tokencredit.signals import INTERRUPTED, end_on_interrupt
 
 MEMORY_ADVICE = {
     "evaluate": "; lower --samples or --max_new_tokens",
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return fail(error, describe(error), FAILED, arguments)
     except (RuntimeError, MemoryError) as error:
-        from tokencredit.processes import out_of_memory
+        from tokencredit.distributed.processes import out_of_memory
 
         if not out_of_memory(error):
             raise

@@ -13,16 +13,16 @@ from gymnasium import spaces
 
 from helpers.configs import quiet_agent
 from helpers.files import TIMES, drop_keys, read_metrics
-from tokencredit.audit.sampling import generator
+from tokencredit.audit.state_choice import generator
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
-from tokencredit.control.audit.auditing import Auditor, PairedReturns, starts
+from tokencredit.control.agent_rollout import Collector
+from tokencredit.control.audit.agent_auditor import Auditor, PairedReturns, starts
+from tokencredit.control.audit.agent_run_audit import audit_run
 from tokencredit.control.audit.randomness import generators, redraw
 from tokencredit.control.audit.replays import NotReplayed
-from tokencredit.control.audit.running import audit_run
-from tokencredit.control.environments import make_envs
-from tokencredit.control.rollout import Collector
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.control.vector_environments import make_envs
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import (
     AgentAdvantageConfig,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tokencredit.audit.sampling import generator, rounds, spread
+from tokencredit.audit.state_choice import generator, rounds, spread
 from tokencredit.audit.truth import Returns, Samples
 
 

@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from helpers.shapes import BATCH, SMALL, VARIANTS, build, inputs_of, train
-from tokencredit.plan import memory as formulas
-from tokencredit.plan import shape as shapes
-from tokencredit.plan.memory import Batch, Setup, memory, peak
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import flat
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.tools.plan import memory as formulas
+from tokencredit.tools.plan import shape as shapes
+from tokencredit.tools.plan.memory import Batch, Setup, memory, peak
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -8,7 +8,7 @@ from tokencredit.runs.folder import JOB, LOCK, RunFolder
 
 
 class Job:
-    """The part of `tokencredit.job.Job` that `plan` asks."""
+    """The part of `tokencredit.distributed.job.Job` that `plan` asks."""
 
     def __init__(self, name="this", remembers=True):
         self.id, self.remembers, self.known = name, remembers, {}

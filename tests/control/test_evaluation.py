@@ -5,9 +5,9 @@ from helpers.configs import control_config, quiet_agent
 from helpers.files import TIMES, drop_keys, read_metrics
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
-from tokencredit.control.environments import make_envs, statistics
-from tokencredit.control.evaluation import load_agent, play
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.agent_evaluation import load_agent, play
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.control.vector_environments import make_envs, statistics
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentConfig, EnvConfig, EpisodesConfig
 

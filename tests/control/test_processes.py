@@ -12,9 +12,9 @@ from helpers.commands import COMMAND
 from helpers.files import read_metrics, without_times
 from helpers.warm import together
 from tokencredit.cli import main
-from tokencredit.control.environments import make_envs
+from tokencredit.control.control_trainer import refuse_unsplit
 from tokencredit.control.reward_scale import AgreedSteps
-from tokencredit.control.trainer import refuse_unsplit
+from tokencredit.control.vector_environments import make_envs
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import ControlConfig, EnvConfig
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tokencredit.control.environments import make_envs, restore_envs, save_envs, statistics
+from tokencredit.control.vector_environments import make_envs, restore_envs, save_envs, statistics
 from tokencredit.settings.control import EnvConfig
 
 

@@ -11,9 +11,9 @@ from gymnasium import spaces
 
 from helpers.configs import quiet_agent
 from tokencredit.control.agent import Agent
-from tokencredit.control.environments import make_envs
-from tokencredit.control.rollout import Collector
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.agent_rollout import Collector
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.control.vector_environments import make_envs
 from tokencredit.core.advantages import gae
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from helpers.configs import control_config, quiet_agent
 from helpers.files import read_metrics, without_times
 from tokencredit.control.agent import Agent
-from tokencredit.control.environments import make_envs, statistics
-from tokencredit.control.rollout import Collector
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.agent_rollout import Collector
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.control.vector_environments import make_envs, statistics
 from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import (

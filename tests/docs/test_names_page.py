@@ -9,10 +9,10 @@ import yaml
 
 from helpers.configs import keys
 from helpers.docs import names_in, table_rows
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "names.md").read_text(encoding="utf-8")
 SECTIONS = {text.partition("\n")[0]: text for text in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}

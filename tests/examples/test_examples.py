@@ -12,7 +12,7 @@ from helpers import warm
 from helpers.configs import as_flags
 from helpers.files import read_jsonl, read_metrics
 from tokencredit.cli import main
-from tokencredit.text.models.loading import resolve
+from tokencredit.text.models.model_loading import resolve
 
 pytestmark = pytest.mark.slow
 

@@ -59,10 +59,10 @@ if __name__ == "__main__":
     VISITS["start"] = 1
     meet_fate("start", entered=True)
     from tokencredit.cli import main
+    from tokencredit.distributed.signals import end_on_interrupt
     from tokencredit.runs.folder import RunFolder
     from tokencredit.runs.recorder import RunRecord
-    from tokencredit.signals import end_on_interrupt
-    from tokencredit.text.trainer import PPOTrainer
+    from tokencredit.text.ppo_trainer import PPOTrainer
 
     for owner, name, place in [
         (RunFolder, "lock", "folder"),

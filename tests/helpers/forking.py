@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from helpers import warm
-from tokencredit.sweep import launch
+from tokencredit.tools.sweep import launch
 
 PROGRAM = ("-c", "from helpers import forking; forking.run()")
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from tokencredit.core.off_policy import correction
 from tokencredit.core.vocab_projection import TokenStats
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import shard, whole
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.minibatches import minibatches
@@ -27,9 +29,7 @@ from tokencredit.learn.objective import (
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.state import sharded_parameters
 from tokencredit.learn.update import UpdateSettings
-from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import read_checkpoint, size_of, write_checkpoint
-from tokencredit.sharding import shard, whole
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 11, 7
 SHARES = {1: (11,), 3: (3, 7, 1)}

@@ -35,7 +35,7 @@ def with_chat_template(folder):
     """Make the folder of the built-in model with a chat template, and return it."""
     from transformers import AutoTokenizer
 
-    from tokencredit.text.models.loading import resolve
+    from tokencredit.text.models.model_loading import resolve
 
     origin = resolve("builtin:reviews", "policy")
     tokenizer = AutoTokenizer.from_pretrained(origin)

@@ -10,13 +10,13 @@ from safetensors import SafetensorError
 
 from helpers.sharded_cases import SMALL
 from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.processes import Processes
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.world import TEXT
 from tokencredit.text.audit.continuations import run_in_all
-from tokencredit.text.audit.running import audit_run
+from tokencredit.text.audit.run_audit import audit_run
 from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.rewards.calls import RewardError
 

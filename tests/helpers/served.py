@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import shard
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
-from tokencredit.sharding import shard
 from tokencredit.text.engines.requests import EngineFailure, Request
 from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 
 LIMIT = 3
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tokencredit.plan.memory import Batch, Setup
-from tokencredit.plan.shape import Shape
 from tokencredit.settings.model import LoraConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.building import enable_checkpointing
 from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.tools.plan.memory import Batch, Setup
+from tokencredit.tools.plan.shape import Shape
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import costs

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.rewards import vowels
 from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import gathered, is_sharded, sharded_in, whole
 from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import training
-from tokencredit.processes import Processes
-from tokencredit.sharding import gathered, is_sharded, sharded_in, whole
 from tokencredit.text.models.actor_critic import idle_row
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.plain_weights import plain_weights

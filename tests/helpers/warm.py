@@ -23,7 +23,7 @@ from pathlib import Path
 
 LIBRARIES = [
     "tokencredit.cli",
-    "tokencredit.text.trainer",
+    "tokencredit.text.ppo_trainer",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",

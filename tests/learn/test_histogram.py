@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tokencredit.core.losses import histogram_loss, histogram_values
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import MARGIN, HistogramHead, follow_returns, histogram_heads
 from tokencredit.learn.state import load_trained_weights, trained_weights
-from tokencredit.processes import Processes
 
 
 def head_of(bins=51, width=4, mlp=False):

@@ -11,6 +11,7 @@ from tokencredit.core.logprobs import token_loss
 from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.core.whitening import whiten
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import (
@@ -25,7 +26,6 @@ from tokencredit.learn.objective import (
 )
 from tokencredit.learn.optim import schedule
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings, ratios
-from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import read_checkpoint, write_checkpoint
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7

@@ -12,7 +12,7 @@ import torch
 
 from helpers import minibatches
 from helpers.warm import together
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
 
 pytestmark = [
     pytest.mark.slow,

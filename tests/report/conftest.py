@@ -8,8 +8,8 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig, RunConfig, UpdateConfig
-from tokencredit.text.audit.auditing import Auditor
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.audit.auditor import Auditor
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 
 @pytest.fixture(scope="session")

@@ -182,7 +182,9 @@ def test_a_missing_browser_fails_in_ci_and_is_skipped_elsewhere(tmp_path, ci, ou
     environment = {name: value for name, value in os.environ.items() if name != "CI"} | {"PATH": str(tmp_path)}
     if ci is not None:
         environment["CI"] = ci
-    file = Path(__file__).parents[1] / "preferences" / "test_browser.py"  # quick to start: it imports no PyTorch
+    file = (
+        Path(__file__).parents[1] / "tools" / "preferences" / "test_browser.py"
+    )  # quick to start: it imports no PyTorch
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "labelled_in_another_window"]
     ended = subprocess.run([*command, str(file)], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == (1 if ci else 0), ended.stdout + ended.stderr

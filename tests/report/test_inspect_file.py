@@ -17,10 +17,10 @@ def inspection(tokenizer):
     """The contents of inspect.json, of a random model and a changed copy."""
     import torch
 
-    from tokencredit.inspect.parts import read_parts
-    from tokencredit.inspect.question import Text
-    from tokencredit.inspect.results import Pair, compare
     from tokencredit.text.models.critic import Critic, build_value_head
+    from tokencredit.tools.inspect.parts import read_parts
+    from tokencredit.tools.inspect.question import Text
+    from tokencredit.tools.inspect.readings import Pair, compare
 
     base = random_lm("gpt2", tokenizer, **SHAPE).requires_grad_(False)
     tuned = deepcopy(base)

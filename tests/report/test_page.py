@@ -10,7 +10,7 @@ from helpers.files import data_of
 from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp\ud800 {{ 7 * 7 }} <!--"
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from helpers.files import sign
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
 from tokencredit.runs import tensor_files
 from tokencredit.runs.checkpoint import (
     FORMAT,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from tokencredit.runs.diagnosis import diagnose, no_finding
-from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
+from tokencredit.runs.diagnosis.metric_checks import CHECKS, FINAL_CHECKS
 from tokencredit.runs.history import History
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig

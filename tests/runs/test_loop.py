@@ -9,10 +9,10 @@ import pytest
 
 from helpers.configs import control_config, quiet_agent, text_config
 from helpers.files import read_events
-from tokencredit.control.trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.runs.loop import load
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 
 def before_iteration(trainer, number, action):

@@ -11,8 +11,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers.files import read_events
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, TooManyBadSteps
-from tokencredit.processes import Processes
 from tokencredit.runs.bad_steps import BAD_STEPS_KEPT
 from tokencredit.runs.checkpoint import FORMAT
 from tokencredit.runs.recorder import RunRecord

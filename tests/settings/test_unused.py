@@ -17,7 +17,7 @@ from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.world import CONTROL, OFFLINE, TEXT, WORLDS
 from tokencredit.settings.yaml import flat, nested
-from tokencredit.sweep.plan import read_sweep, refuse_changed
+from tokencredit.tools.sweep.sweep_file import read_sweep, refuse_changed
 
 FUNCTION = [{"function": "length"}]
 DATA = {"prompts.dataset": "prompts.jsonl"}

@@ -19,7 +19,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_source
 from tokencredit.text.policy import load
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

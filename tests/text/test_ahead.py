@@ -22,8 +22,8 @@ from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines import background
 from tokencredit.text.engines.background import BackgroundSampler
 from tokencredit.text.engines.requests import EngineFailure
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.terms import as_terms
-from tokencredit.text.trainer import PPOTrainer
 
 
 def ahead(folder, iterations=4, max_age=1, rollout=None, **groups):

@@ -10,7 +10,7 @@ import tokencredit as tc
 from helpers.configs import text_config
 from tokencredit.errors import ConfigError
 from tokencredit.text.callbacks import check_callbacks
-from tokencredit.text.setup import check_batch_size
+from tokencredit.text.ppo_setup import check_batch_size
 
 ROWS = [{"prompt": "A film"}]
 

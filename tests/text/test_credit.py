@@ -12,8 +12,8 @@ from helpers.files import read_jsonl, read_metrics
 from helpers.models import changed_weights, copy_weights
 from helpers.rewards import vowels
 from tokencredit.core.advantages import ESTIMATORS, estimate
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import RunStopped
-from tokencredit.processes import Processes
 from tokencredit.report import page
 from tokencredit.report.reading import read_run
 from tokencredit.settings.data import ScoreConfig
@@ -25,8 +25,8 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import Scored
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import ReferenceOutputs, rollout_values
-from tokencredit.text.trainer import PPOTrainer
 
 T, F = True, False
 NO_CRITIC = CriticConfig(kind="none")

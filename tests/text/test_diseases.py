@@ -18,7 +18,7 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig, OptimConfig, RunConfig, UpdateConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from tokencredit.settings.training import EvalConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_source
 from tokencredit.text.models import precision
 from tokencredit.text.policy import load
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
 

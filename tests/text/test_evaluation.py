@@ -12,8 +12,8 @@ from helpers.commands import refused
 from helpers.configs import quiet, text_config
 from helpers.models import SHAPE, random_lm
 from tokencredit.cli import main
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.processes import Processes
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
@@ -24,8 +24,8 @@ from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_source
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.policy import load
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from helpers.files import read_jsonl, read_metrics
 from tokencredit.cli import main
 from tokencredit.core.off_policy import correction
 from tokencredit.core.truncation import truncated_logprobs
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.processes import Processes
 from tokencredit.runs.diagnosis.off_policy_checks import ROUNDING_KL
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
@@ -31,8 +31,8 @@ from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models import precision
 from tokencredit.text.pipeline import Scored
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import ReferenceOutputs
-from tokencredit.text.trainer import PPOTrainer
 
 NUCLEUS = RolloutConfig(batch_size=8, max_new_tokens=8, top_p=0.9)
 

@@ -23,10 +23,10 @@ from tokencredit.settings.training import UpdateConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import UnusableBatch
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.rewards.models import Classifier
+from tokencredit.text.rewards.reward_models import Classifier
 from tokencredit.text.scoring_passes import evaluate_rollout
-from tokencredit.text.trainer import PPOTrainer
 
 
 class Elsewhere:

@@ -14,7 +14,7 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import UpdateConfig
 from tokencredit.text.policy import Policy, load
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 
 def write(run, config, prompt, chat=False, samples=2, which="base"):

@@ -23,8 +23,8 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateConfig
 from tokencredit.text.callbacks import Callback
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.pretraining import PATIENCE, RISE
-from tokencredit.text.trainer import PPOTrainer
 
 NORMALIZED = {"score": ScoreConfig(normalize="running")}
 

@@ -14,7 +14,7 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, RunConfig, UpdateConfig
 from tokencredit.text import scoring_passes
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 MINIBATCHES, EPOCHS = 2, 2
 PASS, CUT, STEP = "text/models/actor_critic.py", "tokencredit/learn/experience.py", "tokencredit/learn/learner.py"

@@ -26,8 +26,8 @@ from tokencredit.settings.training import (
     StopConfig,
     UpdateConfig,
 )
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.terms import Term
-from tokencredit.text.trainer import PPOTrainer
 
 
 def small(folder, **changes):
@@ -507,7 +507,7 @@ def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tm
     program = """
 import os, resource, sys
 from pathlib import Path
-import tokencredit.text.trainer
+import tokencredit.text.ppo_trainer
 from tokencredit.cli import main
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + 2**30,) * 2)
@@ -722,7 +722,7 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path):
 @pytest.mark.slow
 def test_one_operation_for_the_gelu_changes_no_token_and_no_loss(tmp_path, monkeypatch):
     fused, fused_samples = PPOTrainer(args=small(tmp_path / "fused")).iteration(1)
-    monkeypatch.setattr("tokencredit.text.models.loading.fuse_gelu", lambda model: None)
+    monkeypatch.setattr("tokencredit.text.models.model_loading.fuse_gelu", lambda model: None)
     plain_trainer = PPOTrainer(args=small(tmp_path / "plain"))
     assert any(type(module).__name__ == "NewGELUActivation" for module in plain_trainer.policy.modules())
     plain, plain_samples = plain_trainer.iteration(1)

@@ -7,31 +7,31 @@ from functools import partial
 
 from jsonargparse import Namespace
 
-from tokencredit.commands import models, planning, preferences, results, templates, training
+from tokencredit.commands import label, planning, run_reports, templates, train, use_model
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.parsing import Parser, config_parser
 from tokencredit.settings.text import PPOConfig
 
 COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = {
-    "train": (partial(config_parser, PPOConfig), training.train),
+    "train": (partial(config_parser, PPOConfig), train.train),
     "plan": (planning.plan_parser, planning.plan),
-    "control": (partial(config_parser, ControlConfig), training.control),
-    "sft": (partial(config_parser, SFTConfig), partial(training.offline, SFTConfig)),
-    "reward-model": (partial(config_parser, RewardModelConfig), partial(training.offline, RewardModelConfig)),
-    "dpo": (partial(config_parser, DPOConfig), partial(training.offline, DPOConfig)),
-    "generate": (models.generate_parser, models.generate),
-    "chat": (models.chat_parser, models.chat),
-    "evaluate": (models.evaluate_parser, models.evaluate),
-    "pairs": (preferences.pairs_parser, preferences.pairs),
-    "label": (preferences.label_parser, preferences.label),
-    "audit": (results.audit_parser, results.audit),
-    "inspect": (results.inspect_parser, results.inspect),
-    "play": (results.play_parser, results.play),
-    "report": (results.report_parser, results.report),
-    "compare": (results.compare_parser, results.compare),
-    "sweep": (training.sweep_parser, training.sweep),
-    "doctor": (results.doctor_parser, results.doctor),
+    "control": (partial(config_parser, ControlConfig), train.control),
+    "sft": (partial(config_parser, SFTConfig), partial(train.offline, SFTConfig)),
+    "reward-model": (partial(config_parser, RewardModelConfig), partial(train.offline, RewardModelConfig)),
+    "dpo": (partial(config_parser, DPOConfig), partial(train.offline, DPOConfig)),
+    "generate": (use_model.generate_parser, use_model.generate),
+    "chat": (use_model.chat_parser, use_model.chat),
+    "evaluate": (use_model.evaluate_parser, use_model.evaluate),
+    "pairs": (label.pairs_parser, label.pairs),
+    "label": (label.label_parser, label.label),
+    "audit": (run_reports.audit_parser, run_reports.audit),
+    "inspect": (run_reports.inspect_parser, run_reports.inspect),
+    "play": (run_reports.play_parser, run_reports.play),
+    "report": (run_reports.report_parser, run_reports.report),
+    "compare": (run_reports.compare_parser, run_reports.compare),
+    "sweep": (train.sweep_parser, train.sweep),
+    "doctor": (run_reports.doctor_parser, run_reports.doctor),
     "check-template": (templates.check_template_parser, templates.check_template),
 }
 """Subcommands: parser and function."""

@@ -18,7 +18,7 @@ from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.text import PPOConfig
 
 if TYPE_CHECKING:
-    from tokencredit.job import Job
+    from tokencredit.distributed.job import Job
 
 Config = TypeVar("Config", PPOConfig, ControlConfig, OfflineSettings)
 FAILED, BAD_ARGUMENTS = 1, 2
@@ -42,7 +42,7 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
     given = resume
     if not resume and "RANK" not in os.environ:
         RunFolder(config.run.dir).refuse_if_used()  # before slow imports
-    from tokencredit.processes import Processes, connection_lost
+    from tokencredit.distributed.processes import Processes, connection_lost
 
     processes = Processes(config.run.timeout)
     job = processes.job

@@ -44,9 +44,9 @@ def plan(options: Namespace) -> None:
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
     from transformers.utils.logging import disable_progress_bar
 
-    from tokencredit.plan.plan import make_plan
-    from tokencredit.plan.show import show, write
-    from tokencredit.plan.work import Options
+    from tokencredit.tools.plan.plan import make_plan
+    from tokencredit.tools.plan.show import show, write
+    from tokencredit.tools.plan.work import Options
 
     disable_progress_bar()
     made = make_plan(

@@ -10,9 +10,9 @@ import torch
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 
-from tokencredit.control.failures import environment_errors
+from tokencredit.control.environment_failures import environment_errors
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import RunStopped
-from tokencredit.processes import Processes
 
 Gather = Callable[[np.ndarray], np.ndarray]
 """Rows of all processes from those of this one, in the order of the copies."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokencredit.core.advantages import *
-    from tokencredit.core.checks import *
+    from tokencredit.core.argument_checks import *
     from tokencredit.core.critic_free import *
     from tokencredit.core.episodes import *
     from tokencredit.core.estimator_table import *

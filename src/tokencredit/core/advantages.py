@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tokencredit.core import critic_free
-from tokencredit.core.checks import require_choice, require_fraction, require_positive
+from tokencredit.core.argument_checks import require_choice, require_fraction, require_positive
 from tokencredit.core.episodes import Steps, prepare_steps
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.recurrence import reverse_scan

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_fraction
+from tokencredit.core.argument_checks import require_fraction
 from tokencredit.core.episodes import Steps, prepare_steps
 from tokencredit.core.masked import inverse_deviation
 from tokencredit.core.recurrence import reverse_scan

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import (
+from tokencredit.core.argument_checks import (
     empty_rows,
     require_acted,
     require_finite,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_choice, require_shape, require_tensors
+from tokencredit.core.argument_checks import require_choice, require_shape, require_tensors
 from tokencredit.core.masked import at_least_float32, zero_outside
 
 

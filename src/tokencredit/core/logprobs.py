@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_flags, require_positive, require_shape, require_tensors
+from tokencredit.core.argument_checks import require_flags, require_positive, require_shape, require_tensors
 from tokencredit.core.vocab_projection import ChunkedLoss, ChunkedStats, Linear, LogitTransform, TokenLoss, TokenStats
 
 CHUNK_LOGITS = 2**22

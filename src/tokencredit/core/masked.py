@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_flags, require_rows, require_tensors
+from tokencredit.core.argument_checks import require_flags, require_rows, require_tensors
 
 Reduce = Callable[[Tensor], Tensor]
 """All-reduce: sums a tensor elementwise over processes and returns the sum on each of them."""

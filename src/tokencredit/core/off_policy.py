@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import (
+from tokencredit.core.argument_checks import (
     require_choice,
     require_flags,
     require_not_negative,

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_shape, require_tensors
+from tokencredit.core.argument_checks import require_shape, require_tensors
 from tokencredit.core.masked import at_least_float32
 
 

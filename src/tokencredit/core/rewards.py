@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import (
+from tokencredit.core.argument_checks import (
     require_acted,
     require_flags,
     require_not_negative,

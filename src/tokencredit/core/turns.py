@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.advantages import EpisodeBounds, estimate
-from tokencredit.core.checks import require_flags, require_rows, require_shape, require_tensors
+from tokencredit.core.argument_checks import require_flags, require_rows, require_shape, require_tensors
 from tokencredit.core.masked import at_least_float32
 
 

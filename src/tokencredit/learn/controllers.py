@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tokencredit.core.checks import require_fraction, require_not_negative, require_positive
+from tokencredit.core.argument_checks import require_fraction, require_not_negative, require_positive
 from tokencredit.core.masked import Reduce, moments
 
 

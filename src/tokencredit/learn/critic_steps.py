@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience, ReturnBuffer
 from tokencredit.learn.minibatches import Minibatch, micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients
 from tokencredit.learn.update import NonFiniteUpdate, OnStep, UpdateSettings, drop_gradients
-from tokencredit.processes import Processes
 
 
 class CriticSteps:

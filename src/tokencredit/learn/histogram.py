@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tokencredit.core.losses import SMOOTHING, histogram_values
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
-from tokencredit.processes import Processes
 
 MARGIN = 3
 """Bins between the returns and either end of the support: 4 deviations of the Gaussian around a return."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from tokencredit.core.off_policy import correction_stats
 from tokencredit.core.whitening import whiten
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import sharded_in
 from tokencredit.learn.critic_steps import CriticSteps, unclipped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import follow_returns, histogram_heads
@@ -33,8 +35,6 @@ from tokencredit.learn.update import (
     ratios,
     update_metrics,
 )
-from tokencredit.processes import Processes
-from tokencredit.sharding import sharded_in
 
 
 class Learner:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience, length_batches
 from tokencredit.learn.objective import Objective
-from tokencredit.processes import Processes
 
 
 class Minibatch(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tokencredit.core.checks import require_choice, require_fraction, require_positive
+from tokencredit.core.argument_checks import require_choice, require_fraction, require_positive
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")

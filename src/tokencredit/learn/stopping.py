@@ -2,7 +2,7 @@
 
 import math
 
-from tokencredit.core.checks import require_positive
+from tokencredit.core.argument_checks import require_positive
 
 
 def past_target_kl(kl: float, target: float | None, slack: float = 1.0) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tokencredit.core.losses import Clip, RatioStats, ratio_stats
 from tokencredit.core.off_policy import CorrectionStats
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
-from tokencredit.processes import Processes
 
 
 @dataclass(frozen=True)

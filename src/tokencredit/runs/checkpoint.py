@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tokencredit
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.processes import Processes
 from tokencredit.runs.folder import flush, safetensors_errors
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.tensor_files import DamagedTensors, Shape, read_tensors, write_tensors

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tokencredit.distributed.processes import connection_lost
+from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.processes import connection_lost
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.training import RunSettings
-from tokencredit.signals import Signals
 
 State = dict[str, Any]
 """A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_checkpoint`."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
-from tokencredit.processes import Processes
 from tokencredit.runs.bad_steps import keep_batch
 from tokencredit.runs.checkpoint import size_of, versions, write_checkpoint
 from tokencredit.runs.console import Screen

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.processes import Processes
 from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES, read_python
 from tokencredit.settings.data import TEXTS

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
 
 FILES, SMALLEST_FILE, LARGEST_FILE = 64, 2**26, 2**30
 """A checkpoint has about so many files of tensors, each of so many bytes of all processes together: PyTorch holds a

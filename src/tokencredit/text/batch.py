@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import moments
 from tokencredit.core.off_policy import CorrectionStats, correction_stats
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import critic_metrics
-from tokencredit.processes import Processes
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.rewards.terms import term_metrics
 from tokencredit.text.rewards.texts import last_message
-from tokencredit.text.turns.record import episode_metrics, episode_record
+from tokencredit.text.turns.episode_record import episode_metrics, episode_record
 
 DECIMALS = 6
 """Decimals of numbers in samples.jsonl."""

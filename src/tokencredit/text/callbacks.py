@@ -12,9 +12,9 @@ from tokencredit.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokencredit.text.engines.engine import Rollout
+    from tokencredit.text.ppo_trainer import PPOTrainer
     from tokencredit.text.rewards.terms import Scores
     from tokencredit.text.scoring_passes import ReferenceOutputs
-    from tokencredit.text.trainer import PPOTrainer
 
 
 class Callback:

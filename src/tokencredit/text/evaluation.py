@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import RunStopped
-from tokencredit.processes import Processes
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
@@ -24,8 +24,7 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import share_of_rows
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
-from tokencredit.text.rewards.terms import term_metrics
-from tokencredit.text.setup import (
+from tokencredit.text.ppo_setup import (
     build_pipeline,
     check_evaluation_size,
     environments_of,
@@ -33,7 +32,8 @@ from tokencredit.text.setup import (
     evaluation_tasks,
     load_terms,
 )
-from tokencredit.text.turns.record import episode_metrics
+from tokencredit.text.rewards.terms import term_metrics
+from tokencredit.text.turns.episode_record import episode_metrics
 from tokencredit.text.turns.tasks import Tasks
 
 MEANINGS = {

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.kl import k1
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import gathered, is_sharded
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.processes import Processes
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
-from tokencredit.sharding import gathered, is_sharded
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Engine, Rollout
-from tokencredit.text.engines.local.engine import LocalEngine
+from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision

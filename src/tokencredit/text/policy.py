@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.processes import Processes
 from tokencredit.runs.resuming import given_in_python
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.options import with_engine
@@ -20,14 +20,14 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local.engine import LocalEngine
+from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.engines.requests import RequestEngine
-from tokencredit.text.models.loading import max_prompt_length
+from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
+from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
-from tokencredit.text.setup import build_pipeline, build_player, evaluation_tasks
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.record import played_record
+from tokencredit.text.turns.episode_record import played_record
 
 
 class Policy:

@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 
 from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import extents
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import length_batches
 from tokencredit.learn.objective import PolicyOutputs
-from tokencredit.processes import Processes
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, idle_row

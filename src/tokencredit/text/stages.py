@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from tokencredit.distributed.processes import Processes, out_of_memory
 from tokencredit.errors import OutOfMemory, RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.update import NonFiniteUpdate
-from tokencredit.processes import Processes, out_of_memory
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.pipeline import Scored

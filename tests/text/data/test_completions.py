@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.completions import ended, rendered_after, tokenize_after
-from tokencredit.text.models.loading import resolve
+from tokencredit.text.models.model_loading import resolve
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -17,7 +17,7 @@ from tokencredit.text.engines.background import BackgroundSampler
 from tokencredit.text.engines.continuous import ContinuousSampler, Progress, spared
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
 LIMIT, ROWS = 40, 6

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
@@ -19,7 +19,7 @@ from tokencredit.text.engines.requests import EngineFailure, Request, RequestEng
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
 ENDS = list(range(60))

@@ -12,7 +12,7 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy, build_trunks, save_policy
-from tokencredit.text.models.loading import load_language_model, load_tokenizer
+from tokencredit.text.models.model_loading import load_language_model, load_tokenizer
 from tokencredit.text.models.peft_models import UNSUPPORTED
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import build_models, load_start

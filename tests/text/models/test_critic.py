@@ -19,10 +19,10 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
 from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.critic import build_value_head
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.scoring_passes import rollout_values
-from tokencredit.text.trainer import PPOTrainer
 
 WORDS = ["acting", "plot", "film", "story", "ending", "music", "cast", "script"]
 NONE = CriticConfig(kind="none")

@@ -22,10 +22,10 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import attention_of, layers_of, trunk_of
 from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.critic import Critic, Ensemble, build_value_head
-from tokencredit.text.models.loading import load_language_model, resolve
+from tokencredit.text.models.model_loading import load_language_model, resolve
+from tokencredit.text.ppo_setup import check_batch_size
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import rollout_values
-from tokencredit.text.setup import check_batch_size
-from tokencredit.text.trainer import PPOTrainer
 
 SEPARATE = {"kind": "separate", "head": "linear"}
 NORMS = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}

@@ -22,8 +22,8 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
-from tokencredit.text.models.checks import check_policy
 from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.model_checks import check_policy
 from tokencredit.text.models.run_models import load_start
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -17,7 +17,7 @@ from transformers.activations import NewGELUActivation
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.models.building import build_policy, save_policy
-from tokencredit.text.models.loading import (
+from tokencredit.text.models.model_loading import (
     end_ids,
     fuse_gelu,
     load_language_model,

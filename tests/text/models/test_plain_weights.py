@@ -11,7 +11,7 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.models import plain_weights as module
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.building import build_policy
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.peft_models import merge
 from tokencredit.text.models.plain_weights import plain_weights, write_weights
 

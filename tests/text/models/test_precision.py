@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from helpers.configs import quiet
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.learn.experience import length_batches
-from tokencredit.processes import Processes
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
@@ -16,10 +16,10 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models import precision
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision, bfloat16_helps, choose_precision, round_frozen
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import rollout_logprobs
-from tokencredit.text.trainer import PPOTrainer
 
 CPU = torch.device("cpu")
 

@@ -180,7 +180,7 @@ def test_a_truncated_answer_has_neither_an_end_nor_what_the_template_adds(lm, to
 
 def test_a_prefill_is_continued_by_a_text_and_included_in_a_message(lm, tokenizer):
     from tokencredit.text.offline.examples import scored_pair
-    from tokencredit.text.rewards.models import RewardModel
+    from tokencredit.text.rewards.reward_models import RewardModel
 
     chat = chatting(tokenizer)
     prompt = [{"role": "user", "content": "Good?"}, {"role": "assistant", "content": "It is"}]

@@ -14,8 +14,8 @@ from tokencredit.learn.training_mode import training
 from tokencredit.settings.model import TunedModelConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.offline.losses import Loss
-from tokencredit.text.offline.setup import load_examples, load_model
+from tokencredit.text.offline.offline_losses import Loss
+from tokencredit.text.offline.offline_setup import load_examples, load_model
 
 pytestmark = pytest.mark.slow
 CPU = Precision("float32", torch.device("cpu"))
@@ -70,7 +70,7 @@ def test_sft_is_the_mean_negative_log_prob_of_completion_tokens(folder, answers)
 
 
 def test_rewards_are_those_that_a_reward_term_gives(folder, preferences):
-    from tokencredit.text.rewards.models import RewardModel
+    from tokencredit.text.rewards.reward_models import RewardModel
 
     config = RewardModelConfig.from_dict({"model.name": folder, "reward_model.center": 0.1})
     model, rows, loss = built(config, preferences)

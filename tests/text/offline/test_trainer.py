@@ -21,7 +21,7 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.reading import read_run
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
-from tokencredit.text.offline.trainer import OfflineTrainer
+from tokencredit.text.offline.offline_trainer import OfflineTrainer
 
 pytestmark = pytest.mark.slow
 KINDS = {"sft": SFTConfig, "reward-model": RewardModelConfig, "dpo": DPOConfig}
@@ -146,7 +146,7 @@ def test_a_merged_adapter_is_the_trunk_of_a_reward_model(data, tmp_path):
     assert main(["sft", *options(sft, data["sft"], **{"model.lora.rank": 2, "run.iterations": 20})]) == 0
     start = {"model.name": str(sft / "policy"), "run.iterations": 1, "optim.lr": 1e-12}
     assert main(["reward-model", *options(tmp_path / "rm", data["reward-model"], **start)]) == 0
-    from tokencredit.text.models.loading import resolve
+    from tokencredit.text.models.model_loading import resolve
 
     name = "transformer.h.0.attn.c_attn.weight"
     before = load_file(f"{resolve('builtin:reviews', 'policy')}/model.safetensors")[name]
@@ -273,7 +273,7 @@ def test_a_reward_model_is_not_begun_with_random_layers(data, tmp_path, tokenize
 
 
 def test_another_head_is_replaced_with_a_word(preferences, tmp_path):
-    from tokencredit.text.models.loading import resolve
+    from tokencredit.text.models.model_loading import resolve
 
     config = RewardModelConfig.from_dict(settings(tmp_path, **{"model.name": resolve("builtin:reviews", "sentiment")}))
     trainer = OfflineTrainer(config, train_dataset=preferences)

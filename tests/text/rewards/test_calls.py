@@ -17,9 +17,9 @@ from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards import calls as reward_calls
 from tokencredit.text.rewards.terms import NonFiniteReward, RewardError, Term, build_terms, score
-from tokencredit.text.trainer import PPOTrainer
 
 COMPLETIONS = ["one", "three"]
 LENGTHS = [3.0, 5.0]

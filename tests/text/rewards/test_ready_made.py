@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.models.loading import resolve
+from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.rewards.calls import Term, check_columns
 from tokencredit.text.rewards.ready_made import (
     READY_MADE,

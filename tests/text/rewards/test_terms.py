@@ -32,9 +32,9 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.settings.parsing import config_parser, to_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.models.loading import resolve
-from tokencredit.text.rewards.models import Classifier, Reader, RewardModel, load
+from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.rewards.ready_made import count, length, reference_fluency
+from tokencredit.text.rewards.reward_models import Classifier, Reader, RewardModel, load
 from tokencredit.text.rewards.terms import (
     NonFiniteReward,
     RewardError,

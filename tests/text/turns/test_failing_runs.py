@@ -8,7 +8,7 @@ from functools import wraps
 import pytest
 
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.turns.worlds import calculator as worlds
 
 pytestmark = pytest.mark.slow

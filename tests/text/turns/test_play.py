@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from tokencredit.core.masked import extents
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.processes import Processes
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import build_models, load_start
+from tokencredit.text.ppo_setup import build_pipeline
 from tokencredit.text.scoring_passes import rollout_logprobs
-from tokencredit.text.setup import build_pipeline
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.tasks import Tasks
 

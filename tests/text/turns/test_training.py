@@ -19,7 +19,7 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, EvalConfig, KLConfig, UpdateConfig
-from tokencredit.text.trainer import PPOTrainer
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 
 def config(folder, iterations=1, **groups):

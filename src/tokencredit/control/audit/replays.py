@@ -17,8 +17,8 @@ from torch import Tensor
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
 from tokencredit.control.audit.randomness import redraw
-from tokencredit.control.environments import MAX_REPLAY_STEPS, ReplayWrapper, base_env, make_envs, wrappers
 from tokencredit.control.reward_scale import ScaleReward
+from tokencredit.control.vector_environments import MAX_REPLAY_STEPS, ReplayWrapper, base_env, make_envs, wrappers
 from tokencredit.errors import RunStopped
 from tokencredit.settings.control import ControlConfig
 

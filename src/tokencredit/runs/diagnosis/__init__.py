@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokencredit.runs.diagnosis.checks import CHECKS, FINAL_CHECKS
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
+from tokencredit.runs.diagnosis.metric_checks import CHECKS, FINAL_CHECKS
 from tokencredit.settings.world import OFFLINE, world_of
 
 __all__ = ["Finding", "diagnose", "no_finding"]

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.processes import Processes
 from tokencredit.text.credit import Credit, ScoreScale
-from tokencredit.text.models.loading import max_prompt_length
+from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.pipeline import Pipeline, Sampled, Scored, UnusableBatch
 from tokencredit.text.rewards.calls import RewardError
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tokencredit.audit.sampling import generator, spread
+from tokencredit.audit.state_choice import generator, spread
 from tokencredit.audit.truth import Returns
 from tokencredit.learn.experience import Experience
 from tokencredit.text.audit.continuations import Continuations, run_in_all, states_of

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.learn.rng import from_hex, to_hex
-from tokencredit.processes import Processes
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch, Prompts
 from tokencredit.text.turns.tasks import TaskBatch, Tasks

@@ -12,7 +12,7 @@ from tokencredit.errors import RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.models.loading import max_prompt_length
+from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.scoring_passes import rollout_logprobs
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import gathered
 from tokencredit.errors import EngineLost, RunStopped
-from tokencredit.processes import Processes
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.sharding import gathered
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.probe import Probe, require_draws, sample_probe

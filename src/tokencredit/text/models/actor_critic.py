@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from tokencredit.core.logprobs import token_logprobs, token_loss
 from tokencredit.core.masked import extents
 from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
+from tokencredit.distributed.sharding import is_sharded, within
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.learn.state import trainable
-from tokencredit.sharding import is_sharded, within
 from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.architecture import layers_of, output_states, states_after, trunk_of
 from tokencredit.text.models.critic import Critic, Ensemble

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
-from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.architecture import weight_hash
 from tokencredit.text.models.peft_models import (
     ADAPTER_NAME,

@@ -13,16 +13,16 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError
 from tokencredit.learn.state import trainable
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.sharding import is_sharded
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter
 from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of, width
-from tokencredit.text.models.checks import check_checkpointing, check_critic
 from tokencredit.text.models.critic import SavedCritic, build_critic, save_model, saved_start
-from tokencredit.text.models.loading import as_config_error, check_vocabulary, load_model, load_tokenizer, resolve
+from tokencredit.text.models.model_checks import check_checkpointing, check_critic
+from tokencredit.text.models.model_loading import as_config_error, check_vocabulary, load_model, load_tokenizer, resolve
 from tokencredit.text.models.peft_models import attached, plain_decoder, saved_config
 from tokencredit.text.models.sharded_loading import Sharding
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokencredit.core.losses import histogram_values
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
 from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
-from tokencredit.processes import Processes
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.architecture import layer_limit, width
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"

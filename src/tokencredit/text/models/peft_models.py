@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from tokencredit.distributed.sharding import within
 from tokencredit.errors import ConfigError
-from tokencredit.sharding import within
 from tokencredit.text.models.architecture import trunk_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
-from tokencredit.sharding import is_sharded, whole
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.peft_models import adapter_layers, merge
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
 from tokencredit.runs.folder import read_choices
 from tokencredit.text.models.machine_timings import measure_once, processor
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
-from tokencredit.processes import Processes
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.continuous import ContinuousSampler
-from tokencredit.text.engines.local.engine import LocalEngine
+from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.engines.requests import RequestEngine, Sampler
 from tokencredit.text.engines.vllm.sampler import VllmSampler
@@ -29,9 +29,9 @@ from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
-from tokencredit.text.models.checks import check_policy, static_decoding
 from tokencredit.text.models.critic import saved_critics
-from tokencredit.text.models.loading import (
+from tokencredit.text.models.model_checks import check_policy, static_decoding
+from tokencredit.text.models.model_loading import (
     check_language_model,
     check_origin,
     end_ids,

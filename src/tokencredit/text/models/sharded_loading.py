@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, PreTrainedModel
 
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import allow_within, is_sharded, join_tied, shard
 from tokencredit.errors import ConfigError
-from tokencredit.processes import Processes
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ShardingConfig
-from tokencredit.sharding import allow_within, is_sharded, join_tied, shard
 from tokencredit.text.models.architecture import layers_name, trunk_of
 
 GATHERED_ALONE = "free_full_weight"

@@ -14,8 +14,8 @@ from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
 from tokencredit.text.data.datasets import column_names, from_python, read_dataset
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
-from tokencredit.text.models.loading import end_ids, max_prompt_length
-from tokencredit.text.rewards.models import RewardModel
+from tokencredit.text.models.model_loading import end_ids, max_prompt_length
+from tokencredit.text.rewards.reward_models import RewardModel
 from tokencredit.text.rewards.texts import prefilled
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
+from tokencredit.distributed.processes import out_of_memory
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.processes import out_of_memory
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.rewards.ready_made import RewardFunction
-from tokencredit.text.user_code.failures import described
+from tokencredit.text.user_code.user_errors import described
 from tokencredit.text.user_code.workers import TimedOut, Workers, call_within, is_coroutine_function
 
 T = TypeVar("T")

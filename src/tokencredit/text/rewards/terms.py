@@ -22,9 +22,9 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.settings.fields import shown
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, start_call, start_early
-from tokencredit.text.rewards.loading import load_function
-from tokencredit.text.rewards.models import Classifier, RewardModel, load
 from tokencredit.text.rewards.ready_made import RewardFunction
+from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
+from tokencredit.text.rewards.reward_sources import load_function
 from tokencredit.text.rewards.texts import Text, joined
 
 LARGEST = torch.finfo(torch.float32).max

@@ -21,7 +21,7 @@ from tokencredit.text.turns.protocols.own_reward import own_reward
 from tokencredit.text.turns.protocols.step_episode import StepEpisode
 from tokencredit.text.turns.protocols.tool_episode import ToolEpisode
 from tokencredit.text.turns.protocols.tools import describe_all
-from tokencredit.text.user_code.loading import check_kwargs, load_object
+from tokencredit.text.user_code.user_objects import check_kwargs, load_object
 from tokencredit.text.user_code.workers import Workers
 
 BUILT_IN = {

@@ -8,7 +8,7 @@ from tokencredit.text.engines.local.conversation import LocalConversation
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
 ENDS = range(60)

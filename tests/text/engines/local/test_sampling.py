@@ -10,7 +10,7 @@ from tokencredit.text.engines.local.sampling import draw, sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 
 
 @pytest.fixture

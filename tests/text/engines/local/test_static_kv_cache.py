@@ -20,8 +20,8 @@ from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.architecture import width
-from tokencredit.text.models.checks import static_decoding
 from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.model_checks import static_decoding
 from tokencredit.text.models.peft_models import adopt
 from tokencredit.text.models.precision import Precision, matrix_layers
 

@@ -41,7 +41,7 @@ from tokencredit.text.engines.vllm import server as vllm_server
 from tokencredit.text.engines.vllm.answers import COMMAND
 from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.building import build_policy
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
 pytestmark = pytest.mark.slow

@@ -22,9 +22,9 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
 from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.setup import check_evaluation_lengths
+from tokencredit.text.ppo_setup import check_evaluation_lengths
 
 END = 1
 

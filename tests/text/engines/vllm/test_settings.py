@@ -12,7 +12,7 @@ from tokencredit.settings.options import with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.engines.vllm.sampler import VllmSampler
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.loading import load_language_model
+from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
 

@@ -15,9 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tokencredit.processes import Processes
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import within
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.sharding import within
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout

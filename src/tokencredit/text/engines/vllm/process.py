@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from tokencredit.distributed.sharding import kind_of
 from tokencredit.learn.rng import preserved
-from tokencredit.sharding import kind_of
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine shares this process, so that tensors are passed as they are

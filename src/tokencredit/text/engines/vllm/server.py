@@ -16,10 +16,10 @@ import httpx2
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.processes import Processes
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
-from tokencredit.sharding import is_sharded
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.vllm.answers import (
     CERTAIN,

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
-from tokencredit.text.models.loading import load_tokenizer, resolve
+from tokencredit.text.models.model_loading import load_tokenizer, resolve
 from tokencredit.text.turns.chat.call_formats import THINK
 from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected
 from tokencredit.text.turns.chat.framing import ChatFraming

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.turns.protocols.tools import RESERVED, Tool, describe_all, methods
-from tokencredit.text.user_code.failures import described
-from tokencredit.text.user_code.loading import check_kwargs
+from tokencredit.text.user_code.user_errors import described
+from tokencredit.text.user_code.user_objects import check_kwargs
 from tokencredit.text.user_code.workers import TimedOut, Workers, call_within
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

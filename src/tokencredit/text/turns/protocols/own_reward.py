@@ -7,7 +7,7 @@ from typing import Any
 
 from tokencredit.text.rewards.calls import RewardError, RewardTimeout, Term
 from tokencredit.text.turns.protocols.factories import Factory
-from tokencredit.text.user_code.failures import described
+from tokencredit.text.user_code.user_errors import described
 from tokencredit.text.user_code.workers import TimedOut, Workers, begin
 
 TurnRewards = Sequence[tuple[int, float]]

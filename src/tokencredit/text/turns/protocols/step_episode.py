@@ -12,7 +12,7 @@ from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
 from tokencredit.text.turns.observations import clean, clean_messages, messages_of, readable, shorten
 from tokencredit.text.turns.protocols.instances import Instance
-from tokencredit.text.user_code.failures import described
+from tokencredit.text.user_code.user_errors import described
 from tokencredit.text.user_code.workers import TimedOut, call_within
 
 

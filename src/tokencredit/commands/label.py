@@ -1,0 +1,100 @@
+"""Commands on preferences: `pairs` and `label`."""
+
+from __future__ import annotations
+
+import webbrowser
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from threading import Thread
+
+from jsonargparse import Namespace
+from jsonargparse.typing import restricted_number_type
+
+from tokencredit.commands.shared_options import Seed, refuse_empty
+from tokencredit.commands.use_model import from_python, which_of
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import check_new_file
+from tokencredit.settings.options import PairsOptions
+from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
+from tokencredit.settings.source import read_source
+
+Port = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
+
+
+@cache
+def pairs_parser() -> Parser:
+    """The parser of `tokencredit pairs`."""
+    parser = options_parser(PairsOptions, "Sample completions, rank them by a reward, and write pairs of them.")
+    parser.add_argument("model", help="Folder of a run or a model, or a hub id.")
+    parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
+    parser.add_argument("--best", action="store_true", help="Sample from the policy with the best evaluation.")
+    parser.add_argument(
+        "--out", metavar="FILE", help="New .jsonl file of the pairs; a .json beside it has settings and counts."
+    )
+    return parser
+
+
+def pairs(options: Namespace) -> None:
+    """Run `tokencredit pairs`."""
+    if options.out is None:
+        raise ConfigError("--out is missing; give a new file that ends in .jsonl")
+    settings = to_options(pairs_parser(), options, PairsOptions)
+    source, which = read_source(options.model), which_of(options)
+    source = replace(source, config=settings.configure(source, from_python(source), options.no_code))
+    reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
+    out = check_new_file("--out", options.out, ".jsonl")
+    check_new_file("the file of settings beside --out", str(out.with_suffix(".json")), ".json")
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.tools.preferences.pairs import write_pairs
+
+    disable_progress_bar()
+    write_pairs(source, which, reference, settings, out)
+    print(out)
+
+
+def label_parser() -> Parser:
+    """The parser of `tokencredit label`."""
+    parser = new_command("Label pairs of completions by hand: which one is better?", runs_code=False)
+    parser.add_argument("pairs", metavar="FILE", help="JSONL file of pairs, as `tokencredit pairs` writes it.")
+    parser.add_argument("--out", metavar="FILE", help="File of labels, continued; by default labels.jsonl.")
+    parser.add_argument("--browser", action="store_true", help="Label on a page in the browser.")
+    parser.add_argument("--port", type=Port, default=0, help="Port of the page; 0 for any free one.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of the order of A and B.")
+    parser.add_argument("--export", metavar="FILE", help="Write preferences of the labels to this new file.")
+    return parser
+
+
+def label(options: Namespace) -> None:
+    """Run `tokencredit label`."""
+    refuse_empty(options, "out")
+    if options.port and not options.browser:
+        raise ConfigError(f"--port is {options.port}, which has no effect without --browser; leave it out")
+    if options.export is not None and (options.browser or options.seed != 1):
+        raise ConfigError("--export labels nothing, so --browser and --seed have no effect; leave them out")
+    from tokencredit.tools.preferences.labels import Labels, Session, export, read_pairs
+
+    pairs = read_pairs(Path(options.pairs), options.seed)
+    file = Path(options.pairs).with_name("labels.jsonl") if options.out is None else Path(options.out)
+    labels = Labels.open(file)
+    if options.export is not None:
+        out = check_new_file("--export", options.export, ".jsonl")
+        print(f"{export(labels, pairs, out)} preferences in {out}")
+        return
+    session = Session(pairs, labels)
+    if options.browser:
+        from tokencredit.tools.preferences.browser import LabelServer
+
+        server = LabelServer(session, options.port)
+        print(f"{server.url}\nCtrl-C, or Stop on the page, ends the command", flush=True)
+        # In a thread: a browser in the terminal is waited for, and waits for the server.
+        Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+        server.serve()
+    else:
+        from rich.console import Console
+
+        from tokencredit.tools.preferences.terminal import key_reader, label_in_terminal
+
+        label_in_terminal(session, Console(highlight=False), key_reader())
+    print(", ".join(f"{name} {number}" for name, number in session.counts().items()), f"in {file}")

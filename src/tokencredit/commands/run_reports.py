@@ -1,0 +1,205 @@
+"""Commands on finished runs: `audit`, `inspect`, `play`, `report`, `compare` and `doctor`."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+
+from tokencredit.commands.shared_options import Seed, refuse_empty, require_gymnasium
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.untrusted import visible
+from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
+from tokencredit.settings.parsing import Parser, new_command
+from tokencredit.settings.run_file import read_config, run_config_file
+from tokencredit.settings.source import read_policy_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.world import CONTROL, world_of
+from tokencredit.settings.yaml import read_yaml
+
+
+def audit_parser() -> Parser:
+    """The parser of `tokencredit audit`."""
+    parser = new_command("Measure a run's credit against true values, and add the result to its page.")
+    parser.add_argument("run", help="Folder of a run, finished or still training.")
+    parser.add_argument(
+        "--checkpoint", type=PositiveInt | None, help="Iteration of the checkpoint; by default the newest."
+    )
+    parser.add_argument("--completions", type=PositiveInt, default=16, help="Completions or episodes to audit.")
+    parser.add_argument("--continuations", type=PositiveInt, default=32, help="Continuations per state.")
+    parser.add_argument(
+        "--states",
+        help="States per completion or episode, evenly spread: all, or a number; by default all, and 4 per episode.",
+    )
+    parser.add_argument("--seconds", type=PositiveFloat | None, help="Time limit in seconds; by default none.")
+    return parser
+
+
+def audit(options: Namespace) -> None:
+    """Run `tokencredit audit`."""
+    count = options.states
+    if count not in (None, "all") and not (count.isdecimal() and int(count)):
+        raise ConfigError(f"--states is {count}; it must be all, or a whole number, at least 1")
+    states = {} if count is None else {"states": None if count == "all" else int(count)}
+    for name in ("completions", "continuations"):
+        if (size := getattr(options, name)) < 2:
+            raise ConfigError(f"--{name} is {size}; it must be at least 2")
+    RunFolder(options.run).require_writable()  # before the measurement, which takes long
+    run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "seconds": options.seconds}
+    result = audits_of(run, options, shared | states)
+
+    from tokencredit.report.page import write_report
+    from tokencredit.runs.console import Screen
+    from tokencredit.runs.folder import write_audit
+
+    write_audit(RunFolder(options.run), result)
+    Screen(0).audit(result)
+    print(write_report(run))
+
+
+def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str, Any]:
+    """An audit of a run of either kind; `shared` are the settings that both have."""
+    settings = read_yaml(run_config_file(run))
+    if isinstance(settings, dict) and world_of(settings) is CONTROL:
+        agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
+        require_gymnasium()
+        from tokencredit.control.audit.agent_run_audit import audit_run as audit_agent
+
+        return audit_agent(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
+    config = read_config(run / "config.yaml", PPOConfig, options.no_code)
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.text.audit.run_audit import audit_run
+
+    disable_progress_bar()
+    settings = AuditConfig(completions=options.completions, **{"states": None, **shared})
+    return audit_run(run, config, settings, options.checkpoint)
+
+
+def play_parser() -> Parser:
+    """The parser of `tokencredit play`."""
+    parser = new_command("Play episodes with a trained agent.")
+    parser.add_argument("run", help="Folder of a run.")
+    parser.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="Number of episodes.")
+    parser.add_argument(
+        "--sample", action="store_true", help="Sample actions as in training, instead of the most likely ones."
+    )
+    parser.add_argument("--videos", type=NonNegativeInt, default=0, help="Extra episodes, recorded on video.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    return parser
+
+
+def play(options: Namespace) -> None:
+    """Run `tokencredit play`."""
+    config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
+    require_gymnasium()
+    from tokencredit.control.agent_evaluation import play_run
+
+    settings = EpisodesConfig(episodes=options.episodes, greedy=not options.sample, videos=options.videos)
+    play_run(Path(options.run), config, settings, options.seed)
+
+
+def inspect_parser() -> Parser:
+    """The parser of `tokencredit inspect`."""
+    parser = new_command("Find which parts of the model training changed, and write a page about them.")
+    parser.add_argument("run", help="Folder of a finished run of a language model.")
+    parser.add_argument("--prompt", help="Prompt of the inspected completion; by default the run's first.")
+    parser.add_argument(
+        "--against", metavar="base|OTHER", default="base", help="Model to compare with: base, a run or a model folder."
+    )
+    parser.add_argument("--up", nargs="+", metavar="WORD", default=[], help="Words whose log-odds are explained.")
+    parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
+    return parser
+
+
+def inspect(options: Namespace) -> None:
+    """Run `tokencredit inspect`."""
+    refuse_empty(options, "against")
+    run = Path(options.run)
+    config = read_policy_config(run, options.no_code)
+    RunFolder(options.run).require_writable()  # before the comparison, which takes long
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.report.inspect_file import write_inspection
+    from tokencredit.report.inspect_page import write_inspect_page
+    from tokencredit.tools.inspect.inspection import inspect_run
+
+    disable_progress_bar()
+    arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
+    result = inspect_run(run, config, **arguments)
+    write_inspection(RunFolder(options.run), result)
+    page = write_inspect_page(run)
+    print(visible(result["answer"]["sentence"]))
+    show_page(page, options)
+
+
+def report_parser() -> Parser:
+    """The parser of `tokencredit report`."""
+    parser = new_command("Write a run's report, an HTML page that needs no network.", runs_code=False)
+    parser.add_argument("run", help="Folder of a run, finished or still training.")
+    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
+    return parser
+
+
+def report(options: Namespace) -> None:
+    """Run `tokencredit report`."""
+    from tokencredit.report.page import write_report
+
+    show_page(write_report(Path(options.run)), options)
+
+
+def show_page(page: Path, options: Namespace) -> None:
+    """Print a page's path, and with `--open` open it in the browser."""
+    print(page)
+    if options.open and not webbrowser.open(page.resolve().as_uri()):
+        print("no browser was found; open the page yourself")
+
+
+def compare_parser() -> Parser:
+    """The parser of `tokencredit compare`."""
+    parser = new_command("Compare runs on a page and in figures.", runs_code=False)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs, finished or still training.")
+    parser.add_argument("--metric", help="Metric to compare; by default the reward, or an agent's return.")
+    parser.add_argument("--group-by", metavar="KEY", help="Key whose value groups runs into one curve.")
+    parser.add_argument("--smooth", type=PositiveInt, default=1, help="Window of each run's running mean.")
+    parser.add_argument("--out", default="comparison", help="Output folder.")
+    return parser
+
+
+def compare(options: Namespace) -> None:
+    """Run `tokencredit compare`."""
+    refuse_empty(options, "out")
+    from tokencredit.report.comparison_page import write_comparison
+
+    settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
+    comparison = write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out))
+    for sentence in comparison.verdict:
+        print(visible(sentence))
+    print(comparison.page)
+
+
+def doctor_parser() -> Parser:
+    """The parser of `tokencredit doctor`."""
+    parser = new_command("Diagnose a run: what is wrong, and what to change.", runs_code=False)
+    parser.add_argument("run", help="Folder of a run, finished or still training.")
+    return parser
+
+
+def doctor(options: Namespace) -> None:
+    """Run `tokencredit doctor`."""
+    from tokencredit.report.reading import read_run
+    from tokencredit.runs.console import Screen
+    from tokencredit.runs.diagnosis import diagnose, no_finding
+
+    run = read_run(Path(options.run), samples=False)
+    screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
+    screen.findings(findings)
+    if not findings:
+        screen.say(no_finding(run.config, len(run.metrics)))

@@ -1,0 +1,210 @@
+"""Commands that train: `train`, `control`, `sft`, `reward-model`, `dpo` and `sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import Namespace
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from tokencredit.commands.jobs import training
+from tokencredit.commands.shared_options import refuse_empty, require_gymnasium
+from tokencredit.distributed.signals import raising_interrupt
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import read_python
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import refuse_idle
+from tokencredit.settings.offline import OfflineSettings
+from tokencredit.settings.parsing import Parser, configure, new_command, to_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.world import CONTROL
+
+if TYPE_CHECKING:
+    from tokencredit.tools.sweep.launch import Launcher, Resources
+    from tokencredit.tools.sweep.sweep_file import Run
+
+
+def train(options: Namespace) -> None:
+    """Run `tokencredit train`."""
+    resume = options.resume is not None
+    config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
+    refuse_other_folder(config, options)
+    refuse_idle(config, rows=())
+    if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume)) or []):
+        raise ConfigError(
+            f"{options.resume!r} was begun in Python with {', '.join(given)}, which its folder does not hold; pass the "
+            "same from Python, and call train(resume_from_checkpoint=True)"
+        )
+    with training(config, resume=resume) as (config, resume):
+        from transformers.utils.logging import disable_progress_bar
+
+        from tokencredit.distributed.processes import return_freed_memory
+        from tokencredit.text.ppo_trainer import PPOTrainer
+
+        disable_progress_bar()  # the screen has its own progress bar
+        if config.run.shard != "none":
+            return_freed_memory()
+        trainer = PPOTrainer(args=config)
+        with raising_interrupt():
+            trainer.train(resume_from_checkpoint=resume)
+
+
+def begun(options: Namespace) -> Path | None:
+    """The config.yaml of the run that `--resume` continues, if any."""
+    return None if options.resume is None else Path(options.resume) / "config.yaml"
+
+
+def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, options: Namespace) -> None:
+    """Raise `ConfigError` if `--resume` is given, and the run's folder is another."""
+    if options.resume is not None and Path(str(config.run.dir)) != Path(options.resume):
+        raise ConfigError(
+            f"run.dir is {config.run.dir!r}, and --resume continues {options.resume!r} in its own folder; leave out "
+            "run.dir"
+        )
+
+
+def control(options: Namespace) -> None:
+    """Run `tokencredit control`."""
+    resume = options.resume is not None
+    config = to_config(options, ControlConfig, options.no_code, begun=begun(options))
+    refuse_other_folder(config, options)
+    with training(config, resume=resume) as (config, resume):
+        require_gymnasium()
+        from tokencredit.control.control_trainer import ControlTrainer
+
+        with raising_interrupt():  # from the start, so that the environments' processes are ended too
+            ControlTrainer(config).train(resume_from_checkpoint=resume)
+
+
+def offline(kind: type[OfflineSettings], options: Namespace) -> None:
+    """Run `tokencredit sft`, `reward-model` or `dpo`."""
+    resume = options.resume is not None
+    config = to_config(options, kind, options.no_code, begun=begun(options))
+    refuse_other_folder(config, options)
+    refuse_idle(config, rows=())
+    if config.data.dataset is None:
+        raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
+    with training(config, resume=resume) as (config, resume):
+        from transformers.utils.logging import disable_progress_bar
+
+        from tokencredit.text.offline.offline_trainer import OfflineTrainer
+
+        disable_progress_bar()
+        trainer = OfflineTrainer(config)
+        with raising_interrupt():
+            trainer.train(resume_from_checkpoint=resume)
+
+
+def sweep_parser() -> Parser:
+    """The parser of `tokencredit sweep`."""
+    parser = new_command("Train all runs of a sweep file, and compare them.")
+    parser.add_argument("file", help="YAML sweep file; docs/sweeps.md describes it.")
+    parser.add_argument(
+        "--seeds", type=PositiveInt | None, help="Number of the file's seeds to use, the first ones; by default all."
+    )
+    parser.add_argument(
+        "--on",
+        type=Literal["local", "ray", "slurm"],
+        default="local",
+        help="Place of the runs: processes here, tasks of a Ray cluster, or Slurm jobs.",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=PositiveInt | None,
+        help="Number of runs in parallel; by default one here, and on a cluster all that it has room for.",
+    )
+    parser.add_argument(
+        "--cores", type=PositiveInt | None, help="CPU cores per run on a cluster; by default 1, with its threads."
+    )
+    parser.add_argument(
+        "--gpus", type=NonNegativeInt | None, help="GPUs per run on a cluster, one process for each; by default 0."
+    )
+    parser.add_argument(
+        "--slurm",
+        nargs="+",
+        metavar="KEY=VALUE",
+        default=[],
+        help="Parameters of submitit for --on slurm, such as partition=gpu time=120.",
+    )
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="Show the runs and their state; train nothing."
+    )
+    parser.add_argument(
+        "--export", metavar="FOLDER", help="Write one configuration file per run into this folder; train nothing."
+    )
+    return parser
+
+
+def sweep(options: Namespace) -> None:
+    """Run `tokencredit sweep`."""
+    refuse_empty(options, "export")
+    if options.export and options.dry_run:
+        raise ConfigError("--export and --dry_run are both given; leave one of them out")
+    if options.export and (options.on != "local" or options.jobs):
+        raise ConfigError("--export trains nothing, so that --on and --jobs have no effect; leave them out")
+    from tokencredit.tools.sweep import runner
+    from tokencredit.tools.sweep.sweep_file import first_seeds, read_sweep, refuse_changed
+
+    runs = read_sweep(Path(options.file), partial(configure, no_code=options.no_code))
+    count, most = options.seeds, len({run.seed for run in runs})
+    if count is not None and count > most:
+        raise ConfigError(f"--seeds is {count}; it must be at most {most}, the number of seeds in {options.file}")
+    runs = first_seeds(runs, count)
+    resources = cluster_resources(options, runs)
+    if options.export:
+        runner.export(runs, Path(options.export), options.file)
+        return
+    refuse_changed(runs)
+    jobs = options.jobs or (1 if options.on == "local" else None)
+    if options.dry_run:
+        runner.show(runs, jobs, None if options.on == "local" else f"{options.on}: {resources} per run")
+        return
+    launcher = make_launcher(options, resources, runner.home(runs))
+    place = "" if options.on == "local" else f" --on {options.on}"
+    try:
+        runner.sweep(runs, launcher, jobs, f"tokencredit sweep {options.file}{place}")
+    finally:
+        launcher.close()
+
+
+def cluster_resources(options: Namespace, runs: Sequence[Run]) -> Resources:
+    """What each run gets on a cluster.
+
+    Raises:
+        ConfigError: a flag has no effect there, or the runs have no use for GPUs.
+    """
+    from tokencredit.tools.sweep.launch import Resources
+
+    for name, places in (("cores", ("ray", "slurm")), ("gpus", ("ray", "slurm")), ("slurm", ("slurm",))):
+        if options[name] not in (None, []) and options.on not in places:
+            needed = " or ".join(places)
+            raise ConfigError(f"--{name} has an effect only with --on {needed}, and --on is {options.on}; leave it out")
+    resources = Resources(options.cores or 1, options.gpus or 0)
+    if resources.gpus and runs[0].world is CONTROL:
+        raise ConfigError(f"--gpus is {resources.gpus}, and agents are trained on CPUs; leave it out")
+    if options.on == "slurm":
+        from tokencredit.tools.sweep.on_slurm import parameters
+
+        options.slurm = parameters(options.slurm)
+    return resources
+
+
+def make_launcher(options: Namespace, resources: Resources, home: Path) -> Launcher:
+    """The launcher of the place that `--on` names; `home` is the sweep's folder."""
+    if options.on == "ray":
+        from tokencredit.tools.sweep.on_ray import Ray
+
+        return Ray(resources, home)
+    if options.on == "slurm":
+        from tokencredit.tools.sweep.on_slurm import Slurm
+
+        return Slurm(resources, options.slurm)
+    from tokencredit.tools.sweep.launch import Local, cpu_cores
+    from tokencredit.tools.sweep.status import say
+
+    if (options.jobs or 1) > cpu_cores():
+        say(f"--jobs {options.jobs} exceeds this machine's {cpu_cores()} CPU cores; runs will slow each other down")
+    return Local(options.jobs or 1)

@@ -1,0 +1,171 @@
+"""Commands that sample from models: `generate`, `chat` and `evaluate`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from jsonargparse import Namespace
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+from tokencredit.commands.shared_options import Seed
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import check_new_file
+from tokencredit.runs.untrusted import visible
+from tokencredit.settings.options import EvaluateOptions, with_engine
+from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
+from tokencredit.settings.rollout import EngineName
+from tokencredit.settings.run_file import run_config_file
+from tokencredit.settings.source import Source, read_policy_config, read_source
+
+
+def generate_parser() -> Parser:
+    """The parser of `tokencredit generate`."""
+    parser = new_command("Sample completions from a trained policy.")
+    parser.add_argument("run", help="Folder of a run.")
+    parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn, or episodes.")
+    parser.add_argument(
+        "--chat", action="store_true", help="Format the prompt as a user message with the chat template."
+    )
+    parser.add_argument("-n", "--samples", type=PositiveInt, default=5, help="Number of completions.")
+    parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
+    parser.add_argument(
+        "--max_new_tokens", type=PositiveInt | None, help="Longest completion, in tokens; by default the run's."
+    )
+    parser.add_argument("--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's.")
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    parser.add_argument("--engine", type=EngineName, default="local", help="Sampling engine (docs/engines.md).")
+    parser.add_argument("--server", type=str | None, help="Address of a vLLM server, with --engine vllm.")
+    parser.add_argument(
+        "--server_folder", type=str | None, help="Folder through which weights reach the server; by default temporary."
+    )
+    return parser
+
+
+def generate(options: Namespace) -> None:
+    """Run `tokencredit generate`."""
+    if options.chat and not options.prompt:
+        raise ConfigError("--chat needs --prompt, the user message")
+    config = read_policy_config(Path(options.run), options.no_code)
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.runs.console import spoken
+    from tokencredit.runs.transcript import transcript
+    from tokencredit.text.policy import Policy
+
+    disable_progress_bar()
+    which = "base" if options.base else "policy"
+    policy = Policy(
+        Path(options.run),
+        with_engine(config, options.engine, options.server, options.server_folder),
+        which,
+        critic=False,
+    )
+    longest = options.max_new_tokens or config.rollout.max_new_tokens
+    if config.several_turns() and options.prompt is None:
+        console = Console(highlight=False)
+        for record in policy.play(options.samples, longest, options.temperature, options.seed):
+            console.print(spoken(transcript(record)), end="\n\n", soft_wrap=True)
+        return
+    prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
+    for text in prompts.continued(policy.complete(prompts, longest, options.temperature, options.seed)):
+        print(visible(text))
+
+
+def chat_parser() -> Parser:
+    """The parser of `tokencredit chat`."""
+    parser = new_command("Send the same messages to models, side by side.")
+    parser.add_argument("model", help="Folder of a run or a model, or a hub id.")
+    parser.add_argument("--base", action="store_true", help="Also show the model that the run started from.")
+    parser.add_argument(
+        "--beside", nargs="+", type=str, default=[], metavar="MODEL", help="Further models: runs, folders or hub ids."
+    )
+    parser.add_argument("--message", help="Answer this one message; by default those of standard input.")
+    parser.add_argument(
+        "--max_new_tokens", type=PositiveInt | None, help="Longest reply, in tokens; by default the run's, or 128."
+    )
+    parser.add_argument(
+        "--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's, or 1."
+    )
+    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness, the same for each model.")
+    return parser
+
+
+def chat(options: Namespace) -> None:
+    """Run `tokencredit chat`."""
+    if options.message is not None and not options.message.strip():
+        raise ConfigError("--message is empty; give a text, or leave it out to read standard input")
+    sources = [(read_source(name, options.no_code), "policy") for name in (options.model, *options.beside)]
+    if options.base:
+        if sources[0][0].run is None:
+            raise ConfigError(f"--base needs a run; {options.model!r} is a model")
+        sources.insert(0, (sources[0][0], "base"))
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.tools import chat as chats
+
+    disable_progress_bar()
+    settings = options.max_new_tokens, options.temperature, options.seed
+    speakers = [chats.load_speaker(source, which, *settings) for source, which in sources]
+    console = Console(highlight=False)
+    if options.message is not None:
+        chats.show(speakers, chats.answer(speakers, options.message), console)
+    else:
+        chats.chat(speakers, chats.typed(), console, lambda reason: print(visible(reason), file=sys.stderr))
+
+
+@cache
+def evaluate_parser() -> Parser:
+    """The parser of `tokencredit evaluate`."""
+    parser = options_parser(EvaluateOptions, "Evaluate a trained policy, or any model, by any reward.")
+    parser.add_argument("run", nargs="?", help="Folder of a run.")
+    parser.add_argument("--model", help="Another model: its folder or hub id, or the folder of a run.")
+    parser.add_argument("--base", action="store_true", help="Evaluate the model that the run started from.")
+    parser.add_argument(
+        "--best", action="store_true", help="Evaluate the policy with the best evaluation, instead of the last."
+    )
+    parser.add_argument("--out", metavar="FILE", help="New JSON file for the metrics and the settings.")
+    return parser
+
+
+def evaluate(options: Namespace) -> None:
+    """Run `tokencredit evaluate`."""
+    if options.run is None and options.model is None:
+        raise ConfigError("evaluate needs RUN, the folder of a run, or --model MODEL")
+    if options.run is not None and options.model is not None:
+        raise ConfigError("RUN and --model are both given; leave one of them out")
+    if options.run is not None:
+        run_config_file(Path(options.run))
+    settings = to_options(evaluate_parser(), options, EvaluateOptions)
+    source, which = read_source(options.model if options.run is None else options.run), which_of(options)
+    source = replace(source, config=settings.configure(source, from_python(source), options.no_code))
+    reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
+    out = None if options.out is None else check_new_file("--out", options.out, ".json")
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.text.evaluation import evaluate_source, write_metrics
+
+    disable_progress_bar()
+    metrics = evaluate_source(source, which, reference)
+    if out is not None:
+        write_metrics(out, source, which, reference, metrics)
+
+
+def which_of(options: Namespace) -> str:
+    """The model of a run that `--base` and `--best` choose."""
+    if options.base and options.best:
+        raise ConfigError("--base and --best are both given; leave one of them out")
+    return "base" if options.base else "best" if options.best else "policy"
+
+
+def from_python(source: Source) -> list[str]:
+    """Names of the arguments from Python that a source's run began with; none without a run."""
+    if source.run is None:
+        return []
+    from tokencredit.runs.resuming import given_in_python  # imports torch
+
+    return given_in_python(source.run)

@@ -1,0 +1,188 @@
+"""Evaluate an agent on whole episodes, and record videos."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tokencredit.control.agent import Agent
+from tokencredit.control.environment_failures import environment_errors
+from tokencredit.control.vector_environments import expected_warnings, make_envs, share_statistics, statistics
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import ControlConfig, EpisodesConfig
+
+COPIES = 10
+"""Episodes that are played in parallel."""
+AGENT_FILE = "agent.safetensors"
+MOMENTS = ("mean", "var", "count")
+
+
+class Player:
+    """Plays episodes with an agent; normalises observations with the training statistics, which it does not change."""
+
+    def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv):
+        """Store the arguments; environments are made on demand.
+
+        Args:
+            args: settings of the environment and the agent.
+            agent: the agent that acts.
+            training: the training environments, which hold the statistics.
+        """
+        self.args, self.agent, self.training = args, agent, training
+
+    def measure(self, settings: EpisodesConfig, seed: int) -> dict[str, float]:
+        """Returns and lengths of `settings.episodes` episodes, as metrics."""
+        envs = self._envs(min(settings.episodes, COPIES))
+        try:
+            return episode_metrics("eval", play(envs, self.agent, settings.episodes, settings.greedy, seed))
+        finally:
+            envs.close()
+
+    def record(self, settings: EpisodesConfig, seed: int, folder: Path, prefix: str) -> None:
+        """Play `settings.videos` further episodes, and record a video of each in the folder."""
+        with no_display():
+            envs = self._envs(1, videos=folder, prefix=prefix)
+            try:
+                play(envs, self.agent, settings.videos, settings.greedy, seed)
+            finally:
+                envs.close()
+
+    def _envs(self, number: int, **videos: Any) -> VectorEnv:
+        args = self.args
+        stack = args.agent.observations()
+        envs = make_envs(args.env, number, args.advantage.gamma, stack=stack, training=False, **videos)
+        share_statistics(envs, self.training)
+        return envs
+
+
+@torch.no_grad()
+def play(envs: VectorEnv, agent: Agent, count: int, greedy: bool, seed: int) -> list[tuple[float, int]]:
+    """Returns and lengths of `count` episodes, an equal number per copy so that short ones are not favoured."""
+    generator = torch.Generator().manual_seed(seed)
+    distribution = agent.distribution
+    quota = [count // envs.num_envs + (i < count % envs.num_envs) for i in range(envs.num_envs)]
+    episodes: list[list[tuple[float, int]]] = [[] for _ in quota]
+    with environment_errors():
+        observation, _ = envs.reset(seed=seed)
+        while any(len(done) < target for done, target in zip(episodes, quota, strict=True)):
+            outputs = agent.outputs(torch.from_numpy(observation))
+            if greedy:
+                actions = distribution.greedy(outputs)
+            else:
+                actions = distribution.sample(outputs, distribution.noise((envs.num_envs,), generator))
+            observation, _, _, _, info = envs.step(distribution.to_env(actions.numpy()))
+            for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
+                if len(episodes[copy]) < quota[copy]:
+                    episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
+    return [episode for done in episodes for episode in done]
+
+
+def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str, float]:
+    """Mean and standard deviation of returns, and mean length; NaN without episodes."""
+    if not episodes:
+        return {f"{prefix}/{name}": math.nan for name in ("average_return", "std_return", "average_length")}
+    returns, lengths = zip(*episodes, strict=True)
+    return {
+        f"{prefix}/average_return": float(np.mean(returns)),
+        f"{prefix}/std_return": float(np.std(returns)),
+        f"{prefix}/average_length": float(np.mean(lengths)),
+    }
+
+
+@contextmanager
+def no_display() -> Iterator[None]:
+    """Let pygame render without a display, unless the user has set a video driver."""
+    name, user_set = "SDL_VIDEODRIVER", "SDL_VIDEODRIVER" in os.environ
+    os.environ.setdefault(name, "dummy")
+    try:
+        yield
+    finally:
+        if not user_set:
+            del os.environ[name]
+
+
+def check_videos(args: ControlConfig) -> None:
+    """Check, before hours of training, that the environment can be recorded.
+
+    Raises:
+        ConfigError: a dependency of video recording is missing, or the environment renders no image.
+    """
+    try:
+        import moviepy  # noqa: F401
+
+        with no_display():
+            env = gym.make(args.env.id, render_mode="rgb_array", **args.env.kwargs)
+            env.reset(seed=0)
+            frame = env.render()
+            env.close()
+    except (ImportError, gym.error.DependencyNotInstalled) as error:
+        raise ConfigError(f"eval.videos: {error}; pip install tokencredit[video]") from error
+    except Exception as error:  # graphics libraries without a display raise errors of many types
+        raise ConfigError(f"eval.videos: {args.env.id} could not be drawn: {type(error).__name__}: {error}") from error
+    if not isinstance(frame, np.ndarray):
+        raise ConfigError(f"eval.videos: {args.env.id} draws no pictures in the mode rgb_array")
+
+
+def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
+    """Write the agent's weights and its environments' statistics; the run's config.yaml holds the architecture."""
+    folder.mkdir(exist_ok=True)
+    tensors = {f"agent.{name}": value.contiguous() for name, value in agent.state_dict().items()}
+    for name, rms in statistics(envs).items():
+        tensors |= {f"{name}.{part}": torch.as_tensor(np.array(getattr(rms, part))) for part in MOMENTS}
+    save_file(tensors, folder / AGENT_FILE)
+
+
+def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
+    """Load the result of `save_agent`: the agent, and one environment with the training statistics.
+
+    Raises:
+        ConfigError: the folder holds no agent, or its shape does not fit the configuration.
+    """
+    envs = make_envs(args.env, 1, args.advantage.gamma, stack=args.agent.observations())
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
+    try:
+        tensors = load_file(folder / AGENT_FILE)
+        agent.load_state_dict({k.removeprefix("agent."): v for k, v in tensors.items() if k.startswith("agent.")})
+        for name, rms in statistics(envs).items():
+            for part in MOMENTS:
+                setattr(rms, part, tensors[f"{name}.{part}"].numpy())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot load an agent from {folder / AGENT_FILE}: {error}") from error
+    except (RuntimeError, KeyError) as error:
+        raise ConfigError(f"{folder / AGENT_FILE} holds another agent than the configuration describes") from error
+    return agent, envs
+
+
+def play_run(run: Path, args: ControlConfig, settings: EpisodesConfig, seed: int) -> dict[str, float]:
+    """Play episodes with a run's trained agent and print the mean return; videos go to the run's folder.
+
+    Raises:
+        ConfigError: the run holds no agent, or its environment cannot be recorded.
+        RunStopped: an environment raised.
+    """
+    with expected_warnings(args.env):
+        if settings.videos:
+            check_videos(args)
+        agent, envs = load_agent(run / "policy", args)
+        player = Player(args, agent, envs)
+        metrics = player.measure(settings, seed)
+        print(
+            f"return {metrics['eval/average_return']:.1f} ± {metrics['eval/std_return']:.1f} "
+            f"({settings.episodes} episodes, mean length {metrics['eval/average_length']:.0f})"
+        )
+        if settings.videos:
+            player.record(settings, seed, run / "videos", f"play-{seed}")
+            print(f"videos in {run / 'videos'}")
+        envs.close()
+    return metrics

@@ -1,0 +1,234 @@
+"""Rollouts: an agent steps copies of an environment; all tensors are `[copies, time]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch import Tensor
+
+from tokencredit.control.agent import Agent
+from tokencredit.control.environment_failures import environment_errors
+from tokencredit.control.vector_environments import merged_envs, restore_envs, save_envs
+from tokencredit.core.advantages import estimate
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import RunStopped
+from tokencredit.learn.experience import Experience
+from tokencredit.learn.rng import from_hex, to_hex
+from tokencredit.settings.training import AdvantageSettings
+
+
+class NonFiniteReward(RunStopped):
+    """A reward is NaN or infinite; holds the rollout's observations and rewards, `[time, copies, …]`."""
+
+    def __init__(self, message: str, observations: np.ndarray, rewards: np.ndarray):
+        super().__init__(message)
+        self.observations, self.rewards = observations, rewards
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Steps of several copies of an environment, `[copies, time]`."""
+
+    observations: Tensor
+    """`[copies, time, size]`, as the agent received them."""
+    actions: Tensor
+    """`[copies, time, parts]`, as sampled, before the environment's bounds."""
+    mask: Tensor
+    """False where a copy was reset: that step is not a transition."""
+    logprobs: Tensor
+    values: Tensor | None
+    """None without a critic."""
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    """True where an episode was cut off, by its time limit or by the end of the rollout."""
+    bootstrap: Tensor | None
+    """Value of the observation after each step; at truncation, of the episode's true last observation."""
+    episodes: list[tuple[float, int]]
+    """Return and length, before any normalisation, of each episode that ended."""
+
+    def credit(self, args: AdvantageSettings) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, `[copies, time]`; bootstraps truncated episodes, not terminated ones."""
+        return estimate(
+            args.estimator,
+            self.rewards,
+            self.values,
+            options=args.options(),
+            mask=self.mask,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            bootstrap=self.bootstrap,
+        )
+
+    def experience(self, advantages: Tensor, returns: Tensor) -> Experience:
+        """The transitions with their credit, as rows of one step each."""
+
+        def rows(x: Tensor) -> Tensor:
+            return x[self.mask].unsqueeze(1)
+
+        count = int(self.mask.sum())
+        return Experience(
+            inputs={"observations": rows(self.observations), "actions": rows(self.actions)},
+            mask=torch.ones(count, 1, dtype=torch.bool),
+            lengths=torch.ones(count, dtype=torch.int64),
+            logprobs=rows(self.logprobs),
+            values=None if self.values is None else rows(self.values),
+            advantages=rows(advantages),
+            returns=rows(returns),
+        )
+
+
+class Collector:
+    """Steps an environment, and keeps its state between rollouts."""
+
+    def __init__(self, envs: VectorEnv, agent: Agent, seed: int, processes: Processes | None = None):
+        """Reset all copies; their seeds are `seed`, `seed` + 1, …, counted over all processes.
+
+        Args:
+            envs: environments with flat float32 observations that reset on the step after an episode's end.
+            agent: the agent that acts.
+            seed: seed of the environments and of the action sampling.
+            processes: processes of the job, each with an equal share of the copies, in order; None for a single one.
+
+        Raises:
+            RunStopped: an environment raised.
+        """
+        self.envs, self.agent = envs, agent
+        self.processes = processes
+        self.generator = torch.Generator().manual_seed(seed)
+        self.number = envs.num_envs * (processes.count if processes else 1)
+        """Copies in all processes."""
+        self.share = processes.share(self.number) if processes else slice(0, self.number)
+        with self.agreed(), environment_errors():
+            self.observation, _ = envs.reset(seed=seed + self.share.start)
+        self.ended = np.zeros(envs.num_envs, dtype=bool)
+
+    @torch.no_grad()
+    def collect(self, steps: int) -> Rollout:
+        """Take `steps` steps with every copy.
+
+        Raises:
+            NonFiniteReward: a reward is not finite; the environments have taken their steps nevertheless.
+            RunStopped: an observation is not finite, or an environment raised.
+        """
+        copies, size = self.observation.shape
+        distribution = self.agent.distribution
+        observations = np.empty((steps + 1, copies, size), dtype=np.float32)
+        rewards = np.zeros((steps, copies), dtype=np.float32)
+        acted, terminated, truncated = (np.zeros((steps, copies), dtype=bool) for _ in range(3))
+        noise = distribution.noise((steps, self.number), self.generator)[:, self.share]
+        frames = torch.from_numpy(observations)
+        sampled, episodes = [], []
+        with self.agreed(), environment_errors(), torch.inference_mode():  # cheaper than no_grad
+            for t, (frame, step_noise) in enumerate(zip(frames[:-1].unbind(), noise.unbind(), strict=True)):
+                observations[t] = self.observation
+                acted[t] = ~self.ended
+                sampled.append(distribution.sample(self.agent.outputs(frame), step_noise))
+                env_actions = distribution.to_env(sampled[t].numpy())
+                self.observation, rewards[t], terminated[t], truncated[t], info = self.envs.step(env_actions)
+                self.ended = terminated[t] | truncated[t]
+                if "episode" in info:
+                    stats = info["episode"]
+                    ended = np.flatnonzero(info["_episode"])
+                    episodes += [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended]
+        observations[steps] = self.observation
+        actions = torch.stack(sampled)
+        if message := self.problem("an observation", observations):
+            raise RunStopped(message)
+        if message := self.problem("a reward", rewards):
+            raise NonFiniteReward(message, observations, rewards)
+
+        # One batched forward pass for the log-probs and values, as in the update; so the ratio starts at exactly 1.
+        logprobs = distribution.logprobs(self.agent.outputs(frames[:-1]), actions)
+        values = self.agent.values(frames)
+        truncated[-1] |= ~terminated[-1]  # the rollout ends here, the episode does not
+        flags = (torch.from_numpy(x).T for x in (acted, terminated & acted, truncated & acted))
+        mask, ends, cuts = (x.contiguous() for x in flags)
+        return Rollout(
+            observations=frames[:-1].transpose(0, 1),
+            actions=actions.transpose(0, 1),
+            mask=mask,
+            logprobs=logprobs.T,
+            values=None if values is None else values[:-1].T,
+            rewards=torch.from_numpy(rewards).T,
+            terminated=ends,
+            truncated=cuts,
+            bootstrap=None if values is None else values[1:].T,
+            episodes=self.gather_episodes(episodes),
+        )
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """A context that raises `RunStopped` in all processes if one of them does: they would wait for it later."""
+        return nullcontext() if self.processes is None else self.processes.agreed(RunStopped)
+
+    def problem(self, name: str, array: np.ndarray) -> str | None:
+        """Error message for non-finite numbers of any process; None if all are finite."""
+        message = non_finite_message(name, array, self.share.start)
+        if self.processes is not None and self.processes.any(message is not None):
+            message = message or f"an environment of another process gave {name} that is not finite"
+        return message
+
+    def gather_episodes(self, episodes: Sequence[tuple[int, float, int]]) -> list[tuple[float, int]]:
+        """Return and length of the episodes of all processes, by their last step, from (step, return, length)."""
+        if self.processes is not None:
+            rows = torch.tensor(episodes, dtype=torch.float64).reshape(-1, 3)
+            counts = self.processes.gather(torch.tensor([len(rows)])).tolist()
+            episodes = sorted(map(tuple, self.processes.gather_rows(rows, counts).tolist()), key=lambda row: row[0])
+        return [(score, int(length)) for _, score, length in episodes]
+
+    def state(self) -> dict[str, Any]:
+        """Resumable state, as plain values and arrays."""
+        return {
+            "generator": to_hex(self.generator.get_state()),
+            "observation": self.observation,
+            "ended": self.ended,
+            "envs": save_envs(self.envs),
+        }
+
+    def load(self, state: dict[str, Any], everyone: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Restore the result of `state`; returns the copies that could not be restored and start a new episode.
+
+        Args:
+            state: of this process.
+            everyone: the states of all processes if another number of them wrote the state, else None.
+        """
+        if everyone is not None:
+            arrays = {
+                name: np.concatenate([x[name] for x in everyone])[self.share] for name in ("observation", "ended")
+            }
+            state = state | arrays | {"envs": merged_envs([x["envs"] for x in everyone], self.share)}
+        with self.agreed(), environment_errors():
+            lost = restore_envs(self.envs, state["envs"])
+        self.generator.set_state(from_hex(state["generator"]))
+        self.observation, self.ended = state["observation"], state["ended"]
+        self.ended[lost] = True
+        if self.processes is None:
+            return lost
+        flags = torch.zeros(self.envs.num_envs, dtype=torch.int64)
+        flags[lost] = 1
+        return self.processes.gather(flags).nonzero().flatten().tolist()
+
+
+def not_restored_message(lost: Sequence[int]) -> str:
+    """Event for copies that a resumed run could not restore."""
+    return (
+        f"environments {', '.join(map(str, lost))} could not be restored (seed and actions do not determine their "
+        "course); they start a new episode"
+    )
+
+
+def non_finite_message(name: str, array: np.ndarray, first: int = 0) -> str | None:
+    """Error message for the first non-finite element of `[time, copies, …]`; None if all are finite.
+
+    `first` is the number of the first copy.
+    """
+    if np.isfinite(array.sum()) or np.isfinite(array).all():
+        return None
+    step, copy = np.argwhere(~np.isfinite(array))[0][:2]
+    return f"environment {first + copy} gave {name} that is not finite, at step {step} of the rollout"

@@ -1,0 +1,262 @@
+"""The audit of an agent's credit: true values of fresh episodes, compared with every estimator."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tokencredit.audit.agreement import judge_credit, judge_critic
+from tokencredit.audit.audit_record import audit_metrics
+from tokencredit.audit.estimates import variants
+from tokencredit.audit.state_choice import STREAM, generator, rounds, spread
+from tokencredit.audit.truth import Samples, Truth
+from tokencredit.control.agent import Agent
+from tokencredit.control.agent_rollout import Rollout
+from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
+from tokencredit.control.environment_failures import environment_errors
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn.rng import preserved
+from tokencredit.runs.folder import write_audit
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.settings.control import AgentAuditConfig, ControlConfig
+
+MAX_BOOTSTRAP_WEIGHT = 0.05
+"""Continuations run past the time limit until the critic's value has at most this weight in the return."""
+MAX_STEPS_PAST_LIMIT = 3000
+"""Continuations stop at the time limit if reaching that weight would take more steps than this."""
+
+
+class PairedReturns:
+    """Returns of pairs of continuations with common random numbers: q starts with the episode's action, v with another.
+
+    For a single discrete action, v samples among the other actions, and with p = π(a|s) the pair is a sample of
+    V(s) = p q + (1 − p) v and of A(s, a) = (1 − p) (q − v). For continuous actions p is 0. The difference of the two
+    returns has less variance than that of independent ones, and a nearly certain action, whose advantage is nearly 0,
+    is measured as such.
+    """
+
+    def __init__(self, rollout: Rollout, choices: bool):
+        """Start without samples.
+
+        Args:
+            rollout: the episodes.
+            choices: an action is a single discrete choice, whose probability is known.
+        """
+        logprobs = rollout.logprobs.double()
+        self.probabilities = logprobs.exp() if choices else torch.zeros_like(logprobs)
+        """π(a|s) of the episodes' actions."""
+        self.values: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        """Samples by episode and step."""
+        self.advantages: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self.weights: list[float] = []
+        """Weights of the critic's value in the samples of `values`."""
+        self._unpaired: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def add(self, start: Start, value: float, weight: float) -> None:
+        """Add the return of a continuation, and the weight of the critic's value in it."""
+        state, pair = (start.row, start.at), (start.row, start.at, start.number)
+        if pair not in self._unpaired:
+            self._unpaired[pair] = value, weight
+            return
+        (v, v_weight), (q, q_weight) = (value, weight), self._unpaired.pop(pair)
+        if start.keeps_action:
+            (v, v_weight), (q, q_weight) = (q, q_weight), (v, v_weight)
+        p = float(self.probabilities[state])
+        self.values[state].append(p * q + (1 - p) * v)
+        self.advantages[state].append((1 - p) * (q - v))
+        self.weights.append(p * q_weight + (1 - p) * v_weight)
+
+    def truth(self) -> Truth:
+        """True values and advantages of the states with at least two pairs."""
+        return Truth(*self._means(self.values), *self._means(self.advantages))
+
+    def _means(self, samples_by_state: Mapping[tuple[int, int], list[float]]) -> tuple[Tensor, Tensor]:
+        samples = Samples(*self.probabilities.shape)
+        for (row, at), numbers in samples_by_state.items():
+            samples.add(torch.tensor([row]), at, torch.tensor([numbers], dtype=torch.float64))
+        return samples.with_errors()
+
+
+class Auditor:
+    """Measures the true credit of episodes of the current agent, with the run's normalisation and discount.
+
+    Transitions may be stochastic, so Q(s, a) is measured by continuations from s itself that take a first. A time limit
+    is not part of the environment, and training bootstraps from the critic there: continuations run past it until the
+    rest of the return has little weight, and only then bootstrap from the critic.
+    """
+
+    def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv):
+        """Check, if audits are due in training, that the environment can be audited.
+
+        Args:
+            args: the run's configuration.
+            agent: the agent; its actions are sampled as in training.
+            training: the training environments, which hold the normalisation statistics; not changed.
+
+        Raises:
+            ConfigError: the environment cannot be replayed, or raises.
+        """
+        self.args, self.agent, self.training = args, agent, training
+        if args.audit.every:
+            try:
+                with self._replays(2) as replays:
+                    replays.check(args.seed)
+            except RunStopped as error:
+                raise ConfigError(f"audit.every is {args.audit.every}, and {error}") from error
+
+    def audit(self, number: int, settings: AgentAuditConfig) -> dict[str, Any]:
+        """Audit fresh episodes, seeded by the iteration `number`.
+
+        Returns:
+            The contents of audit.json: as for text, but without samples, and with `bootstrapped`, the mean weight of
+            the critic's values in the true ones.
+
+        Raises:
+            NotReplayed: the environment cannot be replayed.
+            RunStopped: the environment raised, returned a non-finite number, or an episode does not end.
+        """
+        started, random = time.perf_counter(), generator(STREAM, self.args.seed, number)
+        deadline = None if settings.seconds is None else started + settings.seconds
+        with self._replays() as replays:
+            episodes = self.episodes(replays, settings.episodes, random)
+            rollout = self.rollout(replays, episodes, random)
+            returns = PairedReturns(rollout, replays.choices)
+            self.play(replays, returns, starts(episodes, settings, random, deadline))
+        truth = returns.truth()
+        credit = judge_credit(truth, dict(self.estimates(rollout)))
+        critic = None if rollout.values is None else judge_critic(truth, rollout.values)
+        return {
+            "iteration": number,
+            "settings": {name: getattr(settings, name) for name in ("episodes", "continuations", "states")},
+            "credit": credit,
+            "critic": critic,
+            "metrics": audit_metrics(credit, critic),
+            "continuations": len(returns.weights) / len(returns.values),
+            "bootstrapped": fmean(returns.weights),
+            "seconds": time.perf_counter() - started,
+            "samples": [],
+        }
+
+    def measure(self, number: int, record: RunRecord) -> dict[str, float]:
+        """Audit during training: writes audit.json and returns metrics; skips the audit if the environment fails."""
+        try:
+            audit = self.audit(number, self.args.audit)
+        except RunStopped as error:
+            record.event(f"an audit is skipped: {error}")
+            return {}
+        write_audit(record.folder, audit)
+        return {**audit["metrics"], "seconds/audit": audit["seconds"]}
+
+    @contextmanager
+    def _replays(self, number: int = COPIES) -> Iterator[Replays]:
+        """Copies of the environment, closed at the end; preserves the global RNG state."""
+        with preserved(), environment_errors():
+            replays = Replays(self.args, self.agent, self.training, number)
+            try:
+                yield replays
+            finally:
+                replays.close()
+
+    def episodes(self, replays: Replays, count: int, random: torch.Generator) -> list[Trajectory]:
+        """Play whole episodes, and check that each can be replayed."""
+        played = replays.play(Start(new_seed(random), row) for row in range(count))
+        episodes = [trajectory for _, trajectory in sorted(played, key=lambda pair: pair[0].row)]
+        for episode in episodes:
+            replays.follow(replays.envs[-1], episode, len(episode.rewards))
+        return episodes
+
+    def play(self, replays: Replays, returns: PairedReturns, begin: Iterator[Start]) -> None:
+        """Play continuations from these states."""
+        for start, trajectory in replays.play(begin, self._min_steps()):
+            returns.add(start, *self._return(replays, trajectory))
+
+    def _min_steps(self) -> int:
+        """Steps of a continuation before which the time limit does not end it."""
+        gamma = self.args.advantage.gamma
+        if self.agent.critic_head is None or gamma == 1:
+            return 0
+        steps = 1 if gamma == 0 else math.ceil(math.log(MAX_BOOTSTRAP_WEIGHT) / math.log(gamma))
+        return steps if steps <= MAX_STEPS_PAST_LIMIT else 0
+
+    @torch.no_grad()
+    def _return(self, replays: Replays, trajectory: Trajectory) -> tuple[float, float]:
+        """Discounted return of a continuation, and the weight of the bootstrap value in it."""
+        gamma, rewards = self.args.advantage.gamma, replays.scaled_rewards(trajectory.rewards)
+        total = float(rewards @ gamma ** np.arange(len(rewards), dtype=np.float64))
+        last_observation = replays.normalized(trajectory.observations[-1:])
+        bootstrap = None if trajectory.terminated else self.agent.values(last_observation)
+        if bootstrap is None:
+            return total, 0.0
+        weight = gamma ** len(rewards)
+        return total + weight * float(bootstrap), weight
+
+    @torch.no_grad()
+    def rollout(self, replays: Replays, episodes: Sequence[Trajectory], random: torch.Generator) -> Rollout:
+        """Pad episodes into a rollout, truncated after every `steps` steps of a copy as in training."""
+        lengths = torch.tensor([len(episode.rewards) for episode in episodes])
+        observations = pad_sequence([replays.normalized(x.observations) for x in episodes], batch_first=True)
+        actions = pad_sequence([torch.stack(episode.actions) for episode in episodes], batch_first=True)
+        rewards = [torch.from_numpy(replays.scaled_rewards(episode.rewards)).float() for episode in episodes]
+        time = torch.arange(int(lengths.max()))
+        mask, last = time < lengths.unsqueeze(1), time == lengths.unsqueeze(1) - 1
+        offset = torch.randint(self.args.steps, (len(episodes), 1), generator=random)
+        cut = ((time + offset + 1) % self.args.steps == 0) & mask
+        ended = last & torch.tensor([[episode.terminated] for episode in episodes])
+        values = self.agent.values(observations)
+        return Rollout(
+            observations=observations[:, :-1],
+            actions=actions,
+            mask=mask,
+            logprobs=self.agent.distribution.logprobs(self.agent.outputs(observations[:, :-1]), actions),
+            values=None if values is None else values[:, :-1],
+            rewards=pad_sequence(rewards, batch_first=True),
+            terminated=ended,
+            truncated=(cut | last) & ~ended,
+            bootstrap=None if values is None else values[:, 1:],
+            episodes=[],
+        )
+
+    def estimates(self, rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
+        """Advantages of each estimator by label, before whitening."""
+        args, has_critic = self.args.advantage, rollout.values is not None
+        by_label = variants(args.estimator, args.options(), values=has_critic, texts=False, groups=False)
+        for label, variant in by_label.items():
+            variant_rollout = rollout if variant.critic else replace(rollout, values=None, bootstrap=None)
+            yield label, variant_rollout.credit(replace(args, **{**variant.options, "estimator": variant.name}))[0]
+
+
+def starts(
+    episodes: Sequence[Trajectory], settings: AgentAuditConfig, random: torch.Generator, deadline: float | None
+) -> Iterator[Start]:
+    """Starts of paired continuations from states of episodes, until there are enough or time is up."""
+    states = [(row, at) for row, x in enumerate(episodes) for at in spread(len(x.rewards), settings.states, random)]
+    states = [states[i] for i in torch.randperm(len(states), generator=random)]
+    started, numbers = 0, itertools.count()
+    for count in rounds(settings.continuations, limited=deadline is not None):
+        for row, at in states:
+            # Started continuations run to their end: dropping them would favour short ones.
+            if deadline is not None and started > 1 and time.perf_counter() > deadline:
+                return
+            started += 1
+            for _ in range(count):
+                seed, number = new_seed(random), next(numbers)
+                for keeps_action in (False, True):
+                    yield Start(seed, row, episodes[row], at, keeps_action, number)
+
+
+def new_seed(random: torch.Generator) -> int:
+    """A random seed in the range that environments accept."""
+    return int(torch.randint(2**31 - 1, (), generator=random))

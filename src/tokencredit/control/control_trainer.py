@@ -1,0 +1,248 @@
+"""The trainer for Gymnasium environments: one iteration, and the run around it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gymnasium.spaces import Discrete
+from gymnasium.spaces.utils import flatdim
+from torch import Tensor
+
+from tokencredit.control.agent import Agent
+from tokencredit.control.agent_evaluation import Player, check_videos, episode_metrics, save_agent
+from tokencredit.control.agent_rollout import Collector, NonFiniteReward, Rollout, not_restored_message
+from tokencredit.control.audit.agent_auditor import Auditor
+from tokencredit.control.control_setup import build_learner
+from tokencredit.control.vector_environments import expected_warnings, make_envs
+from tokencredit.core.masked import moments
+from tokencredit.core.whitening import whiten
+from tokencredit.distributed.processes import Processes, threads
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn.experience import Experience, critic_metrics
+from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
+from tokencredit.learn.state import nbytes
+from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.learn.update import NonFiniteUpdate
+from tokencredit.report.page import LARGEST, write_final_report
+from tokencredit.runs.loop import State, run
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import Summary, count
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import require_config
+from tokencredit.settings.world import CONTROL
+
+EPISODES = 100
+"""Number of recent training episodes averaged in train/average_return."""
+EVALUATION_SEED = 10_000
+"""Added to the run's seed, so that evaluation episodes differ from training episodes."""
+
+
+class ControlTrainer:
+    """Trains an agent in an environment; `ControlTrainer().train()` is what `tokencredit control` does.
+
+    Restores PyTorch's thread count, warning filters and the global RNG state.
+    """
+
+    def __init__(self, args: ControlConfig | None = None):
+        """Make environments, agent and optimizer; `train` makes the run's folder.
+
+        Raises:
+            ConfigError: a setting, environment or folder cannot be used.
+        """
+        self.args = args = require_config(args, ControlConfig)
+        processes = Processes(args.run.timeout)
+        several = processes if processes.count > 1 else None
+        if several:
+            refuse_unsplit(args, several)
+        self.record = RunRecord(args.run, processes, CONTROL)
+        with preserved(), threads(args.threads), expected_warnings(args.env):
+            torch.manual_seed(args.seed)
+            self.envs = make_envs(
+                args.env,
+                args.env.number // processes.count,
+                args.advantage.gamma,
+                stack=args.agent.observations(),
+                several=several,
+            )
+            spaces = self.envs.single_observation_space, self.envs.single_action_space
+            self.agent = Agent(*spaces, args.agent, args.critic.kind)
+            if args.eval.videos:
+                check_videos(args)
+            self.player = Player(args, self.agent, self.envs)
+            self.auditor = Auditor(args, self.agent, self.envs)
+            self.learner = build_learner(args, self.agent, processes)
+            self.collector = Collector(self.envs, self.agent, args.seed, several)
+            self.rng = torch_state()
+        self.reduce = several.sum if several else None
+        self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
+        self.notes: Sequence[str] = ()
+        self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
+        self.steps = 0
+
+    def train(self, resume_from_checkpoint: bool = False) -> Summary:
+        """Run all iterations, write the run's folder, and return the summary.
+
+        Args:
+            resume_from_checkpoint: resume an interrupted run in `run.dir`; see docs/resuming.md.
+
+        Raises:
+            ConfigError: `run.dir` is in use, or cannot be resumed with these settings.
+            RunStopped: numbers were not finite several times in a row, or an environment raised; the agent is saved.
+            KeyboardInterrupt: Ctrl-C; the agent is saved, except after a second Ctrl-C.
+        """
+        weights = nbytes(self.agent.parameters())
+        with preserved(), threads(self.args.threads), expected_warnings(self.args.env):
+            set_torch_state(self.rng)
+            return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)
+
+    def overview(self) -> Iterator[tuple[str, str]]:
+        """Environment, agent, device and folder: pairs of a label and a text."""
+        args, observations, actions = self.args, self.envs.single_observation_space, self.envs.single_action_space
+        yield "environment", args.env.id + (f", {args.env.number} copies" if args.env.number > 1 else "")
+        yield "observation", f"of length {flatdim(observations) // args.agent.observations()}"
+        yield (
+            "action",
+            f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {math.prod(actions.shape or ())}",
+        )
+        yield "agent", f"{args.agent.policy}, {count(sum(p.numel() for p in self.agent.parameters()))} parameters"
+        yield "device", f"{self.record.processes.device}, float32"
+        steps = f"{args.run.iterations:,} iterations of {args.env.number * args.steps:,} steps"
+        yield "run", f"{self.record.folder.path}, {steps}"
+
+    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Collect a rollout, compute credit, update, evaluate if due; returns metrics, and no samples."""
+        started, args = time.perf_counter(), self.args
+        metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
+        try:
+            rollout = self.collector.collect(args.steps)
+            collected, episodes = time.perf_counter(), rollout.episodes
+            experience, credit = self.give_credit(rollout)
+            metrics |= credit | self.update(number, experience)
+        except NonFiniteReward as error:
+            collected, episodes = time.perf_counter(), []
+            tensors = {"observations": torch.from_numpy(error.observations), "rewards": torch.from_numpy(error.rewards)}
+            self.record.bad_step(number, str(error), tensors)
+            metrics |= {"steps": 0, "bad_steps": 1}
+        self.episodes.extend(episodes)
+        seconds = time.perf_counter() - started
+        self.steps += (steps := args.env.number * args.steps)
+        metrics |= {
+            **episode_metrics("train", list(self.episodes)),
+            "episodes": len(episodes),
+            "steps": steps,
+            "total_steps": self.steps,
+            "seconds": seconds,
+            "seconds/rollout": collected - started,
+            "seconds/update": seconds - (collected - started),
+            "steps_per_second": steps / seconds,
+        }
+        if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
+            metrics |= self._by_main(partial(self.evaluate, number))
+        if args.audit.every and number % args.audit.every == 0:
+            metrics |= self._by_main(partial(self.auditor.measure, number, self.record))
+        return metrics, []
+
+    def _by_main(self, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Metrics that the main process measures while the others wait, in every process.
+
+        They decide when to save, so all processes need the same ones, whatever the environment does.
+        """
+        processes = self.record.processes
+        if processes.count == 1:
+            return measure()
+        with processes.agreed(OSError, RunStopped):
+            metrics = measure() if processes.main else {}
+        received: dict[str, float] = json.loads(processes.texts(json.dumps(metrics))[0])
+        return received
+
+    def give_credit(self, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
+        """The experience, with one row per transition, and metrics of its credit."""
+        advantages, returns = rollout.credit(self.args.advantage)
+        _, mean, variance = moments(advantages, rollout.mask, self.reduce)
+        metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
+        if rollout.values is not None:
+            metrics |= critic_metrics(rollout.values, returns, rollout.mask, self.reduce)
+        if self.args.advantage.whiten == "batch":
+            advantages = whiten(advantages, rollout.mask, reduce=self.reduce)
+        return rollout.experience(advantages, returns), metrics
+
+    def update(self, number: int, experience: Experience) -> dict[str, float]:
+        """Update on the transitions, only the critic during its warm-up; returns the update's metrics."""
+        parts = self.agent.actor_parts().parameters(), self.agent.critic_parts().parameters()
+        frozen = self.args.critic.frozen(number, *parts)
+        return self.learner.update(experience, frozen=frozen, on_step=partial(self._on_step, number))
+
+    def _on_step(self, number: int, minibatch: Experience, error: NonFiniteUpdate | None) -> None:
+        """Count consecutive skipped steps, and save their minibatches."""
+        if error is None:
+            self.record.bad_in_a_row = 0
+        else:
+            self.record.bad_step(number, str(error), minibatch.tensors())
+
+    def evaluate(self, number: int) -> dict[str, float]:
+        """Play whole episodes in separate copies, with the training statistics; records videos of some."""
+        settings, seed = self.args.eval, self.args.seed + EVALUATION_SEED
+        metrics = self.player.measure(settings, seed) if settings.episodes else {}
+        if settings.videos:
+            self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
+        return metrics
+
+    def state(self) -> tuple[State, State]:
+        """Resumable state, shared and of this process, which has its environments."""
+        shared, own = self.learner.state()
+        shared |= {"episodes": list(self.episodes), "steps": self.steps}
+        return shared, own | {"collector": self.collector.state(), "random": random_state()}
+
+    def sharded_tensors(self) -> dict[str, Tensor]:
+        """Nothing: agents are not sharded."""
+        return {}
+
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the Trainer protocol)
+        """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""
+        own, everyone = state["process"], state["all_processes"]
+        try:
+            self.learner.load(state, own, everyone)
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint does not fit this agent: {error}") from error
+        lost = self.collector.load(own["collector"], everyone and [part["collector"] for part in everyone])
+        self.episodes.extend((score, length) for score, length in state["episodes"])
+        self.steps = state["steps"]
+        set_random_state(own["random"])
+        return [not_restored_message(lost)] if lost else ()
+
+    def rewind(self) -> bool:
+        """Return false: environments cannot rewind to the start of an iteration."""
+        return False
+
+    def finish(self, stopped_by: str) -> Summary:
+        """Write the agent, summary and report at the end of a run; returns the summary."""
+        summary = self.record.end(stopped_by, self._save)
+        write_final_report(self.record)
+        audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
+        self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
+        self.envs.close()
+        return summary
+
+    def _save(self, folder: Path, _summary: Summary) -> None:
+        save_agent(folder, self.agent, self.envs)
+
+
+def refuse_unsplit(args: ControlConfig, processes: Processes) -> None:
+    """Raise `ConfigError` if several processes cannot share the environments."""
+    if args.env.number % processes.count:
+        raise ConfigError(
+            f"env.number is {args.env.number}; {processes.count} processes share the environments, so it must be a "
+            f"multiple of {processes.count}"
+        )
+    if processes.device.type != "cpu":
+        raise ConfigError(
+            "several processes train an agent on CPUs; set the environment variable ACCELERATE_USE_CPU=true"
+        )

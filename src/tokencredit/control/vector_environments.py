@@ -1,0 +1,363 @@
+"""Build Gymnasium vector environments with flat observations from a configuration, and save and restore their state."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import multiprocessing
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import FlattenObservation as FlattenOne
+from gymnasium.wrappers import FrameStackObservation, RecordVideo
+from gymnasium.wrappers.utils import RunningMeanStd
+from gymnasium.wrappers.vector import (
+    DtypeObservation,
+    FlattenObservation,
+    NormalizeObservation,
+    RecordEpisodeStatistics,
+    TransformObservation,
+    TransformReward,
+)
+
+from tokencredit.control.environment_failures import EnvironmentRaised
+from tokencredit.control.reward_scale import AgreedSteps, NormalizeAllObservations, ScaleReward, gather_copies
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import EnvConfig
+
+EXPECTED_WARNINGS = (
+    "ERROR: ",
+    "precision lowered by casting to float32",
+    "Overwriting existing videos",
+    ".* is deprecated and will be removed",
+)
+"""Prefixes of warnings about intended behaviour, or that repeat an exception."""
+
+
+MAX_REPLAY_STEPS = 100_000
+"""Recorded steps per episode; a longer episode restarts when a run is resumed."""
+
+
+class ReplayWrapper(gym.Wrapper):
+    """Outermost wrapper of one environment, which records how to replay the current episode.
+
+    An environment's state cannot be saved directly. Instead, another copy is seeded as the episode was and replays its
+    actions. The wrapper also reports in which environment and step an exception was raised.
+
+    It drops `info`, which nothing here reads: gathering a few of MuJoCo's numbers from all copies at each step takes as
+    long as the step itself.
+    """
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.seed: int | None = None
+        self.steps = 0
+        self.initial_rng: dict[str, Any] = {}
+        self.actions: list[Any] = []
+        self.observation: Any = None
+        self.ended = self.must_reset = False
+        self.saved_state: dict[str, Any] = {}
+        """State for `restore`."""
+
+    def save_state(self) -> dict[str, Any]:
+        """The state for `restore`: seed, initial RNG state and actions of the episode."""
+        if self.ended:  # only the randomness of later episodes is left
+            return {"seed": self.seed, "ended": True, "began": self._rng(None)}
+        position = {"steps": self.steps, "observation": self.flat_observation()}
+        actions = np.array(self.actions)
+        return {"seed": self.seed, "ended": False, "began": self.initial_rng, "actions": actions} | position
+
+    def restore(self) -> bool:
+        """Replay to `saved_state`; False on failure. The next step is then a reset, as after an episode's end."""
+        state, rng = self.saved_state, self.saved_state["began"]
+        self.must_reset = True
+        if rng["seed"] is None and rng["random"] is None:
+            return False
+        if rng["random"] is not None:
+            self.unwrapped.np_random.bit_generator.state = rng["random"]
+        if state["ended"]:
+            self.seed = state["seed"]
+            return True
+        self.reset(seed=rng["seed"])
+        for action in state["actions"]:
+            self.step(action)
+        self.seed = state["seed"]
+        self.must_reset = not (
+            self.steps == state["steps"] and np.array_equal(self.flat_observation(), state["observation"])
+        )
+        return not self.must_reset
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset, and record the seed or RNG state that the episode starts with."""
+        self.seed, self.steps = self.seed if seed is None else seed, 0
+        self.initial_rng, self.actions, self.ended, self.must_reset = self._rng(seed), [], False, False
+        try:
+            self.observation, _ = self.env.reset(seed=seed, options=options)
+        except Exception as error:
+            raise self._raised(error) from None
+        return self.observation, {}
+
+    def step(self, action: Any) -> Any:
+        """Step, and record the action."""
+        if self.must_reset:
+            return self.reset()[0], 0.0, False, False, {}
+        self.steps += 1
+        if self.steps <= MAX_REPLAY_STEPS:
+            self.actions.append(action)
+        try:
+            self.observation, reward, terminated, truncated, _ = self.env.step(action)
+        except Exception as error:
+            raise self._raised(error) from None
+        self.ended = bool(terminated or truncated)
+        return self.observation, reward, terminated, truncated, {}
+
+    def _rng(self, seed: int | None) -> dict[str, Any]:
+        """The randomness of an episode that starts now with this seed: the seed, or the RNG state without one."""
+        generator = getattr(self.unwrapped, "np_random", None)
+        state = generator.bit_generator.state if seed is None and isinstance(generator, np.random.Generator) else None
+        return {"seed": seed, "random": state}
+
+    def flat_observation(self) -> np.ndarray:
+        """The last observation, flattened."""
+        return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
+
+    def _raised(self, error: Exception) -> EnvironmentRaised:
+        return EnvironmentRaised(
+            f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
+            f"of an episode\n{traceback.format_exc().rstrip()}"
+        )
+
+
+def make_envs(
+    args: EnvConfig,
+    number: int,
+    gamma: float,
+    *,
+    stack: int = 1,
+    training: bool = True,
+    videos: Path | None = None,
+    prefix: str = "",
+    several: Processes | None = None,
+) -> VectorEnv:
+    """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
+
+    From the inside out, the wrappers record episode returns, flatten observations to float32, and normalise
+    observations and, in training, rewards, if the settings say so.
+
+    Args:
+        args: the environment's settings.
+        number: number of copies.
+        gamma: discount of the return whose standard deviation scales rewards.
+        stack: number of stacked observations, the oldest first; an episode's first one is repeated.
+        training: allow reward normalisation and worker processes.
+        videos: folder for a video of every episode; None for no videos.
+        prefix: prefix of the videos' names.
+        several: the processes whose copies enter the statistics; None for a single one.
+
+    Raises:
+        ConfigError: unknown environment, missing dependency, or unsupported observation space.
+    """
+    layers: list[Callable[[gym.Env], gym.Env]] = [ignore_sigint]
+    rendered = {}
+    if videos is not None:
+        rendered = {"render_mode": "rgb_array"}
+        layers.append(
+            partial(RecordVideo, video_folder=str(videos), name_prefix=prefix, episode_trigger=lambda _: True)
+        )
+    if stack > 1:
+        layers += [flatten, partial(FrameStackObservation, stack_size=stack)]
+    layers.append(ReplayWrapper)
+    envs = make_copies(
+        args,
+        num_envs=number,
+        vectorization_mode="async" if args.processes and training else "sync",
+        # No copies: callers copy the observations that they keep.
+        vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False},
+        wrappers=layers,
+        **rendered,
+    )
+    if not isinstance(envs.single_observation_space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.Dict):
+        envs.close()
+        raise ConfigError(
+            f"env.id: its observations are {envs.single_observation_space}; "
+            "Box, Discrete, MultiDiscrete and Dict are supported"
+        )
+    return wrap_envs(envs, args, gamma, training, several)
+
+
+def wrap_envs(
+    envs: VectorEnv, args: EnvConfig, gamma: float, training: bool, several: Processes | None = None
+) -> VectorEnv:
+    """Add the vector wrappers: episode statistics, flat float32 observations, optional normalisation."""
+    gather = partial(gather_copies, several) if several else None
+    if several and (args.normalize_observations or args.normalize_rewards):
+        envs = AgreedSteps(envs, several)
+    envs = RecordEpisodeStatistics(envs, buffer_length=1)
+    if not isinstance(envs.single_observation_space, spaces.Box) or len(envs.single_observation_space.shape) != 1:
+        envs = FlattenObservation(envs)
+    if envs.single_observation_space.dtype != np.float32:
+        envs = DtypeObservation(envs, np.float32)
+    if args.normalize_observations:
+        envs = NormalizeObservation(envs) if gather is None else NormalizeAllObservations(envs, gather)
+        envs = TransformObservation(envs, lambda x: np.clip(x, -args.clip, args.clip).astype(np.float32))
+    if args.normalize_rewards and training:
+        envs = ScaleReward(envs, gamma, gather)
+        envs = TransformReward(envs, lambda x: np.clip(x, -args.clip, args.clip))
+    return envs
+
+
+def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
+    """Call `gymnasium.make_vec`; turns its errors into a `ConfigError`."""
+    try:
+        return gym.make_vec(args.id, **options, **args.kwargs)
+    except gym.error.DependencyNotInstalled as error:
+        raise ConfigError(
+            f"env.id {args.id} needs a package that is not installed ({error}): pip install tokencredit[control]"
+        ) from error
+    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
+        near = difflib.get_close_matches(args.id, gym.registry, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(f"env.id is {args.id!r}, which is not registered{hint}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"env.id is {args.id!r}: {error}") from error
+    except (TypeError, gym.error.Error) as error:
+        raise ConfigError(
+            f"env.id is {args.id!r}, which cannot be made with env.kwargs {args.kwargs}: {error}"
+        ) from error
+
+
+def flatten(env: gym.Env) -> gym.Env:
+    """Flatten the environment's observations."""
+    space = env.observation_space
+    return env if isinstance(space, spaces.Box) and len(space.shape) == 1 else FlattenOne(env)
+
+
+@contextmanager
+def expected_warnings(args: EnvConfig) -> Iterator[None]:
+    """Silence expected warnings of Gymnasium and MuJoCo within this context.
+
+    MuJoCo's messages become Python warnings, instead of output on the screen and in a file.
+    """
+    with warnings.catch_warnings():
+        for message in EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", f".*{message}", UserWarning)
+        uses_mujoco = "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", ""))
+        if not uses_mujoco or importlib.util.find_spec("mujoco") is None:  # Gymnasium reports what is missing
+            yield
+            return
+        import mujoco
+
+        before = mujoco.get_mju_user_warning()
+        mujoco.set_mju_user_warning(lambda message: warnings.warn(message, UserWarning, stacklevel=2))
+        try:
+            yield
+        finally:
+            mujoco.set_mju_user_warning(before)
+
+
+def save_envs(envs: VectorEnv) -> dict[str, Any]:
+    """The environments' state for `restore_envs`, as plain values and arrays.
+
+    Holds the replay state of each copy, and the arrays and running statistics of each vector wrapper.
+    """
+    return {
+        "copies": list(base_env(envs).call("save_state")),
+        "layers": [wrapper_state(layer) for layer in vector_wrappers(envs)],
+    }
+
+
+def restore_envs(envs: VectorEnv, state: dict[str, Any]) -> list[int]:
+    """Restore the result of `save_envs`; returns the copies that could not be replayed and will be reset."""
+    base_env(envs).set_attr("saved_state", state["copies"])
+    lost = [copy for copy, restored in enumerate(base_env(envs).call("restore")) if not restored]
+    for layer, saved in zip(vector_wrappers(envs), state["layers"], strict=True):
+        for name, value in saved.items():
+            if isinstance(value, dict):
+                vars(getattr(layer, name)).update(value)
+            else:
+                setattr(layer, name, value)
+                if name.endswith("prev_dones"):
+                    value[lost] = True
+    return lost
+
+
+def merged_envs(parts: Sequence[Mapping[str, Any]], share: slice) -> dict[str, Any]:
+    """A share of the copies, from the results of `save_envs` in all processes, in their order."""
+
+    def merged(values: Sequence[Any]) -> Any:
+        return values[0] if isinstance(values[0], dict) else np.concatenate(values)[share]
+
+    layers = zip(*(part["layers"] for part in parts), strict=True)
+    return {
+        "copies": [copy for part in parts for copy in part["copies"]][share],
+        "layers": [{name: merged([layer[name] for layer in same]) for name in same[0]} for same in layers],
+    }
+
+
+def base_env(envs: VectorEnv) -> SyncVectorEnv | AsyncVectorEnv:
+    """The vector environment inside all wrappers; its `call` reaches each copy."""
+    inner = envs.unwrapped
+    assert isinstance(inner, SyncVectorEnv | AsyncVectorEnv)  # the two that `make_copies` makes
+    return inner
+
+
+def vector_wrappers(envs: VectorEnv) -> list[VectorEnv]:
+    """The wrappers around all copies that are the same in any number of processes."""
+    return [layer for layer in wrappers(envs) if layer is not envs.unwrapped and not isinstance(layer, AgreedSteps)]
+
+
+def wrapper_state(layer: VectorEnv) -> dict[str, Any]:
+    """A wrapper's arrays, and its running statistics as dicts."""
+    state: dict[str, Any] = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, np.ndarray):
+            state[name] = value
+        elif isinstance(value, RunningMeanStd):
+            # Python numbers must stay Python numbers: NumPy's would promote sums with float32 to float64.
+            state[name] = {part: np.asarray(x) if isinstance(x, np.generic) else x for part, x in vars(value).items()}
+    return state
+
+
+def ignore_sigint(env: gym.Env) -> gym.Env:
+    """Ignore Ctrl-C in a worker process, which leaves it to the training process; returns the environment."""
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return env
+
+
+def statistics(envs: VectorEnv) -> dict[str, Any]:
+    """Running statistics of the normalising wrappers, by name."""
+    by_name = {}
+    for layer in wrappers(envs):
+        if isinstance(layer, NormalizeObservation):
+            by_name["observations"] = layer.obs_rms
+        if isinstance(layer, ScaleReward):
+            by_name["rewards"] = layer.return_rms
+    return by_name
+
+
+def share_statistics(envs: VectorEnv, source: VectorEnv) -> None:
+    """Normalise observations with another environment's statistics, without updating them."""
+    for layer in wrappers(envs):
+        if isinstance(layer, NormalizeObservation):
+            layer.obs_rms = statistics(source)["observations"]
+            layer.update_running_mean = False
+
+
+def wrappers(envs: VectorEnv) -> Iterator[VectorEnv]:
+    """The environment's wrappers from the outside in, then the environment itself."""
+    layer: VectorEnv | None = envs
+    while layer is not None:
+        yield layer
+        layer = getattr(layer, "env", None)

@@ -1,0 +1,1 @@
+"""Processes of one run: their device, sums, heartbeats, shards and signals."""

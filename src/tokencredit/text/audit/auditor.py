@@ -1,0 +1,196 @@
+"""Audit a policy's credit: fresh completions, their true values, and the advantages of every estimator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.audit.agreement import judge_credit, judge_critic
+from tokencredit.audit.audit_record import audit_metrics, true_numbers
+from tokencredit.audit.estimates import variants
+from tokencredit.audit.state_choice import STREAM, generator, rounds, spread
+from tokencredit.audit.truth import Returns, Truth
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import EngineLost
+from tokencredit.learn.rng import preserved
+from tokencredit.runs.folder import write_audit
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.settings.training import AuditConfig
+from tokencredit.text.audit.continuations import Continuations, States, run_in_all, states_of
+from tokencredit.text.batch import Batch
+from tokencredit.text.credit import Credit, ScoreScale
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+from tokencredit.text.stages import Stages
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Audited completions with true values and the advantages of every estimator, `[completions, time]` each."""
+
+    batch: Batch
+    """Whole groups of completions; `rows` are audited."""
+    rows: list[int]
+    truth: Truth
+    values: Tensor | None
+    """The critic's values; None without a critic."""
+    advantages: Mapping[str, Tensor]
+    """Advantages by the estimator's label; the first is the run's own."""
+    continuations: float
+    """Mean number of continuations per state."""
+    seconds: float
+
+    def judge(self, processes: Processes) -> dict[str, Any]:
+        """The findings of `audit.agreement` on the completions of all processes: `critic`, `credit` and `metrics`."""
+        parts = {f"truth {name}": x for name, x in vars(self.truth).items()} | dict(self.advantages)
+        if self.values is not None:
+            parts["values"] = self.values
+        gathered = dict(zip(parts, gather(processes, list(parts.values())), strict=True))
+        truth = Truth(**{name: gathered[f"truth {name}"] for name in vars(self.truth)})
+        credit = judge_credit(truth, {label: gathered[label] for label in self.advantages})
+        critic = None if self.values is None else judge_critic(truth, gathered["values"])
+        return {"credit": credit, "critic": critic, "metrics": audit_metrics(credit, critic)}
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        """This process's completions as records for samples.jsonl, with the true values of each token."""
+        samples = self.batch.samples(tokenizer, self.rows)
+        return [sample | true_numbers(self.truth, row, len(sample["tokens"])) for row, sample in enumerate(samples)]
+
+    def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """This process's part of audit.json, without the results of `judge`."""
+        configured = {name: getattr(settings, name) for name in ("completions", "continuations", "states")}
+        samples = [{"iteration": number, **sample} for sample in self.samples(tokenizer)]
+        measured = {"continuations": self.continuations, "seconds": self.seconds}
+        return {"iteration": number, "settings": configured, **measured, "samples": samples}
+
+
+@dataclass(frozen=True)
+class Auditor:
+    """Measures the true credit of completions, sampled and scored as in the run."""
+
+    pipeline: Pipeline
+    credit: Credit
+    """The run's credit, which audits do not modify."""
+    prompts: Prompts
+    settings: AuditConfig
+    """Size of the audit; `every` is not read."""
+    group: int = 1
+    """Minimum group size of group estimators; the first completion of each group is audited."""
+
+    def audit(self, number: int) -> Audit:
+        """Audit fresh completions; each iteration `number` has its own.
+
+        The run's score scale and running means are left unchanged.
+
+        Raises:
+            UnusableBatch: a log-probability, KL, value or reward is not finite, in any process.
+            RewardError: a reward could not be computed.
+        """
+        with preserved():  # a reward may draw from the global generators
+            return self._audit(number)
+
+    def _audit(self, number: int) -> Audit:
+        started, args, processes = time.perf_counter(), self.credit.args, self.pipeline.processes
+        group = max(self.group, args.rollout.per_prompt)
+        place = number * processes.count + processes.rank
+        random = generator(STREAM, args.seed, place)
+        scored = self._collect(place, group, random)
+        # The configuration's check requires a batch size divisible by the group size.
+        groups = replace(args.rollout, per_prompt=group, batch_size=group * args.rollout.batch_size)
+        credit = Credit(replace(args, rollout=groups), self.credit.reduce)
+        credit.load_state_dict(self.credit.state_dict())
+        batch, _ = credit.give(scored)
+        credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # as before this batch
+        scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
+        returns = Returns(len(rows), scored.rollout.mask.shape[1])
+        most = args.rollout.batch_size // processes.count
+        sampler = Continuations.of(self.pipeline, credit, scored, random, most)
+        with self.pipeline.held():
+            run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
+        lengths = scored.rollout.mask.sum(1).cpu()[rows]
+        last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
+        values = scored.rollout.values
+        return Audit(
+            batch,
+            rows.tolist(),
+            returns.truth(last, lengths),
+            None if values is None else values.cpu()[rows],
+            {label: x.cpu()[rows] for label, x in self._estimates(credit, scored, scale, group)},
+            float(returns.counts[returns.counts > 0].mean()),
+            time.perf_counter() - started,
+        )
+
+    def measure(
+        self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, float]:
+        """Audit while training: writes audit.json, returns metrics.
+
+        Nothing if a number is not finite, or the engine is lost.
+        """
+        try:
+            with stages("audit") as results:
+                audit = self.audit(number)
+                findings = audit.judge(self.pipeline.processes)
+                results["metrics"] = findings["metrics"]
+        except (UnusableBatch, EngineLost) as error:
+            record.event(f"an audit is skipped: {error}")
+            return {}
+        if self.pipeline.processes.main:
+            write_audit(record.folder, audit.record(number, self.settings, tokenizer) | findings)
+        metrics: dict[str, float] = findings["metrics"]
+        return metrics
+
+    def _collect(self, place: int, group: int, random: torch.Generator) -> Scored:
+        """Collect this process's fresh completions, in whole groups."""
+        args = self.credit.args
+        count = -(-self.settings.completions // self.pipeline.processes.count) * group
+        uniforms = torch.rand(count, args.rollout.max_new_tokens, generator=random)
+        prompts, bootstrap = self.prompts.batch(place * count, count, group), args.advantage.bootstrap
+        return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
+
+    def _sample(self, returns: Returns, sampler: Continuations, scored: Scored, rows: Tensor, started: float) -> None:
+        """Sample continuations into `returns` up to the configured number or time limit."""
+        seconds, random = self.settings.seconds, sampler.generator
+        # Independent positions for each row; shared ones would correlate rows, which the confidence intervals exclude.
+        lengths = scored.rollout.mask.sum(1).cpu()[rows].tolist()
+        positions = [around(spread(length, self.settings.states, random), length) for length in lengths]
+        states, number = states_of(positions), 0
+        for count in rounds(self.settings.continuations, limited=seconds is not None):
+            for part in sampler.returns(scored, States(rows[states.rows], states.at), count):
+                returns.add(torch.searchsorted(rows, part.states.rows), part.states.at, part.values, part.actions)
+                number += 1
+                if seconds is not None and number > 1 and time.perf_counter() > started + seconds:
+                    return
+
+    def _estimates(self, credit: Credit, scored: Scored, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
+        """Label and unwhitened advantages of each estimator."""
+        args, values = credit.advantage_now(), scored.rollout.values
+        options, texts = args.options(), scored.dense is None and scored.bootstrap is None
+        estimators = variants(
+            args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1
+        )
+        for label, variant in estimators.items():
+            rollout = replace(scored.rollout, values=values if variant.critic else None)
+            estimator = replace(args, **{**variant.options, "estimator": variant.name})
+            yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
+
+
+def around(tokens: list[int], length: int) -> list[int]:
+    """Positions of the states before and after these tokens of a completion, without the final state."""
+    return sorted({at for token in tokens for at in (token, token + 1) if at < length})
+
+
+def gather(processes: Processes, tensors: list[Tensor]) -> list[Tensor]:
+    """Concatenate tensors `[completions, time]` over all processes, padded with NaN."""
+    if processes.count == 1:
+        return tensors
+    longest = int(processes.max(torch.tensor(tensors[0].shape[1], device=processes.device)))
+    padded = [pad(x.double(), (0, longest - x.shape[1]), value=torch.nan) for x in tensors]
+    return list(processes.gather(torch.stack(padded, dim=1).to(processes.device)).cpu().unbind(1))

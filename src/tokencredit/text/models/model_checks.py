@@ -1,0 +1,278 @@
+"""Start-up checks: a run's forward passes must give the same numbers as the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from tokencredit.distributed.processes import connection_lost
+from tokencredit.distributed.sharding import kind_of, shard_alike
+from tokencredit.errors import ConfigError
+from tokencredit.learn.rng import preserved
+from tokencredit.learn.training_mode import checkpointing_modules, training
+from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.local.sampling import CachedSteps, sample
+from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
+from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
+from tokencredit.text.models.architecture import trunk_of
+from tokencredit.text.models.critic import Critic
+from tokencredit.text.models.precision import Precision
+
+TOLERANCE = 1e-3
+"""Largest rounding difference in float32: of log-probs in nats, of hidden states relative to the largest."""
+HALF_TOLERANCE = 0.25
+"""Largest mean rounding difference of log-probs in bfloat16, in nats."""
+SAME_PROMPT = (slice(0, 2), slice(2, 4))
+"""Groups of example rows with the same prompt."""
+
+
+def check_policy(name: str, lm: PreTrainedModel) -> None:
+    """Check that a run samples from and trains the distribution that the language model itself computes.
+
+    Hidden states and output projection must reproduce the model's logits. States must be causal, and the same without
+    padding, with left padding, and with a KV cache from which a row is dropped.
+
+    Raises:
+        ConfigError: they differ, by a number of nats that the message names, or a forward pass fails.
+    """
+    title = _title(name, lm)
+    if lm.config.is_encoder_decoder:
+        raise ConfigError(f"{title} has an encoder; model.name must be a causal language model without one")
+    with _passes(title):
+        model, trunk = ActorCritic(lm), trunk_of(lm)
+        if cache_argument(trunk) is None:
+            raise ConfigError(
+                f"{title} cannot be sampled from: {type(trunk).__name__} takes no KV cache (past_key_values or "
+                "cache_params); take a model of another architecture"
+            )
+        inputs = _example(lm.config.get_text_config().vocab_size, lm.device)
+        alone = check_causal(title, model.response_hidden, inputs)
+        _check_projection(title, model, alone, inputs)
+        expected = _logprobs(model, alone)
+        padded = _logprobs(model, model.response_hidden(inputs))
+        _compare(title, padded, expected, "for a prompt that is padded on the left")
+        for rows, time, hidden in _cached_states(model, inputs):
+            _compare(title, _logprobs(model, hidden), expected[rows, time], "with its cache")
+
+
+def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> None:
+    """Check that a critic's input states are causal and independent of padding, unless it reads the policy's last ones.
+
+    Args:
+        name: name of the critic's model in messages.
+        policy: the policy with its critic.
+        layers: `critic.layers`; if set, the truncated trunk of a separate critic must also survive saving and loading.
+
+    Raises:
+        ConfigError: a check or a forward pass fails.
+    """
+    assert policy.critic is not None
+    for critic in policy.critic.members:
+        if critic.reads_last:
+            continue
+        trunk = policy.lm if critic.trunk is None else critic.trunk
+        title = _title(name, trunk)
+        title = title if critic.trunk is None else f"the separate critic {title}"
+        title += "" if layers is None else f" with critic.layers: {layers}"
+        with _passes(title):
+            inputs = _example(trunk.config.get_text_config().vocab_size, trunk.device)
+            states = policy.critic_states(critic, inputs)
+            if states.shape[:-1] != inputs["response_ids"].shape:
+                raise ConfigError(f"{title} has hidden states of a shape that no value head can read; leave it out")
+            alone = check_causal(title, partial(policy.critic_states, critic), inputs)
+            if not _close(states, alone, TOLERANCE * alone.abs().max()):
+                raise ConfigError(
+                    f"{title} gives other states for a prompt that is padded on the left; take another model"
+                )
+            if layers is not None and critic.trunk is not None:
+                reloaded = Critic(critic.head, _reloaded(title, critic.trunk))
+                if not _close(policy.critic_states(reloaded, inputs), states, TOLERANCE * states.abs().max()):
+                    raise ConfigError(f"{title} gives other states once it is saved and loaded; leave it out")
+
+
+def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
+    """A trunk built from its configuration, as if saved and loaded, with the same weights.
+
+    Raises:
+        ConfigError: the weights do not fit the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            reloaded: PreTrainedModel = type(trunk)(type(trunk.config).from_dict(trunk.config.to_dict())).eval()
+        shard_alike(reloaded, trunk)
+        reloaded.load_state_dict(trunk.state_dict(), assign=True)
+    except Exception as error:  # model code may raise anything, above all with trust_remote_code
+        raise ConfigError(f"{title} cannot be truncated: {_said(error)}; leave it out") from error
+    for key, buffer in trunk.named_buffers():  # also the non-persistent ones
+        module, _, name = key.rpartition(".")
+        reloaded.get_submodule(module)._buffers[name] = buffer
+    return reloaded
+
+
+def check_checkpointing(name: str, policy: ActorCritic) -> None:
+    """Check that gradient checkpointing, which needs training mode, changes no log-prob.
+
+    Raises:
+        ConfigError: it does.
+    """
+    title = _title(name, policy.lm)
+    with _passes(title):
+        inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
+        expected = _logprobs(policy, policy.response_hidden(inputs))
+        with training(checkpointing_modules(policy)):
+            checkpointed = _logprobs(policy, policy.response_hidden(inputs))
+        _compare(title, checkpointed, expected, "with model.gradient_checkpointing")
+
+
+def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool) -> StaticDecoding | str:
+    """Decoding with a static KV cache, or the reason why a policy does not support it.
+
+    As a check, a few tokens are sampled in float32 and in the run's dtype, on a GPU by CUDA graph. Their log-probs must
+    match a full forward pass.
+    """
+    lm, kind = policy.lm, type(policy.lm).__name__
+    layers = DynamicCache(config=lm.config).layers
+    if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
+        return f"not every layer of {kind} keeps the keys and values of all tokens"
+    if lm.config._attn_implementation != "sdpa":
+        return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
+    if policy.adapter is not None and not policy.adapter.adds:
+        return f"the adapter of {kind} is not plain LoRA, and may need its base weights unrounded"
+    try:
+        with preserved():
+            decoding = StaticDecoding(policy, compiled=compiled)
+            for checked in (replace(precision, dtype="float32"), precision):
+                with checked.no_grad():
+                    static, expected = _sampled(policy, decoding)
+                error, close = (static - expected).abs(), _close(static, expected, _rounding(expected))
+                if not (close or (checked.bfloat16 and error.mean() < HALF_TOLERANCE)):
+                    return (
+                        f"{kind} then gives other log-probabilities in {checked.dtype}, by up to {error.max():.2g} nats"
+                    )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # model code may raise anything, above all with trust_remote_code
+        if connection_lost(error):
+            raise
+        return f"a step of {kind} ends in {_said(error)}"
+    return decoding
+
+
+def _sampled(policy: ActorCritic, decoding: StaticDecoding) -> tuple[Tensor, Tensor]:
+    """Log-probs `[4, 6]` of tokens sampled after the example prompts, and the same by a full forward pass."""
+    inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
+    prompts = PromptBatch([], [], inputs["prompt_ids"], inputs["prompt_mask"], {})
+    uniforms = torch.linspace(0.02, 0.98, 24, device=policy.lm.device).view(4, 6)
+    settings = SamplingConfig(max_new_tokens=6, stop_at_eos=False)
+    tokenizer: Any = None  # only stop strings need it
+    with decoding.weights() as model:
+        rollout = sample(model, prompts, uniforms, settings, tokenizer, [0], 2, steps=decoding.steps, every=6)
+    return rollout.logprobs, policy.logprobs(rollout.inputs(), 1.0)[0]
+
+
+def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:
+    """States `[batch, time, width]` of the example rows, computed without padding.
+
+    Raises:
+        ConfigError: states after the same prompt depend on the tokens that follow.
+    """
+    states = [read({key: x[rows] for key, x in inputs.items()}) for rows in SAME_PROMPT]
+    for first, second in (group[:, 0] for group in states):
+        if not _close(first, second, TOLERANCE / 10 * first.abs().max()):
+            raise ConfigError(
+                f"{title} is not causal: its state before a token depends on the tokens that follow; take a model "
+                "that reads from left to right"
+            )
+    return torch.cat(states)
+
+
+def _example(vocabulary: int, device: torch.device) -> Inputs:
+    """Two prompts of 2 and 5 tokens, each before two responses of 3; ids from the middle of the vocabulary."""
+    ids = (torch.arange(22, device=device) + vocabulary // 2) % vocabulary
+    prompt_ids = ids[:10].view(2, 5).repeat_interleave(2, dim=0)
+    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
+    prompt_mask[:2, :3] = False
+    response_ids = ids[10:].view(4, 3)
+    mask = torch.ones_like(response_ids, dtype=torch.bool)
+    return {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "response_ids": response_ids, "mask": mask}
+
+
+def _check_projection(title: str, model: ActorCritic, alone: Tensor, inputs: Inputs) -> None:
+    """Compare logits from hidden states and output projection with the model's own."""
+    rows = SAME_PROMPT[1]
+    ids = torch.cat([inputs["prompt_ids"], inputs["response_ids"][:, :-1]], dim=1)[rows]
+    ours = model.logits(alone[rows])
+    theirs = model.lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -ours.shape[1] :].float()
+    if ours.shape != theirs.shape or not _close(ours, theirs, _rounding(theirs)):
+        raise ConfigError(f"{title} shapes its logits in a way that is not supported; take another model")
+
+
+def _cached_states(model: ActorCritic, inputs: Inputs) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Rows, time step and states of cached decoding of the example; the second row ends after its first token."""
+    steps = CachedSteps(model, inputs["prompt_mask"], inputs["mask"].shape[1])
+    yield steps.rows, 0, steps.prompts(inputs["prompt_ids"], per_prompt=2)
+    yield steps.rows, 1, steps.next(inputs["response_ids"][:, :1])
+    steps.keep([True, False, True, True])
+    yield steps.rows, 2, steps.next(inputs["response_ids"][steps.rows, 1:2])
+
+
+def _logprobs(model: ActorCritic, hidden: Tensor) -> Tensor:
+    """Log-probs over the vocabulary, in nats."""
+    return model.logits(hidden).log_softmax(dim=-1)
+
+
+def _compare(title: str, logprobs: Tensor, expected: Tensor, when: str) -> None:
+    """Raise `ConfigError` if log-probs differ."""
+    if not _close(logprobs, expected, _rounding(expected)):
+        size = float((logprobs - expected).abs().max())
+        raise ConfigError(
+            f"{title} gives other log-probabilities {when}, by up to {size:.2g} nats; a run would train on other "
+            "probabilities than it samples with; take a model of another architecture"
+        )
+
+
+def _rounding(expected: Tensor) -> Tensor:
+    """Tolerance for rounding of each of these log-probs or logits."""
+    return TOLERANCE * (1 + expected.abs() / 10)
+
+
+def _close(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
+    """True if all differences are within the tolerance; False for NaN."""
+    return bool(((actual - expected).abs() <= tolerance).all())
+
+
+@contextmanager
+def _passes(title: str) -> Iterator[None]:
+    """A context for forward passes without gradients, which preserves global RNG state.
+
+    Raises:
+        ConfigError: the model's code raised something.
+    """
+    with preserved(), torch.no_grad():
+        try:
+            yield
+        except (ConfigError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # model code may raise anything, above all with trust_remote_code
+            if connection_lost(error):  # to a process that has a part of this model
+                raise
+            raise ConfigError(f"{title} cannot be used here: a pass through it ends in {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """An error's type and message in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _title(name: str, model: nn.Module) -> str:
+    kind = kind_of(model).__name__
+    return f"{name!r} ({kind})" if name else kind

@@ -1,0 +1,323 @@
+"""Load language models and tokenizers by name, check them, and upload policies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.activations import NewGELUActivation
+from transformers.utils.hub import cached_file
+
+from tokencredit.distributed.sharding import whole
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn.training_mode import disable_noise
+from tokencredit.settings.model import ModelConfig
+from tokencredit.text.models.architecture import trunk_of, weight_hash
+from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
+from tokencredit.text.models.sharded_loading import Sharding
+
+HUB_TIMEOUT = 10
+"""Timeout of the request that tests whether the hub answers, in seconds."""
+TOKENIZER = "tokenizer_config.json"
+BUILTIN = {
+    "policy": {"builtin:reviews": "reviews/policy", "builtin:grid": "grid", "builtin:calculator": "calculator"},
+    "sentiment": {"builtin:reviews": "reviews/sentiment"},
+}
+"""Folders of the built-in models, by part and world."""
+
+
+def resolve(name: str, part: str) -> str:
+    """The local folder or hub id that a model name stands for; `part` of a built-in world is policy or sentiment.
+
+    A hub id is returned unchanged if the hub answers, otherwise as the folder of its cached copy.
+
+    Raises:
+        ConfigError: an unknown built-in world or one without that part, a folder without a model, or a hub id that is
+            neither reachable nor cached.
+    """
+    if name.startswith("builtin:"):
+        return str(files("tokencredit") / "demo" / _builtin(name, part))
+    folder = Path(name)
+    looks_like_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if folder.exists() or looks_like_path:
+        folder = folder.expanduser()
+        if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+            raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
+        return str(folder.absolute())  # an adapter names its base model by it, wherever it is loaded later
+    return name if _hub_answers(name) else _cached(name)
+
+
+def _builtin(name: str, part: str) -> str:
+    """Folder of a built-in model, relative to `demo/`."""
+    worlds = BUILTIN[part]
+    if name not in worlds:
+        kind = {"policy": "world", "sentiment": "classifier"}[part]
+        known = f"there are {', '.join(worlds)}" if len(worlds) > 1 else f"the only one is {next(iter(worlds))}"
+        raise ConfigError(f"{name!r} is not a built-in {kind}; {known}")
+    return worlds[name]
+
+
+@lru_cache  # loading a model and then its tokenizer resolves the same name twice
+def _hub_answers(name: str) -> bool:
+    """True if the hub answers a request for a model; one short request, while a download would retry for minutes."""
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+    except HfHubHTTPError:
+        return True  # loading the model raises the hub's reason
+    except Exception:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
+        return False
+    return True
+
+
+def _cached(name: str) -> str:
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name!r} is not a local folder, the hub cannot be reached, and its cache holds no copy; "
+            "give a folder with config.json, model.safetensors and the tokenizer's files"
+        ) from error
+
+
+def load_language_model(
+    args: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model with float32 weights, and its tokenizer unless one is given.
+
+    With `sharding` each process loads its part.
+
+    Raises:
+        ConfigError: the name stands for no causal language model or no tokenizer, or there is no end-of-sequence token.
+    """
+    folder = resolve(args.name, "policy")
+    base = base_model(args.name, folder)
+    if base is None:
+        lm = adopt(load_model(AutoModelForCausalLM, args.name, folder, args, sharding))
+    else:
+        lm = load_model(AutoModelForCausalLM, base, resolve(base, "policy"), args, sharding)
+        load_adapter(lm, folder)
+    tokenizer = tokenizer or load_tokenizer(args)
+    return check_language_model(args, lm, tokenizer), tokenizer
+
+
+def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer; that of the base model if an adapter's folder has none.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the folder has none.
+    """
+    folder = resolve(args.name, "policy")
+    base = base_model(args.name, folder)
+    if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
+        folder = resolve(base, "policy")
+    with as_config_error(f"a tokenizer from {args.name!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    # Some classes make an empty tokenizer if the folder has no tokenizer files.
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
+        raise ConfigError(
+            f"the model folder {args.name!r} has no tokenizer: its tokenizer has no tokens but special ones; save one "
+            "there (tokenizer.save_pretrained), or pass it to PPOTrainer as processing_class"
+        )
+    return tokenizer
+
+
+def base_model(name: str, folder: str) -> str | None:
+    """The base model of an adapter's folder; None for a full model's folder, even if it also holds an adapter."""
+    if (Path(folder) / "config.json").is_file():
+        return None
+    config = saved_config(folder)
+    if config is None:
+        return None
+    if not config.base_model_name_or_path:
+        raise ConfigError(f"the adapter {name!r} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
+    return str(config.base_model_name_or_path)
+
+
+def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Check that a language model can be trained here, switch off its noise (dropout by `model.dropout`), return it.
+
+    Raises:
+        ConfigError: it is no causal language model, has no end-of-sequence token, or its tokenizer does not match.
+    """
+    if lm.get_output_embeddings() is None or not hasattr(lm, "generation_config"):
+        raise ConfigError(
+            f"the model {args.name!r} is a {type(lm).__name__}, which has no projection to a vocabulary; give a causal "
+            "language model, as loaded by AutoModelForCausalLM"
+        )
+    fuse_gelu(lm)
+    disable_noise(lm, dropout=not args.dropout)
+    if not end_ids(lm, tokenizer):
+        raise ConfigError(
+            f"the tokenizer of {args.name!r} has no end-of-sequence token, so no completion could ever end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    check_vocabulary(args.name, lm, tokenizer)
+    return lm
+
+
+def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """End-of-sequence token ids: the tokenizer's and those of the model's generation config.
+
+    Ids outside the vocabulary, the default of some architectures, are left out.
+    """
+    listed = lm.generation_config.eos_token_id if lm.generation_config else None
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    return sorted(i for i in ids if 0 <= i < lm.config.get_text_config().vocab_size)
+
+
+def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | None = None) -> int | None:
+    """The longest prompt, in tokens, that fits the context and the token budget together with a completion.
+
+    None if the context length is unknown and there is no budget.
+
+    Raises:
+        ConfigError: not even one token fits.
+    """
+    context = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    named = {"the model's context has {} tokens": context, "ppo.micro_batch_tokens is {}": budget}
+    limits = {text.format(limit): limit for text, limit in named.items() if limit is not None}
+    full = [text for text, limit in limits.items() if limit <= max_new_tokens]
+    if full:
+        raise ConfigError(
+            f"max_new_tokens leaves no room for a prompt: it is {max_new_tokens}, and {' and '.join(full)}; lower "
+            "max_new_tokens"
+        )
+    return min(limits.values()) - max_new_tokens if limits else None
+
+
+def fuse_gelu(model: nn.Module) -> None:
+    """Replace Transformers' tanh-approximated GELU, eight operations, by PyTorch's fused one, in place.
+
+    Both compute x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))); the fused one takes half the time and saves one tensor for
+    the backward pass instead of four.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
+def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """SHA-256 digests of a model's weights (`model`) and of its tokenizer (`tokenizer`)."""
+    weights = [f"{name} {weight_hash(whole(p.detach()))}" for name, p in lm.named_parameters()]
+    vocabulary = json.dumps(
+        [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
+    )
+    return {
+        "model": hashlib.sha256("\n".join(weights).encode()).hexdigest(),
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+    }
+
+
+def origin(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's starting point for its checkpoints: fingerprints, and names of the arguments passed from Python."""
+    return fingerprint(lm, tokenizer) | {"given": [name for name, value in given.items() if value is not None]}
+
+
+def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
+    """Raise `ConfigError` if a resumed run began with another model, tokenizer or set of Python arguments."""
+    for part in ("model", "tokenizer"):
+        if then[part] != now[part]:
+            raise ConfigError(
+                f"the {part} that model.name {name!r} stands for is not what it was when this run began; restore it, "
+                "or start a new run"
+            )
+    if then["given"] != now["given"]:
+        before, after = (", ".join(arguments["given"]) or "none" for arguments in (then, now))
+        raise ConfigError(
+            f"this run began with arguments from Python that config.yaml does not hold ({before}; now: {after}); "
+            "pass the same from Python, and call train(resume_from_checkpoint=True)"
+        )
+
+
+def upload(folder: Path, repository: str) -> None:
+    """Upload a policy's folder to the Hugging Face hub.
+
+    Raises:
+        RunStopped: the hub refused or could not be reached; the folder is kept.
+    """
+    try:
+        HfApi().create_repo(repository, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
+        reason = " ".join(str(error).split())
+        raise RunStopped(
+            f"could not upload to run.push_to_hub {repository!r}: {reason}; the policy is in {folder}"
+        ) from error
+
+
+def load_model(
+    kind: Any,
+    name: str,
+    folder: str,
+    args: ModelConfig,
+    sharding: Sharding | None = None,
+    *,
+    trunk: bool = False,
+) -> PreTrainedModel:
+    """Load a model by an Auto class, with float32 weights, from safetensors only.
+
+    With `sharding` each process loads its part, as `Sharding.options` can; with `trunk` as well, only the trunk is
+    loaded for use, and returned.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has no weights for some layer, as a classifier has none to predict tokens.
+    """
+    model: PreTrainedModel
+    with as_config_error(f"a language model from {name!r}"):
+        options = {} if sharding is None else sharding.options(kind, folder, args, trunk=trunk)
+        model, loaded = kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=args.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    # Transformers initializes them at random. A trunk alone may lack what is not used, such as a pooler.
+    if loaded["missing_keys"] and kind is AutoModelForCausalLM:
+        missing = ", ".join(sorted(loaded["missing_keys"])[:3])
+        raise ConfigError(f"{name!r} is not a causal language model: its weights lack {missing}")
+    model = trunk_of(model) if trunk else model
+    if sharding is not None:
+        sharding.prepare(model)
+    fuse_gelu(model)
+    disable_noise(model, dropout=not args.dropout)
+    return model
+
+
+@contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Re-raise loading errors as `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        # Transformers appends a list of all supported classes.
+        reason = str(error).partition("\nModel type should be one of")[0]
+        raise ConfigError(f"cannot load {what}: {reason}") from error
+
+
+def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` if the tokenizer has more tokens than the model."""
+    rows = len(cast(Tensor, model.get_input_embeddings().weight))
+    if len(tokenizer) > rows:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the embedding of {name!r} only {rows}; use the model's "
+            "own tokenizer"
+        )

@@ -1,0 +1,191 @@
+"""Models and examples of a run that learns from a data set, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from tokencredit.errors import ConfigError
+from tokencredit.learn.training_mode import disable_noise
+from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
+from tokencredit.text.models.architecture import trunk_of
+from tokencredit.text.models.building import build_policy, check_trained, enable_checkpointing, save_policy
+from tokencredit.text.models.model_loading import (
+    as_config_error,
+    check_vocabulary,
+    fingerprint,
+    fuse_gelu,
+    load_language_model,
+    load_tokenizer,
+    resolve,
+)
+from tokencredit.text.models.peft_models import merge, saved_config
+from tokencredit.text.models.run_models import load_start, merged
+from tokencredit.text.offline.examples import Encoder, Example, Row, examples_of, read_rows, scored_pair, split
+from tokencredit.text.rewards.reward_models import RewardModel
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train, and how it is saved."""
+
+    lm: PreTrainedModel
+    """A causal language model, or a classifier with one output."""
+    tokenizer: PreTrainedTokenizerBase
+    start: Mapping[str, str]
+    """Fingerprints of the model and tokenizer before training, without a new adapter."""
+    save: Callable[[Path], None]
+    """Writes its folder."""
+    next_steps: Mapping[str, str]
+    """Commands for the finished run, with their meaning."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user."""
+
+
+def load_model(args: OfflineSettings) -> Model:
+    """Load the model that a run starts from, with its adapter or score head; both draw PyTorch's global generator.
+
+    Raises:
+        ConfigError: it cannot be loaded or trained.
+    """
+    if isinstance(args, RewardModelConfig):
+        return load_reward_model(args)
+    settings = ModelConfig(**vars(args.model))
+    lm, tokenizer = load_start(settings)
+    start = fingerprint(lm, tokenizer)
+    policy, _ = build_policy(merged(settings, lm), tokenizer, settings, CriticConfig(kind="none"))
+    check_trained(settings.name, policy)
+    steps = {
+        "tokencredit generate RUN --prompt TEXT": "completions of the trained model",
+        "tokencredit train --model.name RUN/policy": "PPO from the trained model",
+    }
+    return Model(policy.lm, tokenizer, start, lambda folder: save_policy(folder, policy, tokenizer), steps)
+
+
+def load_reward_model(args: RewardModelConfig) -> Model:
+    """A classifier with one output: a language model's trunk with a new head, or a classifier's own.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    settings = ModelConfig(name=args.model.name, trust_remote_code=args.model.trust_remote_code)
+    tokenizer = load_tokenizer(settings)
+    folder = resolve(settings.name, "policy")
+    options: dict[str, Any] = {"num_labels": 1, "trust_remote_code": settings.trust_remote_code}
+    notes = []
+    with without_load_report(), as_config_error(f"a model with a score head from {settings.name!r}"):
+        if saved_config(folder) is not None:
+            lm, tokenizer = load_language_model(settings, tokenizer)
+            config = deepcopy(lm.config)
+            config.num_labels = 1
+            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            trunk_of(model).load_state_dict(trunk_of(merge(lm)).state_dict())
+        else:
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
+            notes = check_head(settings.name, model, loaded)
+    check_vocabulary(settings.name, model, tokenizer)
+    fuse_gelu(model)
+    disable_noise(model, dropout=True)
+    if args.model.gradient_checkpointing:
+        enable_checkpointing(model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    steps = {"tokencredit train --reward '[{reward_model: RUN/reward_model}]'": "PPO on this reward"}
+    model.eval().requires_grad_(True)
+    return Model(model, tokenizer, fingerprint(model, tokenizer), save, steps, notes)
+
+
+def check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> list[str]:
+    """A note if the score head of a loaded classifier is new in place of another one.
+
+    Raises:
+        ConfigError: weights below the head are missing.
+    """
+    replaced = [str(key[0] if isinstance(key, tuple) else key) for key in loaded["mismatched_keys"]]
+    prefix = f"{model.base_model_prefix}."
+    if lacking := sorted(key for key in [*loaded["missing_keys"], *replaced] if key.startswith(prefix)):
+        raise ConfigError(f"the weights of {name!r} lack {', '.join(lacking[:3])}")
+    return [f"the classification head of {name!r} is replaced by a new one with one score"] * bool(replaced)
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """A context without Transformers' report on the score head, which is new as it should be."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def load_examples(
+    args: OfflineSettings, model: Model, train: Rows | None, held_out: Rows | None
+) -> tuple[list[Example], list[Example], list[str]]:
+    """Examples to train on, held-out ones, and notes for the user.
+
+    Args:
+        args: the configuration.
+        model: the model to train.
+        train: rows from Python in place of `data.dataset`.
+        held_out: rows from Python in place of `eval.dataset`.
+
+    Raises:
+        ConfigError: rows cannot be read or used, or settings of held-out rows have no effect.
+    """
+    encode, column = encoding(args, model)
+    data, notes = args.data, [*model.notes]
+
+    def read(source: tuple[str | None, str, str | None], rows: Rows | None, group: str) -> list[Example]:
+        found, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), encode)
+        if dropped:
+            notes.append(f"{dropped} of {len(found) + dropped} rows of {group} are too long and are dropped")
+        return found
+
+    if held_out is not None and (data.held_out or args.eval.dataset):
+        key = "eval.dataset" if args.eval.dataset else "data.held_out"
+        raise ConfigError(f"eval_dataset and {key} are both given; leave one of them out")
+    examples = read((data.dataset, data.split, data.config_name), train, "data")
+    if held_out is None and args.eval.dataset is None:
+        if args.eval.every and not data.held_out:
+            raise ConfigError(f"eval.every is {args.eval.every}, and no rows are held out; leave it out")
+        return *split(examples, data.held_out, args.seed), notes
+    return examples, read((args.eval.dataset, args.eval.split, args.eval.config_name), held_out, "eval"), notes
+
+
+def encoding(args: OfflineSettings, model: Model) -> tuple[Callable[[Row], Example | None], str]:
+    """How rows become examples, and the column of completions that they must have."""
+    if isinstance(args, SFTConfig):
+        sft, encoder = args.data, Encoder(args.data, model.lm, model.tokenizer, args.sft.loss_on)
+        return lambda row: encoder.with_completion(row, sft.completion), sft.completion
+    if isinstance(args, DPOConfig):
+        dpo, encoder = args.data, Encoder(args.data, model.lm, model.tokenizer)
+        return lambda row: encoder.with_pair(row, dpo.chosen, dpo.rejected), dpo.chosen
+    assert isinstance(args, RewardModelConfig)
+    pairs, reader = args.data, RewardModel(args.model.name, model.lm, model.tokenizer)
+    return lambda row: scored_pair(reader, row, pairs.chosen, pairs.rejected), pairs.chosen

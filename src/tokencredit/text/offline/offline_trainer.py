@@ -1,0 +1,308 @@
+"""Runs that learn from a data set: one iteration, and the run around it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokencredit.distributed.processes import Processes, out_of_memory
+from tokencredit.errors import ConfigError, OutOfMemory
+from tokencredit.learn import rng
+from tokencredit.learn.optim import build_optimizer, clip_gradients, hidden_matrices, schedule, set_rates
+from tokencredit.learn.state import (
+    load_optimizer_state,
+    load_trained_weights,
+    nbytes,
+    optimizer_state,
+    sharded_parameters,
+    trainable,
+    trained_weights,
+)
+from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.learn.training_mode import training, training_modules
+from tokencredit.learn.update import drop_gradients
+from tokencredit.report.page import LARGEST, write_final_report
+from tokencredit.runs.loop import State, run
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import Summary, count
+from tokencredit.settings.offline import DPOConfig, OfflineSettings
+from tokencredit.settings.world import world_of
+from tokencredit.text.data.prompts import permutation
+from tokencredit.text.models.architecture import width
+from tokencredit.text.models.model_loading import check_origin
+from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.offline.examples import Example
+from tokencredit.text.offline.offline_losses import Loss, combined, learned
+from tokencredit.text.offline.offline_setup import Model, load_examples, load_model
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
+
+
+class OfflineTrainer:
+    """Trains a model on a data set: supervised fine-tuning, a reward model, or DPO, by the kind of configuration."""
+
+    def __init__(self, args: OfflineSettings, train_dataset: Rows | None = None, eval_dataset: Rows | None = None):
+        """Load everything that a run needs; `train` creates its folder.
+
+        Args:
+            args: an `SFTConfig`, `RewardModelConfig` or `DPOConfig`.
+            train_dataset: rows in place of `data.dataset`, as a `datasets.Dataset` or a list of dicts.
+            eval_dataset: the same for held-out rows, in place of `eval.dataset`.
+
+        Raises:
+            ConfigError: a setting, model, row or folder cannot be used; the message names its key.
+        """
+        self.processes = Processes(args.run.timeout)
+        if args.data.batch_size % self.processes.count:
+            raise ConfigError(
+                f"data.batch_size is {args.data.batch_size}; it must be a multiple of the {self.processes.count} "
+                "processes"
+            )
+        with rng.preserved():
+            torch.manual_seed(args.seed)
+            self.model: Model = load_model(args)
+            lm = self.model.lm
+            precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
+            self.examples, self.held_out, self.notes = load_examples(args, self.model, train_dataset, eval_dataset)
+            self.args, self.steps = args, steps_of(args, len(self.examples))
+            length = replace(args.run, iterations=self.steps)
+            self.record = RunRecord(length, self.processes, world_of(asdict(args)), precision.choices)
+            given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            names = [name for name, value in given.items() if value is not None]
+            data = digest(self.examples, self.held_out)
+            self.origin: State = dict(self.model.start) | {"given": names, "data": data}
+            self.record.from_python = self.origin["given"]
+            torch.nn.Module.to(lm, precision.device)
+            self.loss = Loss(args, lm, self.model.tokenizer, precision)
+            self.rng = rng.torch_state()
+        self.precision, self.notes = precision, [*precision.notes, *self.notes]
+        self.wrapped = self.processes.wrap(lm)
+        self.parameters = trainable(lm)
+        optim = args.optim
+        group = {"params": self.parameters, "lr": optim.lr, "weight_decay": optim.weight_decay}
+        projection = lm.get_output_embeddings()
+        excluded = [] if projection is None else list(projection.parameters())
+        hidden = hidden_matrices(lm, excluded) if optim.name == "muon" else ()
+        self.optimizer = build_optimizer([group], optim.name, hidden=hidden, eps=optim.eps)
+        self.schedule = schedule(**optim.rates(self.steps))
+        self.training_modules = training_modules(lm)
+        self.stopping = EarlyStopping()
+        self.drawn = 0
+        """Rows read so far, over all processes; the position in the data."""
+
+    def train(self, resume_from_checkpoint: bool = False) -> Summary:
+        """Run all iterations, write the run's folder, and return its summary; raises as `PPOTrainer.train`."""
+        size = nbytes(self.model.lm.parameters())
+        with rng.preserved():
+            rng.set_torch_state(self.rng)
+            if isinstance(self.args, DPOConfig):  # before a checkpoint's weights are loaded
+                self._add_reference(self.examples if resume_from_checkpoint else self._to_read())
+                self._add_reference(self.held_out)
+            trained = nbytes(self.parameters)
+            return run(self, resume=resume_from_checkpoint, reserve=size + LARGEST + 2**20, weights=trained)
+
+    def overview(self) -> Iterator[tuple[str, str]]:
+        """Model, data, device and folder: pairs of a label and a text."""
+        size, trained = sum(p.numel() for p in self.model.lm.parameters()), sum(p.numel() for p in self.parameters)
+        partly = f", {count(trained)} trained" if trained < size else ""
+        yield "model", f"{self.args.model.name}, {count(size)} parameters{partly}"
+        held = f", {len(self.held_out):,} held out" if self.held_out else ""
+        name = self.args.data.dataset or "from Python"
+        yield "data", f"{len(self.examples):,} rows of {name}{held}"
+        jobs = f", {self.processes.count} processes" if self.processes.count > 1 else ""
+        yield "device", f"{self.precision.device}, {self.precision.dtype}{jobs}"
+        batch = self.args.data.batch_size
+        passes = f"{self.steps * batch / len(self.examples):.3g} passes over the data"
+        yield "run", f"{self.record.folder.path}, {self.steps:,} iterations of {batch:,} rows: {passes}"
+
+    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Take one optimizer step; returns the iteration's metrics, and no samples."""
+        started = time.perf_counter()
+        rates = set_rates(self.optimizer, self.schedule(number - 1))
+        metrics = {"iteration": number} | self._step(number, self._next_batch()) | {"lr": rates[0]}
+        metrics["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - started)
+        every = self.args.eval.every
+        if self.held_out and (number == self.steps or (every and number % every == 0)):
+            metrics |= {f"eval/{name}": value for name, value in self.evaluate().items()}
+        metrics["seconds"] = time.perf_counter() - started
+        return metrics, []
+
+    def _next_batch(self) -> list[Example]:
+        """This process's rows of the next batch, in an order that is drawn anew for each pass over the data."""
+        size = self.args.data.batch_size
+        share = size // self.processes.count
+        first = self.drawn + share * self.processes.rank
+        self.drawn += size
+        return [self.examples[self._position(first + i)] for i in range(share)]
+
+    def _to_read(self) -> list[Example]:
+        """The examples that the run reads."""
+        places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))
+        return [self.examples[i] for i in sorted({self._position(place) for place in places})]
+
+    def _position(self, place: int) -> int:
+        """Index of the example at a place of the endless sequence."""
+        epoch, offset = divmod(place, len(self.examples))
+        return int(permutation(len(self.examples), self.args.seed, epoch)[offset])
+
+    def _step(self, number: int, rows: Sequence[Example]) -> dict[str, float]:
+        """Take a step on a batch, unless its loss or gradient is not finite; returns its metrics."""
+        drop_gradients(self.parameters)
+        lm, optim = self.model.lm, self.args.optim
+        # TRL's metrics are those of training if the whole model is in training mode.
+        with training([lm, *self.training_modules]), self.precision.updates():
+            loss, measured = self._passes(rows)
+        norm = float(clip_gradients(self.parameters, optim.max_grad_norm, optim.norm_order()))
+        read, sequences = self._sum(tokens(rows)), self._sum(sum(1 for row in rows for _ in texts(row)))
+        metrics = {**self._with_perplexity(loss, measured), "grad_norm": norm, "tokens": read}
+        metrics["sequence_length"] = read / sequences
+        if not self.processes.all(math.isfinite(loss + norm)):
+            ids = {f"row_{i}_{j}": torch.tensor(x) for i, row in enumerate(rows) for j, x in enumerate(texts(row))}
+            self.record.bad_step(number, "the loss or the gradient is not finite", ids)
+            return metrics | {"loss": math.nan, "steps": 0, "bad_steps": 1}
+        self.optimizer.step()
+        drop_gradients(self.parameters)
+        self.record.bad_in_a_row = 0
+        return metrics | {"steps": 1, "bad_steps": 0}
+
+    def _passes(self, rows: Sequence[Example]) -> tuple[float, dict[str, float]]:
+        """The mean loss and the metrics of a batch over all processes, in micro-batches; adds its gradient."""
+        size = self._sum(self.loss.size(rows))
+        micro = self.args.data.micro_batch or len(rows)
+        total, parts = 0.0, []
+        with advice():
+            for start in range(0, len(rows), micro):
+                part = rows[start : start + micro]
+                loss = self.loss(self.wrapped, part, size)
+                loss.backward()
+                total += float(loss.detach())
+                parts.append((self.loss.metrics(), self._sum(len(part)), self._sum(learned(part))))
+        return self._sum(total) / self.processes.count, combined(parts)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics on the held-out rows, all of them in each process."""
+        rows, micro = self.held_out, self.args.data.micro_batch or self.args.data.batch_size
+        total, parts = 0.0, []
+        with advice():
+            for start in range(0, len(rows), micro):
+                part = rows[start : start + micro]
+                total += float(self.loss(self.model.lm, part, self.loss.size(rows))) / self.processes.count
+                parts.append((self.loss.metrics(), len(part), learned(part)))
+        return self._with_perplexity(total, combined(parts))
+
+    def _with_perplexity(self, loss: float, measured: dict[str, float]) -> dict[str, float]:
+        """A loss with its metrics, and with the perplexity if it is a mean over tokens."""
+        perplexity = {"perplexity": math.exp(min(loss, 20.0))} if self.loss.by_token else {}
+        return {"loss": loss, **perplexity, **measured}
+
+    def _sum(self, number: float) -> float:
+        """The sum of a number over all processes."""
+        return float(self.processes.sum(torch.tensor(float(number), device=self.precision.device)))
+
+    def _add_reference(self, rows: Sequence[Example]) -> None:
+        """Add to each row its log-probs under the model as it is now."""
+        micro = self.args.data.micro_batch or self.args.data.batch_size
+        with advice():
+            for start in range(0, len(rows), micro):
+                part = rows[start : start + micro]
+                for row, numbers in zip(part, self.loss.reference(part), strict=True):
+                    row.update(numbers)
+
+    def state(self) -> tuple[State, State]:
+        """Resumable state: the part that all processes share, and this process's own."""
+        shared = {
+            "origin": self.origin,
+            "drawn": self.drawn,
+            "weights": trained_weights(self.model.lm),
+            "optimizer": optimizer_state(self.optimizer, self.model.lm),
+        }
+        return shared, {"random": rng.random_state()}
+
+    def sharded_tensors(self) -> dict[str, Tensor]:
+        """The sharded parameters, by name."""
+        return sharded_parameters(self.model.lm)
+
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the run loop's protocol)
+        """Restore the result of `state`, with its second part under `process`.
+
+        Raises:
+            ConfigError: the model, tokenizer or data differ from those that the run began with.
+        """
+        check_origin(state["origin"], self.origin, self.args.model.name)
+        if state["origin"]["data"] != self.origin["data"]:
+            raise ConfigError(
+                "the rows to train on, or those held out, are not those that this run began with; restore the data set "
+                "and the settings under data, or begin a new run with the trained model as model.name"
+            )
+        try:
+            load_trained_weights(self.model.lm, state["weights"])
+            load_optimizer_state(self.optimizer, self.model.lm, state["optimizer"])
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
+        self.drawn = state["drawn"]
+        rng.set_random_state(state["process"]["random"])
+        return ()
+
+    def rewind(self) -> bool:
+        """False: a step that failed may have drawn random numbers."""
+        return False
+
+    def finish(self, stopped_by: str) -> Summary:
+        """Write the model, the summary and the report, and return the summary."""
+        summary = self.record.end(stopped_by, self._save)
+        write_final_report(self.record)
+        self.record.next_steps(self.model.next_steps)
+        return summary
+
+    def _save(self, folder: Path, summary: Summary) -> None:  # noqa: ARG002  (called by RunRecord.end)
+        self.model.save(folder)
+
+
+def steps_of(args: OfflineSettings, rows: int) -> int:
+    """Number of iterations: `run.iterations`, or those of `data.epochs`."""
+    if args.data.epochs is None:
+        return args.run.iterations
+    return max(math.ceil(args.data.epochs * rows / args.data.batch_size - 1e-9), 1)
+
+
+def digest(train: Sequence[Example], held_out: Sequence[Example]) -> str:
+    """SHA-256 of the examples, in their order."""
+    return hashlib.sha256(json.dumps([list(train), list(held_out)]).encode()).hexdigest()
+
+
+@contextmanager
+def advice() -> Iterator[None]:
+    """A context in which a lack of memory is raised as `OutOfMemory`, with what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemory("out of memory; lower data.micro_batch, or set model.gradient_checkpointing") from error
+
+
+def texts(row: Example) -> Iterator[list[int]]:
+    """The sequences of token ids that a model reads for an example."""
+    if "input_ids" in row:
+        yield row["input_ids"]
+    else:
+        prompt = row.get("prompt_ids", [])
+        yield prompt + row["chosen_ids"]
+        yield prompt + row["rejected_ids"]
+
+
+def tokens(rows: Sequence[Example]) -> int:
+    """Number of tokens that a model reads for these examples."""
+    return sum(len(ids) for row in rows for ids in texts(row))

@@ -1,0 +1,425 @@
+"""Build a run's prompts, reward terms, pipeline and learner from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError
+from tokencredit.learn.learner import Learner
+from tokencredit.learn.objective import (
+    CriticOutputs,
+    Interpolation,
+    Objective,
+    Passes,
+    PolicyLoss,
+    PolicyOutputs,
+    SequenceObjective,
+    WeightedObjective,
+)
+from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.state import trainable
+from tokencredit.learn.update import UpdateSettings
+from tokencredit.settings.data import DefaultReward
+from tokencredit.settings.fields import refuse_idle, shown
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import DIVERGENCE_LIMITS, EvalConfig
+from tokencredit.text.data.datasets import from_python
+from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.engines.local.local_engine import LocalEngine
+from tokencredit.text.engines.requests import RequestEngine
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.model_loading import max_prompt_length
+from tokencredit.text.models.run_models import Models
+from tokencredit.text.pipeline import Pipeline
+from tokencredit.text.rewards import calls
+from tokencredit.text.rewards.calls import Term
+from tokencredit.text.rewards.terms import as_terms, build_terms
+from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
+from tokencredit.text.turns.play import Framings, Player
+from tokencredit.text.turns.tasks import Tasks, load_tasks
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
+
+
+def check_arguments(
+    args: PPOConfig,
+    model: Any,
+    processing_class: Any,
+    peft_config: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    played: bool,
+) -> None:
+    """Raise `ConfigError` for an argument of `PPOTrainer` of the wrong type, or one that conflicts with a setting.
+
+    `played` is true if there are tools or an environment from Python.
+    """
+    if not (model is None or isinstance(model, str) or (isinstance(model, nn.Module) and hasattr(model, "config"))):
+        raise ConfigError(
+            f"model is {shown(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
+        )
+    if not (processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase)):
+        raise ConfigError(
+            f"processing_class is {shown(processing_class)}; it must be a tokenizer, such as "
+            "AutoTokenizer.from_pretrained(…)"
+        )
+    if peft_config is not None:
+        check_peft_config(args, peft_config)
+    datasets = {"train_dataset": (train_dataset, args.prompts), "eval_dataset": (eval_dataset, args.eval.prompts)}
+    for name, (dataset, prompts) in datasets.items():
+        if dataset is None:
+            continue
+        from_python(dataset, name)
+        for key in ("text", "dataset"):
+            if prompts is not None and getattr(prompts, key) is not None:
+                group = {"train_dataset": "prompts", "eval_dataset": "eval.prompts"}[name]
+                raise ConfigError(f"{name} and {group}.{key} are both given; leave one of them out")
+    if eval_dataset is not None and not args.eval.every:
+        raise ConfigError("eval_dataset is given, which has no effect without eval.every; leave it out")
+    if played:
+        args.check_turns()
+    rows = [name for name, (dataset, _) in datasets.items() if dataset is not None]
+    refuse_idle(args, rows + ["environment_factory"] * played)
+
+
+def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
+    """Raise `ConfigError` for an argument that is no PEFT configuration, or for a second adapter."""
+    try:
+        from peft import PeftConfig
+    except ImportError as error:
+        raise ConfigError("peft_config needs PEFT, which is not installed: pip install tokencredit[peft]") from error
+    if not isinstance(peft_config, PeftConfig):
+        raise ConfigError(
+            f"peft_config is {shown(peft_config)}; it must be a PEFT configuration, such as peft.LoraConfig(…); "
+            "Tokencredit's LoraConfig goes into args, as model.lora"
+        )
+    if args.model.lora.rank:
+        raise ConfigError("peft_config and model.lora.rank are both given; leave one of them out")
+
+
+def check_batch_size(args: PPOConfig, processes: int) -> None:
+    """Raise `ConfigError` unless each process has a prompt to sample and to evaluate, and each critic a completion."""
+    rows, group = args.rollout.batch_size, args.rollout.per_prompt
+    if rows // group < processes:
+        raise ConfigError(
+            f"rollout.batch_size is {rows}; it must be at least {processes * group}, {processes} processes times "
+            f"rollout.per_prompt, {group}"
+        )
+    if args.critic.members > rows:
+        raise ConfigError(
+            f"critic.members is {args.critic.members}; it must be at most {rows}, the completions of "
+            "rollout.batch_size: each critic learns from its own"
+        )
+    if args.eval.every:
+        check_evaluation_size(args, processes)
+
+
+def check_evaluation_size(args: PPOConfig, processes: int) -> None:
+    """Raise `ConfigError` unless each process has a prompt to evaluate."""
+    if args.eval.samples < processes:
+        raise ConfigError(f"eval.samples is {args.eval.samples}; it must be at least {processes}, one per process")
+
+
+def environments_of(
+    args: PPOConfig, factory: Any = None, functions: Sequence[Callable[..., Any]] | None = None
+) -> Environments | None:
+    """The environments and tools of a run, from its settings or from Python; None if a completion is one turn.
+
+    Raises:
+        ConfigError: as `load_environments`.
+    """
+    if not args.several_turns() and factory is None and not functions:
+        return None
+    return load_environments(args.env, args.tools, factory=factory, functions=functions)
+
+
+def prepare_rows(
+    args: PPOConfig,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    environments: Environments | None,
+    train_dataset: Rows | None,
+    eval_dataset: Rows | None,
+) -> tuple[Prompts | Tasks, Prompts | Tasks]:
+    """Load the prompts, or with environments the rows of episodes, for training and for evaluation."""
+    if environments is None:
+        return prepare_prompts(args, lm, tokenizer, train_dataset, eval_dataset)
+    return prepare_tasks(args, lm, environments, train_dataset, eval_dataset)
+
+
+def prepare_prompts(
+    args: PPOConfig,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train_dataset: Rows | None = None,
+    eval_dataset: Rows | None = None,
+) -> tuple[Prompts, Prompts]:
+    """Load the prompts for training and for evaluation, which may be the same."""
+    held_out = args.eval.prompts is not None or eval_dataset is not None
+    longest = args.rollout.max_new_tokens
+    if args.eval.every and not held_out:
+        longest = max(longest, args.eval.max_new_tokens)
+    limit = max_prompt_length(lm, longest, args.ppo.micro_batch_tokens)
+    prompts = load_prompts(args.prompts, tokenizer, seed=args.seed, limit=limit, dataset=train_dataset)
+    return prompts, evaluation_prompts(args, lm, tokenizer, eval_dataset) if held_out else prompts
+
+
+def evaluation_prompts(
+    args: PPOConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dataset: Rows | None = None
+) -> Prompts:
+    """Load the prompts for evaluation: held-out ones if configured, otherwise those of training."""
+    held_out = args.eval.prompts is not None or dataset is not None
+    return load_prompts(
+        args.eval.prompts or args.prompts,
+        tokenizer,
+        seed=args.seed,
+        limit=max_prompt_length(lm, args.eval.max_new_tokens, args.ppo.micro_batch_tokens),
+        dataset=dataset,
+        group="eval.prompts" if held_out else "prompts",
+        dataset_name="eval_dataset",
+    )
+
+
+def prepare_tasks(
+    args: PPOConfig,
+    lm: PreTrainedModel,
+    environments: Environments,
+    train_dataset: Rows | None = None,
+    eval_dataset: Rows | None = None,
+) -> tuple[Tasks, Tasks]:
+    """The rows of episodes for training and for evaluation, whose episodes differ from those of training.
+
+    Raises:
+        ConfigError: the environments do not take the rows; no prompt fits beside an episode; and as `load_tasks`.
+    """
+    for sampling in (args.rollout, args.eval) if args.eval.every else (args.rollout,):
+        max_prompt_length(lm, sampling.max_new_tokens, args.ppo.micro_batch_tokens)
+    train = load_tasks(
+        args.prompts, seed=args.seed, stream=0, dataset=train_dataset, group="prompts", dataset_name="train_dataset"
+    )
+    own = train_dataset if args.eval.prompts is None else None
+    tasks = train, evaluation_tasks(args, own if eval_dataset is None else eval_dataset)
+    for rows in tasks if args.eval.every else tasks[:1]:
+        environments.check_columns(rows.columns, rows.values(COLUMN))
+    return tasks
+
+
+def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
+    """The rows of episodes for evaluation: held-out ones if configured, else those of training with other seeds."""
+    group = "prompts" if args.eval.prompts is None else "eval.prompts"
+    config = args.eval.prompts or args.prompts
+    return load_tasks(config, seed=args.seed, stream=1, dataset=dataset, group=group, dataset_name="eval_dataset")
+
+
+def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
+    """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
+    own = ["prompts", "completions", "completion_ids"] + ["ref_logprobs"] * (models.reference is not None)
+    for found in prompts:
+        turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(found, Tasks)
+        calls.check_columns(terms, [*own, *turns, *found.other_columns])
+
+
+def dropped(*prompts: Prompts | Tasks) -> list[str]:
+    """One line per set of prompts from which overlong ones were dropped."""
+    return [line for line in (unique.dropped() for unique in dict.fromkeys(prompts)) if line]
+
+
+def remarks(args: PPOConfig, *, sharded: bool) -> Iterator[str]:
+    """Lines for the user on settings that do something other than their names suggest."""
+    if args.run.shard == "full" and not sharded:
+        yield "run.shard full: one process, which holds the models whole"
+    if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":
+        yield (
+            f"ppo.loss gspo with ppo.reduction {args.ppo.reduction}: longer completions weigh more than in GSPO's "
+            "paper, whose mean over completions is ppo.reduction: sequence"
+        )
+
+
+def load_terms(
+    args: PPOConfig, reward_funcs: Any, device: torch.device, environments: Environments | None = None
+) -> list[Term]:
+    """Load the reward terms: `reward_funcs` if given, otherwise those of the configuration, and the environment's own.
+
+    Raises:
+        ConfigError: a term cannot be loaded, or scores whole texts although `advantage.bootstrap` is set; there is
+            none; or two have the same name.
+    """
+    own = [] if environments is None else environments.terms()
+    if reward_funcs is not None:
+        terms = as_terms(reward_funcs, device)
+    elif environments is not None and any(isinstance(term, DefaultReward) for term in args.reward):
+        terms = []  # the default, which is for texts; the environment is from Python
+    else:
+        terms = _configured_terms(args, device)
+    if not terms and not own:
+        raise ConfigError(
+            "there is no reward: the environment has none of its own (get_reward, or the reward of step), and reward "
+            "is empty; give a term"
+        )
+    if same := {term.name for term in terms} & {term.name for term in own}:
+        raise ConfigError(f"a reward term is named {', '.join(same)}, the name of the environment's own; rename it")
+    return own + terms
+
+
+def _configured_terms(args: PPOConfig, device: torch.device) -> list[Term]:
+    """The reward terms of the configuration; errors as in `load_terms`."""
+    for number, term in enumerate(args.reward if args.advantage.bootstrap else ()):
+        kind, source = term.source()
+        if kind != "function" or ":" not in source:  # user functions are checked at the first batch
+            raise ConfigError(
+                f"advantage.bootstrap is True, and reward[{number}] ({kind} {source!r}) scores whole completions; the "
+                "score of a truncated one would count twice: give functions that return a list of numbers, one per "
+                "token"
+            )
+    return build_terms(args.reward, device)
+
+
+def build_pipeline(
+    args: PPOConfig,
+    models: Models,
+    terms: list[Term],
+    processes: Processes,
+    environments: Environments | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Pipeline:
+    """Build a run's pipeline from its models, reward terms and environments.
+
+    Args:
+        args: the configuration.
+        models: the models.
+        terms: the reward terms.
+        processes: the job.
+        environments: the environments and tools; None if a completion is one turn.
+        report: called with a line for each event of the engine; None for `print`.
+
+    Raises:
+        ConfigError: the tokenizer's chat template does not fit the environment or the tools; or the sampling engine is
+            not installed.
+        RunStopped: the sampling engine does not take the model.
+    """
+    budget = args.ppo.micro_batch_tokens
+    engine = models.engine(budget, args.rollout, report or print, processes)
+    if isinstance(engine, LocalEngine):
+        engine = replace(engine, keeps_support=args.off_policy.support == "truncated")
+    return Pipeline(
+        models.policy,
+        models.reference,
+        models.tokenizer,
+        models.precision,
+        engine,
+        terms,
+        args.kl,
+        processes,
+        budget,
+        None if environments is None else build_player(args, engine, environments),
+    )
+
+
+def check_evaluation_lengths(settings: EvalConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
+    """Raise `ConfigError` if a vLLM server takes no sequences as long as those of the run's evaluations."""
+    longest = pipeline.engine.sampler.longest if isinstance(pipeline.engine, RequestEngine) else None
+    if longest is None or not (settings.every and isinstance(prompts, Prompts)):
+        return
+    width = prompts.batch(0, settings.samples).ids.shape[1]
+    if width + settings.max_new_tokens > longest:
+        raise ConfigError(
+            f"eval.max_new_tokens is {settings.max_new_tokens}, and prompts of evaluations have up to {width} tokens; "
+            f"rollout.server takes {longest} together: start it with --max-model-len "
+            f"{width + settings.max_new_tokens} or more, or lower eval.max_new_tokens"
+        )
+
+
+def build_player(args: PPOConfig, engine: LocalEngine | RequestEngine, environments: Environments) -> Player:
+    """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
+    framings = Framings.build(engine.tokenizer, environments, args.prompts, engine.end_ids)
+    room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)
+    return Player(engine, framings, environments, args.env, room)
+
+
+def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
+    """Build a run's learner: optimizer, schedule, objective and the generator for shuffling."""
+    policy, precision, optim = models.policy, models.precision, args.optim
+    hidden = hidden_matrices(policy.lm, exclude=policy.lm.get_output_embeddings().parameters())
+    for member in () if policy.critic is None else policy.critic.members:
+        hidden += [] if member.trunk is None else hidden_matrices(member.trunk)
+    optimizer = build_optimizer(parameter_groups(args, policy), optim.name, hidden=hidden, eps=optim.eps)
+    exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
+    options = {
+        "temperature": args.rollout.temperature,
+        "entropy": args.ppo.entropy_coef > 0,
+        "reference": models.reference if exact_kl else None,
+    }
+
+    def evaluate(model: torch.nn.Module, inputs: dict[str, torch.Tensor], loss: PolicyLoss) -> PolicyOutputs:
+        with precision.autocast():
+            outputs: PolicyOutputs = model(inputs, policy_loss=loss, **options)
+        return outputs
+
+    def critic(inputs: dict[str, torch.Tensor]) -> CriticOutputs:
+        with precision.autocast():
+            return policy.critic_outputs(inputs)
+
+    critic_inputs = ("prompt_ids", "prompt_mask", "response_ids", "mask") + ("member",) * (args.critic.members > 1)
+    return Learner(
+        policy,
+        optimizer,
+        Passes(evaluate, critic, critic_inputs, separate_critic=args.critic.kind == "separate"),
+        build_objective(args),
+        build_update(args),
+        schedule(**optim.rates(args.run.iterations)),
+        torch.Generator().manual_seed(2 * args.seed + 1),
+        processes,
+    )
+
+
+def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
+    """Parameter groups of the policy, separate critics' trunks and value heads, each with its learning rate."""
+    critics, rate = [] if policy.critic is None else policy.critic.members, args.optim.lr
+    parts: list[tuple[str, list[torch.nn.Module], float]] = [
+        ("lr", [policy.lm], rate),
+        ("trunk_lr", [x.trunk for x in critics if x.trunk is not None], args.critic.trunk_lr or rate),
+        ("value_lr", [x.head for x in critics], args.critic.lr),
+    ]
+    groups = [
+        {"params": [p for x in modules for p in trainable(x)], "lr": lr, "metric": metric}
+        | {"weight_decay": args.optim.weight_decay}
+        | {"constant": metric != "lr" and args.critic.schedule == "constant"}
+        for metric, modules, lr in parts
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_objective(args: PPOConfig) -> Objective:
+    """Build the objective of a run's updates; the trainer sets its KL coefficient before each."""
+    kl, loss, off_policy = args.kl, args.ppo.loss, args.off_policy
+    interpolation = Interpolation(off_policy.correct, off_policy.low, off_policy.high)
+    options: dict[str, Any] = {
+        **args.ppo.objective(args.critic),
+        "kl_estimator": kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
+        "horizon": args.rollout.max_new_tokens,
+        "value_places": tuple(args.critic.places or ()),
+        "value_horizon": args.env.max_turns if args.advantage.unit == "turn" else None,
+        "interpolation": interpolation if off_policy.proximal == "interpolated" else None,
+    }
+    if loss == "clip":
+        return Objective(**options)
+    if loss == "gspo":
+        return SequenceObjective(**options)
+    if loss in ("cispo", "sao"):
+        return WeightedObjective(**options, outside="clip" if loss == "cispo" else "mask")
+    limit = args.ppo.divergence_limit or DIVERGENCE_LIMITS[loss]
+    return WeightedObjective(**options, divergence=loss.removeprefix("dppo_"), divergence_limit=limit)
+
+
+def build_update(args: PPOConfig) -> UpdateSettings:
+    """Build the update settings of a run: epochs, minibatches and the like."""
+    return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim))

@@ -1,0 +1,388 @@
+"""PPO for language models: one iteration, readable top to bottom, and the run around it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import is_sharded
+from tokencredit.errors import ConfigError, EngineLost
+from tokencredit.learn import rng
+from tokencredit.learn.experience import Experience
+from tokencredit.learn.state import nbytes, sharded_parameters, trainable
+from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.report.card import model_card
+from tokencredit.report.page import LARGEST, write_final_report
+from tokencredit.runs.loop import State, run
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import Summary
+from tokencredit.settings.fields import require_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.trl import refuse_arguments
+from tokencredit.settings.world import TEXT
+from tokencredit.text import ppo_setup as setup
+from tokencredit.text.ahead import SamplesAhead
+from tokencredit.text.audit.auditor import Auditor
+from tokencredit.text.audit.targets import continuation_targets
+from tokencredit.text.batch import Batch
+from tokencredit.text.callbacks import check_callbacks
+from tokencredit.text.credit import Credit
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.data.stream import BatchStream, share_of_rows
+from tokencredit.text.evaluation import evaluate
+from tokencredit.text.models import run_models
+from tokencredit.text.models.architecture import width
+from tokencredit.text.models.building import save_policy
+from tokencredit.text.models.model_loading import check_origin, origin, upload
+from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.models.sharded_loading import Sharding
+from tokencredit.text.pipeline import Sampled, Scored, UnusableBatch
+from tokencredit.text.pretraining import Pretraining
+from tokencredit.text.scoring_passes import rollout_logprobs
+from tokencredit.text.stages import Stages, count_step
+from tokencredit.text.startup_summary import overview
+from tokencredit.text.turns.episode_record import episode_events
+
+if TYPE_CHECKING:
+    from tokencredit.text.data.datasets import Rows
+
+
+class PPOTrainer:
+    """Trains a causal language model with PPO from a reward on its texts.
+
+    `PPOTrainer().train()` is what `tokencredit train` does. Arguments have the names and types of TRL's GRPOTrainer;
+    omitted ones come from `args`. Global RNG state is preserved.
+    """
+
+    def __init__(
+        self,
+        model: str | torch.nn.Module | None = None,
+        reward_funcs: Any = None,
+        args: PPOConfig | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: Any = None,
+        callbacks: Iterable[Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
+        **unknown: Any,
+    ):
+        """Load everything that a run needs; `train` creates its folder.
+
+        Args:
+            model: a hub id, a folder, or a loaded model or PeftModel, trained in place.
+            reward_funcs: a function, a reward model, or a list of them; see `rewards.terms.as_terms`.
+            args: the configuration.
+            train_dataset: rows with prompts, as a `datasets.Dataset` or a list of dicts.
+            eval_dataset: the same, for evaluation.
+            processing_class: the policy's tokenizer.
+            peft_config: a PEFT configuration for a new adapter; only the adapter is then trained.
+            callbacks: see `text.callbacks.Callback`.
+            tools: functions that the policy may call (docs/turns.md).
+            environment_factory: a class of environments, or a dict of names to classes.
+            unknown: refused; the message has the keys for TRL's names.
+
+        Raises:
+            ConfigError: a setting, model, reward, callback or folder cannot be used; the message names its key.
+        """
+        refuse_arguments(unknown, [*signature(PPOTrainer).parameters][:-1])
+        callbacks = check_callbacks(callbacks)
+        args = require_config(args, PPOConfig)
+        played = environment_factory is not None or bool(tools)
+        setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset, played)
+        if model is not None:
+            name = model if isinstance(model, str) else run_models.name_of(model)
+            args = replace(args, model=replace(args.model, name=name))
+        self.args = args
+        self.processes = Processes(args.run.timeout)
+        setup.check_batch_size(args, self.processes.count)
+        with rng.preserved():
+            torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
+            environments = setup.environments_of(args, environment_factory, tools)
+            terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
+            sharding = Sharding.of(args, self.processes)
+            lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
+            precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
+            args.off_policy.check(args.rollout, precision.dtype)
+            self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
+            rows = train_dataset, eval_dataset
+            self.prompts, self.eval_prompts = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows)
+            given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            given |= {"tools": tools or None, "environment_factory": environment_factory}
+            self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
+            self.record.from_python = self.origin["given"]
+            named = model is None or isinstance(model, str)
+            models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
+            setup.check_columns(terms, models, self.prompts, self.eval_prompts)
+            self.rng = rng.torch_state()
+        self.policy, self.reference = models.policy, models.reference
+        self.sharded = is_sharded(self.policy.lm)
+        self.notes = [*models.notes, *setup.remarks(args, sharded=self.sharded)]
+        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
+        setup.check_evaluation_lengths(args.eval, self.pipeline, self.eval_prompts)
+        first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
+        self.credit = Credit(args, self.processes.sum, first)
+        self.auditor: Auditor | None = None
+        """None with an environment, whose episodes cannot be continued from their middle."""
+        if isinstance(self.prompts, Prompts):
+            self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
+        self.learner = setup.build_learner(args, models, self.processes)
+        self.stages = Stages(self, callbacks)
+        self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
+        self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
+        self.ahead: SamplesAhead | None = None
+        """Sampling in the background; None samples when a batch is needed."""
+        if args.rollout.max_age:
+            recompute = args.off_policy.proximal == "recomputed"
+            self.ahead = SamplesAhead(self.pipeline, self.stream, args.rollout, recompute=recompute)
+        self.pretrained: dict[str, float] | None = None
+        """Metrics of value pretraining; empty if there is none, None before it."""
+        self.told: set[str] = set()
+        """Metrics of problems with episodes that an event has told of."""
+        self.before: State | None = None
+        """Resumable state other than weights when the iteration began; None once it changes weights."""
+
+    def train(self, resume_from_checkpoint: bool = False) -> Summary:
+        """Run all iterations, write the run's folder, and return its summary.
+
+        Args:
+            resume_from_checkpoint: resume the interrupted run in `run.dir`; see docs/resuming.md.
+
+        Raises:
+            ConfigError: `run.dir` is in use, or holds no run that can be resumed with these settings.
+            RunStopped: losses, gradients or rewards were not finite several times in a row, a reward could not be
+                computed, a file could not be written, or memory ran out. The policy trained so far is saved.
+            KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
+        """
+        for line in setup.dropped(self.prompts, self.eval_prompts):
+            self.record.screen.say(line)
+        reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
+        with rng.preserved():
+            rng.set_torch_state(self.rng)
+            trained = nbytes(trainable(self.policy))
+            try:
+                return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
+            finally:
+                if self.ahead is not None:
+                    self.ahead.close()
+
+    def overview(self) -> Iterator[tuple[str, str]]:
+        """Model, prompts, reward, device and folder: pairs of a label and a text."""
+        configured = "reward_funcs" not in self.origin["given"]
+        return overview(self.args, self.pipeline, self.prompts, configured, self.record.folder.path)
+
+    def pretrain(self) -> Iterator[None]:
+        """Pretrain the critic, one batch per step, unless the run is resumed."""
+        if self.pretrained is not None or not self.args.critic.pretrain:
+            return
+        stream = BatchStream(self.prompts, self.args.rollout, self.processes, seed=~self.args.seed)
+        pretraining = Pretraining(self.args, stream, self.pipeline, self.credit, self.learner, self.record)
+        self.pretrained = yield from pretraining.batches()
+        if self.record.due(0, last=False):
+            self.record.checkpoint(0, *self.state())
+
+    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Collect completions, assign credit, update; returns the iteration's metrics and samples."""
+        self.before = self._loop_state()
+        seconds: dict[str, float] = {}
+        self.stages.seconds = seconds
+        with self.stages("iteration") as results:
+            metrics: dict[str, float] = {"iteration": number}
+            samples: list[dict[str, Any]] = []
+            rates = self.learner.set_rates(number)
+            try:
+                batch, experience = self.credit.give(self.collect())
+                if self.args.critic.continuations:
+                    with self.stages("continuations"):
+                        experience, sampled = continuation_targets(
+                            experience, batch, self.pipeline, self.credit, number
+                        )
+                    metrics |= sampled
+            except UnusableBatch as bad:
+                self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
+                self.before = None  # the batch is counted
+                metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
+            else:
+                metrics |= batch.metrics(self.processes) | self.credit.metrics()
+                metrics |= self.update(number, batch, experience)
+                if "kl" in metrics:
+                    self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
+                samples = self._samples(number, batch)
+            metrics |= rates | (self.pretrained or {} if number == 1 else {})
+            if self.args.eval.every and number % self.args.eval.every == 0:
+                metrics |= self.evaluate()
+            if self.auditor is not None and self.args.audit.every and number % self.args.audit.every == 0:
+                metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
+            results |= {"metrics": metrics, "samples": samples}
+        metrics["seconds"] = seconds.pop("iteration")
+        metrics |= {f"seconds/{stage}": spent for stage, spent in seconds.items()}
+        metrics["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
+        return metrics, samples
+
+    def collect(self) -> Scored:
+        """Sample the next batch from the current policy, and score it.
+
+        Raises:
+            UnusableBatch: a log-probability, value or reward is not finite.
+            RewardError: a reward could not be computed.
+        """
+        later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
+        scored = self.pipeline.complete(
+            self._sample if self.ahead is None else partial(self.ahead.next, later),
+            self.args.rollout,
+            values=True,
+            bootstrap=self.args.advantage.bootstrap,
+            stage=self.stages,
+        )
+        for metric, line in episode_events(scored.episodes or ()).items():
+            if metric not in self.told:
+                self.told.add(metric)
+                self.record.event(line)
+        return scored
+
+    def _sample(self) -> Sampled:
+        """Sample the next batch from the current policy."""
+        prompts, uniforms = self.stream.next_batch()
+        return self.pipeline.sample(prompts, self.args.rollout, uniforms, self.args.rollout.per_prompt)
+
+    def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
+        """Train policy and critic on a batch, only the critic during its warm-up; returns the update's metrics."""
+        self.before = None
+        self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
+        critic = () if self.policy.critic is None else trainable(self.policy.critic)
+        frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
+        with self.stages("update") as results, self.pipeline.precision.updates():
+            metrics = results["metrics"] = self.learner.update(
+                experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch.scored)
+            )
+        self.pipeline.weights_changed(self.record.event)
+        if self.ahead is not None:
+            self.ahead.weights_changed()
+        return metrics
+
+    def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
+        """This iteration's records for samples.jsonl: first rows of all processes, with log-probs after the update."""
+        run = self.args.run
+        if not run.samples or (number % run.samples_every and number not in (1, run.iterations)):
+            return []
+        rollout = batch.scored.rollout.head(max(run.samples - self.credit.first, 0))
+        logprobs: Tensor = rollout.logprobs
+        if len(rollout.mask) or self.pipeline.lockstep is not None:
+            with self.pipeline.precision.no_grad():
+                temperature, budget = self.args.rollout.temperature, self.pipeline.budget
+                logprobs = rollout_logprobs(self.policy, rollout, temperature, budget, self.pipeline.lockstep)
+        samples = batch.samples(self.tokenizer, range(len(logprobs)), logprobs)
+        if self.processes.count > 1:
+            samples = [sample for text in self.processes.texts(json.dumps(samples)) for sample in json.loads(text)]
+        return [{"iteration": number, **sample} for sample in samples]
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the policy, and save it to `best/` if its reward is the best so far.
+
+        Returns the metrics; none if a number is not finite, or the engine is lost.
+        """
+        try:
+            with self.stages("evaluation") as results:
+                metrics = evaluate(self.pipeline, self.eval_prompts, self.args.eval, seed=self.args.seed)
+                results["metrics"] = metrics
+        except (UnusableBatch, EngineLost) as error:
+            self.record.event(f"an evaluation is skipped: {error}")
+            return {}
+        best = metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()
+        if self.processes.first(best):
+            with self.record.replaced("best", self.sharded) as folder:
+                if folder is not None:
+                    save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
+        return metrics
+
+    def state(self) -> tuple[State, State]:
+        """Resumable state: the part that all processes share, and this process's own."""
+        state = self._loop_state()
+        random = state.pop("random")
+        shared, own = self.learner.state()
+        return state | {"origin": self.origin} | shared, own | {"random": random}
+
+    def _loop_state(self) -> State:
+        """Resumable state other than the learner's."""
+        return {
+            **(self.ahead or self.stream).state_dict(),
+            "pretrained": self.pretrained or {},
+            "credit": self.credit.state_dict(),
+            "random": rng.random_state(),
+        }
+
+    def sharded_tensors(self) -> dict[str, Tensor]:
+        """The sharded parameters, by name."""
+        return sharded_parameters(self.policy)
+
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:
+        """Restore `state`, with its second part under `process`; `changed` are keys of changed settings.
+
+        Raises:
+            ConfigError: the model, tokenizer or Python arguments differ from those that the run began with.
+        """
+        check_origin(state["origin"], self.origin, self.args.model.name)
+        try:
+            self.learner.load(state, state["process"], state["all_processes"])
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
+        if any(key.startswith("kl.") for key in changed):
+            del state["credit"]["kl"]
+        self._restore(state | {"random": state["process"]["random"]})
+        self.pipeline.engine.weights_changed()
+        return ()
+
+    def _restore(self, state: State) -> None:
+        """Restore the state from `_loop_state`."""
+        self.stream.load_state_dict(state)
+        if self.ahead is not None:
+            self.ahead.clear()
+        self.pretrained = state.get("pretrained", {})
+        self.credit.load_state_dict(state["credit"])
+        rng.set_random_state(state["random"])
+
+    def rewind(self) -> bool:
+        """Restore the start of a failed iteration unless it changed weights; returns True if restored.
+
+        Processes must call it together.
+        """
+        before = self.before
+        if not self.processes.all(before is not None) or before is None:
+            return False
+        self._restore(before)
+        return True
+
+    def finish(self, stopped_by: str) -> Summary:
+        """Write policy, summary and report, upload the policy if configured, and return the summary."""
+        summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
+        write_final_report(self.record)
+        can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
+        audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
+        lost = {"train_dataset", "environment_factory", "tools"} & set(self.origin["given"])
+        prompt = " --prompt TEXT" if lost else ""
+        self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)
+        if self.args.run.push_to_hub and self.processes.main:
+            upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
+        return summary
+
+    def _save(self, folder: Path, summary: Summary) -> None:
+        save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
+        if not self.processes.main:
+            return
+        names = [term.name for term in self.pipeline.terms]
+        prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
+        player = self.pipeline.player
+        environment = None if player is None else player.environments.name
+        (folder / "README.md").write_text(model_card(self.args, names, summary, prompts, environment))

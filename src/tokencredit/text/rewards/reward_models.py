@@ -1,0 +1,270 @@
+"""Sequence classifiers and reward models as rewards.
+
+They read text, so their tokenizer need not be the policy's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tokencredit.errors import ConfigError
+from tokencredit.text.models.model_loading import fuse_gelu, resolve
+from tokencredit.text.rewards.texts import Text, joined, messages, plain
+
+BATCH_SIZE = 64
+"""Default number of texts per forward pass."""
+
+
+class Reader:
+    """A sequence classification model with its tokenizer: from texts to logits, batched by length.
+
+    Texts beyond the model's context are truncated on the left, since the completion is at the end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        text: str = "both",
+        batch_size: int = BATCH_SIZE,
+        append_eos: bool = False,
+    ):
+        """Combine a model with its tokenizer.
+
+        Args:
+            name: name of the model in messages.
+            model: an instance of a `…ForSequenceClassification` class.
+            tokenizer: the model's; its truncation side is set to left.
+            text: `both` reads prompt and completion, `completion` only the completion.
+            batch_size: texts per forward pass.
+            append_eos: append the end-of-sequence token, if there is one, to plain texts.
+
+        Raises:
+            ConfigError: the tokenizer has more tokens than the model, or the model cannot read a text.
+        """
+        rows = model.get_input_embeddings().get_parameter("weight").shape[0]
+        if len(tokenizer) > rows:
+            raise ConfigError(
+                f"the tokenizer of {name!r} has {len(tokenizer)} tokens, but its model's embedding only {rows}; "
+                "save the model with its own tokenizer"
+            )
+        tokenizer.truncation_side = "left"
+        fuse_gelu(model)
+        self.name, self.model, self.tokenizer = name, model.eval(), tokenizer
+        self.text, self.batch_size = text, batch_size
+        self.limit, self.vocabulary = context(model, tokenizer), rows
+        self.eos = (tokenizer.eos_token or "") if append_eos else ""
+        self.warned = False
+        self.pads = self._ignores_padding()
+        """Texts of different lengths may share a batch."""
+
+    @torch.no_grad()
+    def logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
+        """Logits `[batch, labels]` in float32, on the CPU."""
+        ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
+        logits = torch.empty(len(ids), self.model.config.num_labels)
+        for _, group in groupby(order, key=lambda row: 0 if self.pads else len(ids[row])):
+            members = list(group)
+            for start in range(0, len(members), self.batch_size):
+                rows = members[start : start + self.batch_size]
+                logits[rows] = self._read([ids[row] for row in rows])
+        return logits
+
+    def _read(self, texts: list[list[int]]) -> Tensor:
+        """Logits `[batch, labels]`, the same for each text as without padding.
+
+        Decoders are pooled at the last token that differs from the configuration's pad token. Without a pad token,
+        the batch is padded with a token that occurs in none of its texts.
+        """
+        config = self.model.config.get_text_config()
+        own = config.pad_token_id
+        pad = own if own is not None and 0 <= own < self.vocabulary else self._unused(texts)
+        if pad is None and len(texts) > 1:
+            return torch.cat([self._read([text]) for text in texts])
+        width = max(map(len, texts))
+        ids = torch.tensor([text + [pad or 0] * (width - len(text)) for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+        config.pad_token_id = pad
+        try:
+            device = self.model.device
+            logits: Tensor = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            return logits.float().cpu()
+        finally:
+            config.pad_token_id = own
+
+    def _unused(self, texts: list[list[int]]) -> int | None:
+        """A token that occurs in none of the texts; None if there is none."""
+        used = set().union(*texts)
+        return next((token for token in range(self.vocabulary) if token not in used), None)
+
+    @torch.no_grad()
+    def _ignores_padding(self) -> bool:
+        """True if padding does not change logits; it does for XLNet, FNet and ConvBERT.
+
+        Raises:
+            ConfigError: a forward pass fails.
+        """
+        short, long = self.encode("", "Yes"), self.encode("", "Yes and no")
+        try:
+            padded, alone = self._read([short, long])[0], self._read([short])[0]
+        except Exception as error:
+            raise ConfigError(
+                f"a forward pass of {self.name!r} on a text fails: {type(error).__name__}: {error}"
+            ) from error
+        tolerance = torch.finfo(self.model.dtype).eps ** 0.5
+        return torch.allclose(padded, alone, rtol=tolerance, atol=tolerance)
+
+    def encode(self, prompt: Text, completion: Text) -> list[int]:
+        """Token ids of a prompt and completion, truncated on the left if too long."""
+        if self.text == "completion":
+            text, template = plain(completion), False
+        elif template := bool(self.tokenizer.chat_template) and not isinstance(prompt, str):
+            conversation = [*messages(prompt, "user"), *messages(completion, "assistant")]
+            text = str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
+        else:
+            text = joined(prompt, completion)
+        if not template and not text.endswith(self.eos):
+            text += self.eos
+        special = not template  # a chat template contains the special tokens
+        ids = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        if self.limit is not None and len(ids) > self.limit:
+            if not self.warned:
+                warnings.warn(
+                    f"{self.name!r} reads at most {self.limit} tokens; a text of {len(ids)} was truncated on the left, "
+                    "as will be every other text that is too long",
+                    stacklevel=2,
+                )
+                self.warned = True
+            arguments = {"truncation": True, "max_length": self.limit}
+            ids = self.tokenizer(text, add_special_tokens=special, **arguments)["input_ids"]
+        fallbacks = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return ids or [next(i for i in fallbacks if i is not None)]  # models need at least one token
+
+
+class Classifier:
+    """Scores completions by one label of a sequence classifier."""
+
+    def __init__(
+        self,
+        name: str,
+        label: str | None,
+        output: str = "probability",
+        device: torch.device | str = "cpu",
+        *,
+        text: str = "both",
+        batch_size: int = BATCH_SIZE,
+        dtype: str = "float32",
+    ):
+        """Load a classifier.
+
+        Args:
+            name: hub id, folder, or `builtin:reviews`.
+            label: the label that is rewarded.
+            output: `probability`, `logit`, or `log_odds` (the logit of the probability).
+            device: device of the model.
+            text: see `Reader`.
+            batch_size: see `Reader`.
+            dtype: dtype of weights and computation.
+
+        Raises:
+            ConfigError: the classifier cannot be loaded, or has no such label.
+        """
+        self.reader = Reader(name, *load(name, device, dtype), text=text, batch_size=batch_size)
+        config = self.reader.model.config
+        if config.num_labels < 2:
+            raise ConfigError(f"{name!r} has one output and no labels to choose from; set it as reward_model")
+        if label not in config.label2id:
+            problem = "needs label" if label is None else f"has no label {label!r}"
+            raise ConfigError(f"{name!r} {problem}; its labels are {', '.join(sorted(config.label2id))}")
+        self.label, self.output = config.label2id[label], output
+        # Multi-label classifiers have one sigmoid per label instead of a softmax over all.
+        self.independent = config.problem_type == "multi_label_classification"
+
+    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
+        """Score each completion."""
+        logits = self.reader.logits(prompts, completions)
+        logit = logits[:, self.label]
+        if self.output == "logit":
+            return logit.tolist()
+        others = logits.clone()
+        others[:, self.label] = -torch.inf
+        log_odds = logit if self.independent else logit - others.logsumexp(-1)
+        return (log_odds if self.output == "log_odds" else log_odds.sigmoid()).tolist()
+
+
+class RewardModel:
+    """A reward model with one output, as trained by TRL's RewardTrainer.
+
+    Inputs are those of RewardTrainer: conversations by the model's own chat template, plain texts followed by its
+    end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        text: str = "both",
+        batch_size: int = BATCH_SIZE,
+    ):
+        """Wrap a model with its tokenizer; arguments as in `Reader`.
+
+        Raises:
+            ConfigError: the model has more than one output, or does not match its tokenizer.
+        """
+        if model.config.num_labels != 1:
+            raise ConfigError(
+                f"{name!r} has {model.config.num_labels} outputs, and a reward model has one; "
+                "set it as classifier, with the label that is rewarded"
+            )
+        self.reader = Reader(name, model, tokenizer, text=text, batch_size=batch_size, append_eos=True)
+
+    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
+        """Score each completion."""
+        return self.reader.logits(prompts, completions)[:, 0].tolist()
+
+
+def load(
+    name: str, device: torch.device | str, dtype: str = "float32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a sequence classification model in a dtype, from safetensors only, and its tokenizer.
+
+    Raises:
+        ConfigError: it cannot be loaded, or its classification head has no weights.
+    """
+    folder = resolve(name, "sentiment")
+    try:
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"cannot load a classifier from {name!r}: {error}") from error
+    if loaded["missing_keys"]:  # Transformers initializes them at random
+        missing = ", ".join(sorted(loaded["missing_keys"]))
+        raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
+    return model.to(device), tokenizer
+
+
+def context(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Context length of a model in tokens; None if unknown or unlimited."""
+    limits = [tokenizer.model_max_length]  # a huge number if unknown
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions > 0:  # XLNet's −1 means unlimited
+        # In the RoBERTa family positions start after the padding index.
+        table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+        padding = getattr(table, "padding_idx", None)
+        limits.append(positions if padding is None else positions - padding - 1)
+    limit = min(limits)
+    return limit if limit < 1_000_000_000 else None

@@ -1,0 +1,1 @@
+"""Commands around training; only `commands/` imports them."""

@@ -1,0 +1,168 @@
+"""`tokencredit inspect`: load a run's policy and the model it is compared with, and read both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.options import with_engine
+from tokencredit.settings.source import read_policy_config
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.models.model_loading import load_language_model
+from tokencredit.text.models.peft_models import attached, merge
+from tokencredit.text.models.run_models import load_run_models
+from tokencredit.text.pipeline import Sampled, UnusableBatch
+from tokencredit.text.policy import Policy
+from tokencredit.text.rewards.terms import build_terms
+from tokencredit.tools.inspect.parts import Parts, read_parts
+from tokencredit.tools.inspect.question import Text, refuse_overlap, token_ids
+from tokencredit.tools.inspect.readings import Pair, compare, rounded
+
+SAMPLES = 8
+"""Completions sampled: the first is inspected; all give the means of ablation, and the answer's share elsewhere."""
+LONGEST = 64
+"""Longest completion in tokens, which bounds the cost of patching."""
+
+
+def inspect_run(
+    run: Path,
+    config: PPOConfig,
+    prompt: str | None = None,
+    against: str = "base",
+    up: Sequence[str] = (),
+    down: Sequence[str] = (),
+    seed: int = 1,
+    no_code: bool = False,
+) -> dict[str, Any]:
+    """Compare a run's policy with the model it started from, or with another; writes nothing.
+
+    Both are read in float32 on the run's device; adapters are merged into the weights.
+
+    Args:
+        run: the run's folder.
+        config: its configuration.
+        prompt: the prompt; None for the run's own.
+        against: `base`, or the folder of another run or of a model.
+        up: words whose log-odds are explained; empty to choose them.
+        down: words against which.
+        seed: seed of the completions.
+        no_code: refuse user code that another run's configuration would execute.
+
+    Returns:
+        The contents of inspect.json, without its version.
+
+    Raises:
+        ConfigError: a model cannot be loaded or read, the two have other shapes, or a word is several tokens.
+    """
+    started = time.perf_counter()
+    policy = Policy(run, with_engine(config))
+    tokenizer = policy.tokenizer
+    up_ids, down_ids = token_ids(tokenizer, "--up", up), token_ids(tokenizer, "--down", down)
+    refuse_overlap(up_ids, down_ids, tokenizer)
+    base, other = _other(run, config, against, no_code)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"{against!r} has another vocabulary than {str(run)!r}; --against needs the same tokenizer")
+    prompts, rollout, completions = _sample(policy, config, prompt, seed)
+    texts = _texts(rollout)
+    score, reason = _score(policy, config, prompts, rollout, completions)
+    tuned = _merged(policy.model.lm)
+    torch.nn.Module.to(base, tuned.device)
+    name = str(run)
+    pair = Pair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
+    result = compare(pair, up_ids, down_ids, others=texts[1:], critic=policy.model.critic)
+    if result["critic"] is not None:
+        result["critic"]["score"] = score
+        result["critic"]["note"] += reason
+    return {
+        "run": run.resolve().name,
+        "base": (config.model.name or "the model that the run started from") if against == "base" else against,
+        "tuned": name,
+        "prompt": prompts.texts[0],
+        "completion": completions[0],
+        "seed": seed,
+        "seconds": rounded(time.perf_counter() - started),
+        "model": _describe(pair.tuned),
+    } | result
+
+
+def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) -> tuple[PromptBatch, Rollout, list[str]]:
+    """Prompts and their completions, sampled as in the run."""
+    own = config.rollout
+    longest = min(own.max_new_tokens, LONGEST)
+    sampling = replace(own, max_new_tokens=longest, min_new_tokens=min(own.min_new_tokens, longest))
+    prompts = policy.prompts(prompt, SAMPLES, longest)
+    uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
+    _, rollout, completions, *_ = policy.pipeline.sample(prompts, sampling, uniforms)
+    return prompts, rollout, completions
+
+
+def _describe(parts: Parts) -> dict[str, Any]:
+    """A model's sizes and family."""
+    config = parts.lm.config.get_text_config()
+    return {
+        "layers": len(parts.layers),
+        "heads": parts.heads,
+        "width": config.hidden_size,
+        "family": config.model_type,
+        "parameters": sum(p.numel() for p in parts.lm.parameters()),
+    }
+
+
+def _texts(rollout: Rollout) -> list[Text]:
+    """The rows of a rollout without padding."""
+    texts = []
+    for prompt, mask, response, sampled in zip(
+        rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids, rollout.mask, strict=True
+    ):
+        before = prompt[mask]
+        texts.append(Text(torch.cat([before, response[sampled]]), len(before)))
+    return texts
+
+
+def _score(
+    policy: Policy, config: PPOConfig, prompts: PromptBatch, rollout: Rollout, completions: list[str]
+) -> tuple[float | None, str]:
+    """The first completion's reward and nothing, or None and the reason, as a part of a note."""
+    if policy.model.critic is None:
+        return None, ""
+    if "reward_funcs" in policy.given:
+        return None, "; no score: the reward came from Python (reward_funcs), and the run's folder does not hold it"
+    try:
+        terms = build_terms(config.reward, policy.pipeline.precision.device)
+        scored = replace(policy.pipeline, terms=terms).score(Sampled(prompts, rollout, completions), config.rollout)
+        return rounded(float(scored.totals()[0])), ""
+    except (ConfigError, RunStopped, UnusableBatch) as error:
+        return None, f"; no score: {error}"
+
+
+def _other(
+    run: Path, config: PPOConfig, against: str, no_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to compare with, and its tokenizer."""
+    folder, which = run, "base"
+    if against != "base":
+        folder, which = Path(against), "policy"
+        if not (folder / "config.yaml").is_file():
+            lm, tokenizer = load_language_model(ModelConfig(name=against))
+            return _merged(lm), tokenizer
+        config = read_policy_config(folder, no_code)
+    models = load_run_models(folder, config, which, Processes())
+    return _merged(models.policy.lm), models.tokenizer
+
+
+def _merged(lm: PreTrainedModel) -> PreTrainedModel:
+    """A model with its adapter merged into the weights, frozen and without dropout."""
+    merged = lm if attached(lm) is None else merge(lm)
+    merged.eval().requires_grad_(False)
+    return merged

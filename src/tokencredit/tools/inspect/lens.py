@@ -1,0 +1,86 @@
+"""Logit lens and critic's lens: what each layer's states would predict if the model ended there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tokencredit.text.models.architecture import layers_of
+from tokencredit.text.models.critic import Critic, Ensemble
+from tokencredit.tools.inspect.parts import Parts, final_norm
+from tokencredit.tools.inspect.recording import Record, hooks, on_input, on_output, run_trunk
+
+
+class Lens(NamedTuple):
+    """Logit lens of two models on one text; tensors are `[layers + 1, positions]`, the first row the embedding."""
+
+    tokens: tuple[Tensor, Tensor]
+    """Most likely next tokens: base, tuned."""
+    probabilities: tuple[Tensor, Tensor]
+    """Probabilities of the text's next tokens."""
+    ranks: tuple[Tensor, Tensor]
+    """Their ranks; 1 is the most likely token."""
+    kl: Tensor
+    """KL(tuned ‖ base) of the next-token distributions, in nats."""
+
+
+@torch.no_grad()
+def logit_lens(
+    models: tuple[Parts, Parts], records: tuple[Record, Record], positions: Sequence[int], ids: Tensor
+) -> Lens:
+    """Next-token distributions after each layer, by final norm and output projection (nostalgebraist 2020).
+
+    Args:
+        models: base and tuned model.
+        records: their outputs in the text.
+        positions: positions to read; position t predicts token t + 1.
+        ids: the text's token ids `[time]`.
+    """
+    at = torch.tensor(positions, device=ids.device)
+    following = ids[at + 1][:, None]
+    rows: list[list[Tensor]] = []
+    for states in zip(*([x.embedding, *x.states] for x in records), strict=True):  # one layer of the vocabulary at once
+        base, tuned = (parts.logprobs(parts.norm(x[at])) for parts, x in zip(models, states, strict=True))
+        row = [(tuned.exp() * (tuned - base)).sum(-1).clamp(min=0)]  # rounding
+        for logprobs in (base, tuned):
+            chosen = logprobs.gather(-1, following)
+            row += [logprobs.argmax(-1), chosen[:, 0].exp(), (logprobs > chosen).sum(-1) + 1]
+        rows.append(row)
+    kl, *rest = (torch.stack(column) for column in zip(*rows, strict=True))
+    base_token, base_probability, base_rank, token, probability, rank = rest
+    return Lens((base_token, token), (base_probability, probability), (base_rank, rank), kl)
+
+
+@torch.no_grad()
+def critic_lens(critic: Critic | Ensemble, trunk: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Values `[layers + 1, time]` read by a critic's value head after each layer; of an ensemble, the mean.
+
+    A head that was trained on the last states reads each layer through the final norm; a head that was trained on an
+    inner layer reads each as it reads its own.
+
+    Args:
+        critic: the critic; a separate one is read along its own trunk.
+        trunk: the policy's trunk.
+        ids: token ids `[time]`.
+    """
+    return torch.stack([_values(member, member.trunk or trunk, ids) for member in critic.members]).mean(0)
+
+
+def _values(critic: Critic, trunk: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Values `[layers + 1, time]` of one critic."""
+    layers, norm = layers_of(trunk), final_norm("the critic", trunk)
+    states: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        states.append(x[0])
+        return x
+
+    with hooks() as handles:
+        handles.append(on_input(layers[0], keep))
+        handles += [on_output(layer, keep) for layer in layers]
+        run_trunk(trunk, ids[None])
+    return torch.stack([critic(norm(x) if critic.tap is None else x) for x in states])

@@ -1,0 +1,236 @@
+"""All readings of a pair of models on one text, as in inspect.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.errors import ConfigError
+from tokencredit.text.models.critic import Critic, Ensemble
+from tokencredit.tools.inspect import answer, attribution, lens, patching, weights
+from tokencredit.tools.inspect.attention import attention_from, input_gradient
+from tokencredit.tools.inspect.parts import Part, Parts
+from tokencredit.tools.inspect.question import Question, Text, choose, predict
+from tokencredit.tools.inspect.recording import Record, record
+
+Direct = tuple[Mapping[Part, float], Mapping[Part, float]]
+"""Direct contributions of parts: base, tuned."""
+MOVED = 10
+"""Tokens listed by how far their probability rose or fell."""
+NORM = (
+    "the final norm's scale is frozen at its value for this state, in each model its own; a layer norm also centres "
+    "each part, an RMS norm does not; the norm's bias and the output projection's bias are the part 'bias'"
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models of the same shape, and the text on which they are compared."""
+
+    name: str
+    """Name of the tuned model in messages."""
+    base: Parts
+    tuned: Parts
+    tokenizer: PreTrainedTokenizerBase
+    text: Text
+
+    def __post_init__(self) -> None:
+        shapes = [{key: x.shape for key, x in parts.lm.named_parameters()} for parts in (self.base, self.tuned)]
+        if shapes[0] != shapes[1] or self.base.heads != self.tuned.heads:
+            raise ConfigError(
+                f"the model to compare with has other shapes than {self.name!r} (layers, heads, width or vocabulary); "
+                "--against needs a model of the same architecture and size"
+            )
+
+    @property
+    def models(self) -> tuple[Parts, Parts]:
+        """Base and tuned model."""
+        return self.base, self.tuned
+
+    def words(self, ids: Sequence[int] | Tensor) -> list[str]:
+        """The text of each token; its number if it has none, as an id that only the model knows."""
+        return [str(self.tokenizer.decode([int(i)])) or f"<{int(i)}>" for i in ids]
+
+
+def compare(
+    pair: Pair,
+    up: Sequence[int] = (),
+    down: Sequence[int] = (),
+    others: Sequence[Text] = (),
+    critic: Critic | Ensemble | None = None,
+) -> dict[str, Any]:
+    """All readings of a pair of models, from `tokens` to `weights` in inspect.json.
+
+    Args:
+        pair: the models and the text.
+        up: token ids of the question's first set; empty to choose them.
+        down: those of the second set.
+        others: further texts of the tuned model, in which the strongest parts are patched too; the means of ablation
+            are over these and the text.
+        critic: the tuned model's critic, if it has one.
+    """
+    seen = (record(pair.name, pair.base, pair.text.ids), record(pair.name, pair.tuned, pair.text.ids))
+    predicted = predict(pair.models, seen, pair.text)
+    question = choose(predicted, pair.text, up, down)
+    base, tuned = (x[question.position - pair.text.prompt_length + 1].exp() for x in predicted)
+    direct = _direct(pair, seen, question)
+    numbers = _shares(pair, seen, question, direct)
+    means = patching.Means(pair.tuned)
+    means.add(seen[1])
+    repeated = []
+    for text in others:
+        records = (record(pair.name, pair.base, text.ids), record(pair.name, pair.tuned, text.ids))
+        means.add(records[1])
+        repeated.append(patching.repeat(pair.models, records, text.apart(pair.text), up, down, numbers.top))
+    numbers = numbers._replace(others=[list(column) for column in zip(*repeated, strict=True)])
+    words = (pair.words(question.up), pair.words(question.down))
+    result: dict[str, Any] = rounded(
+        {
+            "tokens": pair.words(pair.text.ids),
+            "prompt_length": pair.text.prompt_length,
+            "question": {
+                "up": words[0],
+                "down": words[1],
+                "source": question.source,
+                **_two(numbers.base, numbers.tuned, "change"),
+                "position": question.position,
+            },
+            "answer": answer.record(numbers, answer.sentence(numbers, *words, weights.unchanged(*pair.models))),
+            "lens": _lens(pair, seen),
+            "attribution": _attribution(direct, (numbers.base, numbers.tuned)),
+            "patching": _patching(numbers, patching.ablate(pair.tuned, means.outputs(), pair.text.ids, question)),
+            "attention": _attention(pair, question),
+            "critic": None if critic is None else _critic(pair, critic),
+            "weights": {
+                "modules": [x._asdict() for x in weights.changes(*pair.models)],
+                "tokens_up": _moved(pair, base, tuned, tuned - base),
+                "tokens_down": _moved(pair, base, tuned, base - tuned),
+            },
+        }
+    )
+    return result
+
+
+def _lens(pair: Pair, seen: tuple[Record, Record]) -> dict[str, Any]:
+    """The logit lens."""
+    positions = pair.text.positions
+    read = lens.logit_lens(pair.models, seen, positions, pair.text.ids)
+    sides = {}
+    for side, name in enumerate(("base", "tuned")):
+        sides[name] = {
+            "token": [pair.words(row) for row in read.tokens[side]],
+            "probability": read.probabilities[side].tolist(),
+            "rank": read.ranks[side].tolist(),
+        }
+    return {"layers": _layers(len(read.kl)), "positions": positions, **sides, "kl": read.kl.tolist()}
+
+
+def _layers(rows: int) -> list[str]:
+    """Names of the rows of a lens."""
+    return ["embedding", *map(str, range(1, rows))]
+
+
+def _direct(pair: Pair, seen: tuple[Record, Record], question: Question) -> Direct:
+    """Direct contributions: base, tuned."""
+    base, tuned = (
+        attribution.attribute(parts, x, question.position, question.up, question.down)
+        for parts, x in zip(pair.models, seen, strict=True)
+    )
+    return base, tuned
+
+
+def _attribution(direct: Direct, odds: tuple[float, float]) -> dict[str, Any]:
+    """Direct logit attribution, base and tuned."""
+    base, tuned = direct
+    sums = [attribution.total(x) for x in direct]
+    return {
+        "target": "log-odds of the question",
+        "components": [part.record() | _two(base[part], tuned[part], "difference") for part in base],
+        "total": _two(*odds, "difference"),
+        "error": {"base": odds[0] - sums[0], "tuned": odds[1] - sums[1]},
+        "norm": NORM,
+    }
+
+
+def _two(base: float, tuned: float, change: str) -> dict[str, float]:
+    return {"base": base, "tuned": tuned, change: tuned - base}
+
+
+def _shares(pair: Pair, seen: tuple[Record, Record], question: Question, direct: Direct) -> answer.Numbers:
+    """Patching of each part and of the strongest together: the numbers of the answer, but for other texts."""
+    base, tuned = patching.odds_of(pair.models, seen, question)
+    parts = patching.candidates(pair.tuned)
+    values = patching.patch(*pair.models, seen[1], pair.text.ids, question, [{part} for part in parts])
+    patched = dict(zip(parts, values, strict=True))
+    shares = {part: patching.share(x, base, tuned) for part, x in patched.items()}
+    top = patching.strongest(patched, base, tuned)
+    (together,) = patching.patch(*pair.models, seen[1], pair.text.ids, question, [set(top)])
+    return answer.Numbers(base, tuned, patched, shares, direct, top, together, [])
+
+
+def _patching(numbers: answer.Numbers, ablated: Mapping[Part, float]) -> dict[str, Any]:
+    """Patching and ablation of each part."""
+    base, tuned, together = numbers.base, numbers.tuned, numbers.together
+    components = []
+    for part, patched in numbers.patched.items():
+        without = ablated.get(part)
+        lost = None if without is None else patching.share(without, tuned, base)
+        row = {"patched": patched, "share": numbers.shares[part], "ablated": without, "ablated_share": lost}
+        components.append(part.record() | row)
+    names = [part.name for part in numbers.top]
+    return {
+        "metric": "log-odds of the question",
+        "components": components,
+        "top_five": {"names": names, "patched": together, "share": patching.share(together, base, tuned)},
+    }
+
+
+def _attention(pair: Pair, question: Question) -> dict[str, Any]:
+    """Attention from the question's position to the prompt, and gradient × input."""
+    ids, length = pair.text
+    models = {"base": pair.base, "tuned": pair.tuned}
+    weight = {side: attention_from(parts, ids, question.position) for side, parts in models.items()}
+    heads = []
+    if (example := weight["tuned"]) is not None:
+        for layer, head in torch.cartesian_prod(*map(torch.arange, example.shape[:2])).tolist():
+            sides = {side: x[layer, head, :length].tolist() for side, x in weight.items() if x is not None}
+            heads.append({"layer": layer + 1, "head": head + 1, **sides})
+    gradient = {side: input_gradient(parts, ids, question)[:length].tolist() for side, parts in models.items()}
+    return {"from": question.position, "to": list(range(length)), "heads": heads, "input_gradient": gradient}
+
+
+def _critic(pair: Pair, critic: Critic | Ensemble) -> dict[str, Any]:
+    """The critic's lens."""
+    values = lens.critic_lens(critic, pair.tuned.trunk, pair.text.ids)
+    own = len(values) - 1 if critic.tap is None else critic.tap
+    where = f"layer {own}" + ("" if critic.tap is not None else ", the last")
+    trunk = "the policy's trunk" if critic.shared else "the critic's own trunk"
+    return {
+        "layers": _layers(len(values)),
+        "values": values.tolist(),
+        "final": values[own].tolist(),
+        "score": None,
+        "note": f"the value head was trained on {where}, of {trunk}; its values at other layers are extrapolations",
+    }
+
+
+def _moved(pair: Pair, base: Tensor, tuned: Tensor, change: Tensor) -> list[dict[str, Any]]:
+    """Tokens with the largest positive change, with their probabilities, all `[vocabulary]`."""
+    values, ids = change.topk(min(MOVED, len(change)))
+    ids = ids[values > 0]
+    columns = zip(pair.words(ids), base[ids].tolist(), tuned[ids].tolist(), strict=True)
+    return [{"token": token, "base": before, "tuned": after} for token, before, after in columns]
+
+
+def rounded(value: Any) -> Any:
+    """A tree of lists and dicts with its numbers rounded to six significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(x) for key, x in value.items()}
+    return [rounded(x) for x in value] if isinstance(value, list) else value

@@ -1,0 +1,197 @@
+"""Start a sweep's runs: the interface of launchers, and the launcher of processes on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokencredit.runs.folder import RunFolder, recover
+from tokencredit.settings.yaml import dump_yaml
+from tokencredit.tools.sweep.status import trouble
+from tokencredit.tools.sweep.sweep_file import Run
+
+PR_SET_PDEATHSIG = 1
+"""Option of Linux' `prctl`: the signal that a process gets when its parent dies."""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What each run of a sweep gets on a cluster."""
+
+    cores: int = 1
+    gpus: int = 0
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of a run: threads per process, and no GPU unless it asked for one."""
+        threads = max(1, self.cores // max(1, self.gpus))
+        return {"OMP_NUM_THREADS": str(threads)} | ({} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""})
+
+    def __str__(self) -> str:
+        return f"{self.cores} CPU core{'s' * (self.cores != 1)} and {self.gpus or 'no'} GPU{'s' * (self.gpus != 1)}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run's job ended."""
+
+    failure: str | None = None
+    """Reason of its failure, in words; None if it did not fail."""
+    lost: bool = False
+    """The job was taken from the run, by a dead node or a time limit: another one may continue."""
+
+
+class Job(Protocol):
+    """A job that trains a run."""
+
+    inherited: str | None
+    """What an earlier sweep has left at work on the run, to be waited for; None for a new job."""
+
+    def poll(self) -> Ended | None:
+        """How the job ended; None until then."""
+
+    def send(self, number: int) -> None:
+        """Pass a signal on to the run; a job that has not begun is withdrawn."""
+
+
+class Launcher(Protocol):
+    """Starts jobs."""
+
+    pause: float
+    """Seconds between polls."""
+
+    def start(self, run: Run) -> Job:
+        """A job that trains the run.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+
+    def close(self) -> None:
+        """Let go of what the launcher holds; its jobs have ended, or were left to themselves."""
+
+
+class Local:
+    """Launcher of processes on this machine."""
+
+    pause = 0.1
+
+    def __init__(self, jobs: int):
+        """Give each of several parallel processes its share of the threads."""
+        self.environment = share(cpu_cores(), jobs)
+
+    def start(self, run: Run) -> Job:
+        """A process that trains the run, or the wait for the one that an earlier sweep left behind."""
+        return LocalJob(run, self.environment)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LocalJob:
+    """A process on this machine."""
+
+    def __init__(self, run: Run, environment: Mapping[str, str]):
+        self.run, self.environment = run, environment
+        self.process = start(run, environment)
+        left_behind = self.process is None and run.state() != "finished"
+        self.inherited = "a process of an earlier sweep is still running it" if left_behind else None
+        self.withdrawn = False
+
+    def poll(self) -> Ended | None:
+        """How the process ended; starts one once a process of an earlier sweep has stopped short."""
+        if self.process is None:
+            if self.withdrawn or self.run.state() == "finished":
+                return Ended()
+            try:
+                self.process = start(self.run, self.environment)
+            except OSError as error:
+                return Ended(cannot_start(error))
+        if self.process is None or self.process.poll() is None:
+            return None
+        return Ended(trouble(self.run, self.process.returncode) if self.process.returncode else None)
+
+    def send(self, number: int) -> None:
+        """Forward a signal: the process has its own session, so a terminal's Ctrl-C does not reach it."""
+        if self.process is None:
+            self.withdrawn = True
+        else:
+            self.process.send_signal(number)
+
+
+def cannot_start(error: OSError) -> str:
+    """Reason why a job cannot be started."""
+    return f"cannot start: {error.strerror} ({error.filename})"
+
+
+def cpu_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share(cores: int, jobs: int) -> dict[str, str]:
+    """The environment of one of several parallel processes, with its share of the threads unless that is set."""
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // jobs))} if jobs > 1 else {}
+    return threads | os.environ | {"PYTHONUNBUFFERED": "1"}  # so that the log ends with the last line printed
+
+
+def start(
+    run: Run, environment: Mapping[str, str], processes: int = 1, tied: bool = False
+) -> subprocess.Popen[bytes] | None:
+    """Start a run's process; None if another one is running, or has just finished the run.
+
+    The process that writes the log holds a lock on it. The lock belongs to the open file, which the child inherits and
+    this process closes, so it lasts exactly as long as the child.
+
+    Args:
+        run: the run, begun or not.
+        environment: the process's environment variables.
+        processes: number of processes that train it together, started by `torchrun` if there are several.
+        tied: let the process stop, as after SIGTERM, once this one is dead, however it died; on Linux only.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    with run.log.open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        state = run.state()
+        if state == "finished":
+            return None
+        flags = ["--resume", str(run.folder)]
+        if state == "to begin":
+            clear(run)
+            flags = ["--config", str(write_settings(run)), "--run.dir", str(run.folder)]
+        several = [*TORCHRUN, str(processes)] if processes > 1 else []
+        command = [sys.executable, *several, "-m", "tokencredit.cli", run.world.command, *flags]
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        if tied and sys.platform == "linux":
+            options["preexec_fn"] = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+        return subprocess.Popen(command, **options, env=environment, start_new_session=True)
+
+
+def write_settings(run: Run) -> Path:
+    """Write a run's whole configuration beside its folder; returns the file."""
+    RunFolder(str(run.settings.parent)).write(run.settings.name, dump_yaml(run.config))
+    return run.settings
+
+
+def clear(run: Run) -> None:
+    """Remove the files of a process that was killed before its run could be resumed."""
+    if (run.folder / "config.yaml").is_file():
+        shutil.rmtree(run.folder)
+    elif run.folder.is_dir():
+        recover(run.folder)

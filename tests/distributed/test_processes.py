@@ -1,0 +1,135 @@
+"""Several processes do what one does: gloo on the processor, two of them, as a launcher starts them."""
+
+import json
+import platform
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import processes_matrix
+from helpers.commands import COMMAND
+from helpers.files import read_events, read_metrics
+from helpers.warm import python, together
+from tokencredit.cli import main
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ["--model.dtype", "float32", "--rollout.batch_size", "16", "--rollout.max_new_tokens", "10"]
+OPTIONS += ["--ppo.epochs", "1", "--ppo.minibatches", "5", "--run.show_every", "0"]
+
+
+FREED = """
+import torch
+from pathlib import Path
+from tokencredit.distributed.processes import return_freed_memory
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+return_freed_memory()
+torch.ones(2**22)  # glibc would keep blocks up to this size from here on
+before, large, small = held(), [], []
+for _ in range(200):
+    large.append(torch.ones(2**18))
+    small.append(torch.ones(2**8))
+print(held() - before)
+del large
+print(held() - before)
+"""
+"""Frees blocks of 1 MB that lie between others, and prints the memory held before and after."""
+
+
+def train_alone(folder, options):
+    """Train in this process."""
+    assert main(["train", *options, str(folder)]) == 0
+    return written(folder)
+
+
+def written(folder):
+    """The metrics and the policy's weights of a run."""
+    return read_metrics(folder), load_file(folder / "policy" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of two iterations: in one process, in two with DDP and sharded, and gone on with by others after the first.
+
+    `make processes` trains the other kinds, for longer, also in four processes.
+    """
+    folder, kinds = tmp_path_factory.mktemp("runs"), ["everything"]
+    processes_matrix.train(kinds, folder, 2)
+    options = ("--train", "--iterations", 2, "--folder", folder, "--kinds", *kinds, "--sources", "2 sharded")
+    done = together(2, processes_matrix.__file__, *options, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    processes_matrix.go_on(kinds, folder, ["2 sharded"], 2)
+    return folder
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_the_losses_are_those_of_one_process(runs):
+    found = processes_matrix.differences(runs, "everything")
+    two = ("2 DDP", "2 sharded")
+    assert set(found) == {*two, *(f"2 sharded → {now}" for now in ("1", *two))}
+    for run, losses in found.items():
+        assert set(losses) == set(processes_matrix.LOSSES)
+        assert losses == pytest.approx(dict.fromkeys(losses, 0.0), abs=1e-6), run
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_evaluations_and_weights_are_those_of_one_process(runs):
+    """Of 7 prompts, which two processes cannot share evenly."""
+    alone = read_metrics(runs / "everything" / "1")
+    for run in ("2 DDP", "2 sharded", "2 sharded → 1", "2 sharded → 2 DDP"):
+        for one, two in zip(alone, read_metrics(runs / "everything" / run), strict=True):
+            starts = ("eval/", "pretrain/", "reward", "log_ratio", "behavior", "weight")
+            numbers = {name: x for name, x in one.items() if name.startswith(starts)}
+            assert {"weight_ess", "behavior_kl"} <= set(numbers)
+            assert {name: two[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5), run
+        weights, expected = (written(runs / "everything" / name)[1] for name in (run, "1"))
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_another_number_of_processes_is_an_event(runs):
+    line = "the run goes on in 1 process; the checkpoint is of 2. Minibatches and samples stay the same; "
+    assert any(event.startswith(line) for event in read_events(runs / "everything" / "2 sharded → 1"))
+    assert not any("goes on in" in event for event in read_events(runs / "everything" / "2 sharded → 2 DDP"))
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_two_critics_learn_alike_in_two_processes(tmp_path):
+    """Micro-batches are so small that most have no row of one of the critics."""
+    options = [*OPTIONS, "--critic.kind", "separate", "--critic.members", "2", "--critic.clip", "null"]
+    options += ["--critic.epochs", "1", "--ppo.micro_batch_tokens", "24", "--run.iterations", "1", "--run.dir"]
+    alone, _ = train_alone(tmp_path / "one", options)
+    done = together(2, *COMMAND, "train", *options, tmp_path / "two", ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(alone, read_metrics(tmp_path / "two"), strict=True):
+        for name in ("value_loss", "critic_value_loss", "grad_norm", "explained_variance", "reward"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-6), name
+    for part in ("value_head.safetensors", "value_head-2.safetensors", "critic-2/model.safetensors"):
+        weights, expected = (load_file(tmp_path / run / "policy" / part) for run in ("two", "one"))
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_the_first_process_chooses_the_number_format_for_all(tmp_path):
+    few = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "4", "--ppo.minibatches", "1"]
+    few += ["--run.iterations", "1", "--run.show_every", "0", "--run.dir"]
+    # Without a GPU, processes are joined on the CPU without being told.
+    cpu = {"ACCELERATE_USE_CPU": "true"} if torch.accelerator.is_available() else {}
+    done = together(2, *COMMAND, "train", *few, tmp_path / "two", **cpu)
+    assert done.returncode == 0, done.stderr
+    chosen = json.loads((tmp_path / "two" / "choices.json").read_text())["model.dtype"]
+    assert done.stdout.count("model.dtype auto: ") == done.stdout.count(f"model.dtype auto: {chosen}, ") == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_freed_blocks_between_others_are_returned_to_the_system():
+    held, after = map(int, python("-c", FREED).stdout.split())
+    assert held > 2e8
+    assert after < 5e6

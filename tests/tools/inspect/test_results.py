@@ -1,0 +1,119 @@
+from copy import deepcopy
+
+import pytest
+import torch
+
+from helpers.models import random_lm
+from tokencredit.errors import ConfigError
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.tools.inspect.parts import read_parts
+from tokencredit.tools.inspect.question import Text
+from tokencredit.tools.inspect.readings import Pair, compare, rounded
+
+
+@pytest.fixture
+def pair(models, tokenizer, ids):
+    return Pair("it", *models, tokenizer, Text(ids, 4))
+
+
+def test_all_readings_of_one_pair(pair, ids):
+    torch.manual_seed(1)
+    critic = Critic(build_value_head("linear", 32, "default"))
+    result = compare(pair, others=[Text(ids + 7, 5), Text(ids + 9, 4)], critic=critic)
+    assert list(result) == [
+        "tokens",
+        "prompt_length",
+        "question",
+        "answer",
+        "lens",
+        "attribution",
+        "patching",
+        "attention",
+        "critic",
+        "weights",
+    ]
+    question, attribution, patching = (result[name] for name in ("question", "attribution", "patching"))
+    assert "".join(result["tokens"]) == pair.tokenizer.decode(ids)
+    assert result["lens"]["layers"] == ["embedding", "1", "2"]
+    assert result["lens"]["positions"] == list(range(3, 11))
+    assert question["position"] in result["lens"]["positions"]
+    assert question["change"] == pytest.approx(question["tuned"] - question["base"], abs=1e-4)
+    assert attribution["total"] == pytest.approx(
+        {"base": question["base"], "tuned": question["tuned"], "difference": question["change"]}
+    )
+    assert max(map(abs, attribution["error"].values())) < 1e-4
+    assert len(patching["components"]) == 1 + 2 * (4 + 1 + 1) + 1
+    ranked = sorted(patching["components"], key=lambda x: x["share"], reverse=True)
+    top = [x["name"] for x in result["answer"]["top"]]
+    assert top[0] == ranked[0]["name"]
+    assert top == [x["name"] for x in ranked if x["name"] in top]
+    assert len(top) == 5
+    assert all(len(x["others"]) == 2 for x in result["answer"]["top"])
+    assert [(x["layer"], x["head"]) for x in result["attention"]["heads"]] == [
+        (a, b) for a in (1, 2) for b in range(1, 5)
+    ]
+    assert len(result["critic"]["final"]) == 12
+    assert result["critic"]["final"] == result["critic"]["values"][-1]
+
+
+def test_the_parts_in_the_file_add_up(pair):
+    result = compare(pair)
+    whole = [
+        x
+        for x in result["attribution"]["components"]
+        if x["kind"] in ("embedding", "attention", "mlp") or x["name"] == "bias"
+    ]
+    for side in ("base", "tuned", "difference"):
+        assert sum(x[side] for x in whole) == pytest.approx(result["attribution"]["total"][side], abs=1e-4)
+    assert result["critic"] is None
+
+
+def test_models_that_are_the_same(gpt2, tokenizer, ids):
+    parts = gpt2[0]
+    result = compare(Pair("it", parts, parts, tokenizer, Text(ids, 4)), others=[Text(ids + 7, 4)])
+    assert result["answer"]["sentence"] == "No weight changed: the two models are the same."
+    assert result["question"]["change"] == 0
+    assert {x["share"] for x in result["patching"]["components"]} == {None}
+    assert result["weights"]["tokens_up"] == []
+
+
+def test_a_critic_of_an_inner_layer(gpt2, tokenizer, ids):
+    torch.manual_seed(1)
+    critic = Critic(build_value_head("linear", 32, "default"), tap=1)
+    read = compare(Pair("it", *gpt2, tokenizer, Text(ids, 4)), critic=critic)["critic"]
+    assert read["final"] == read["values"][1]
+    assert read["note"].startswith("the value head was trained on layer 1, of the policy's trunk")
+
+
+def test_attention_that_is_not_returned(gpt2, tokenizer, ids):
+    parts = gpt2[1]
+    parts.layers[0].attention.register_forward_hook(lambda _module, _args, output: (output[0], None), prepend=True)
+    assert compare(Pair("it", *gpt2, tokenizer, Text(ids, 4)))["attention"]["heads"] == []
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": 16}, {"num_attention_heads": 2}])
+def test_other_shapes_are_refused(gpt2, tokenizer, ids, change):
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    other = read_parts("other", random_lm("gpt2", tokenizer, **shape | change))
+    with pytest.raises(ConfigError, match="has other shapes than 'it'"):
+        Pair("it", other, gpt2[1], tokenizer, Text(ids, 4))
+
+
+def test_a_model_is_left_as_it_was(gpt2, tokenizer, ids):
+    before = [deepcopy(parts.lm.state_dict()) for parts in gpt2]
+    compare(Pair("it", *gpt2, tokenizer, Text(ids, 4)))
+    for parts, state in zip(gpt2, before, strict=True):
+        assert all(torch.equal(x, state[name]) for name, x in parts.lm.state_dict().items())
+        assert all(p.grad is None for p in parts.lm.parameters())
+
+
+def test_a_token_without_a_text_is_shown_by_its_number(gpt2, tokenizer, ids):
+    pair = Pair("it", *gpt2, tokenizer, Text(ids, 4))
+    assert pair.words([len(tokenizer) + 5, int(ids[0])]) == [f"<{len(tokenizer) + 5}>", tokenizer.decode([int(ids[0])])]
+
+
+def test_rounded():
+    assert rounded({"a": [1.23456789, None, "x", 3], "b": {"c": 1e-9 / 3}}) == {
+        "a": [1.23457, None, "x", 3],
+        "b": {"c": 3.33333e-10},
+    }

@@ -1,0 +1,174 @@
+"""`tokencredit plan`: its output, its refusals, and a run whose tensors have the planned sizes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from helpers.commands import refused
+from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.cli import main
+from tokencredit.settings.model import ModelConfig
+from tokencredit.tools.plan import plan as plans
+from tokencredit.tools.plan import show
+from tokencredit.tools.plan.machine import Machine
+from tokencredit.tools.plan.model_shape import plan_model
+from tokencredit.tools.plan.plan import make_plan, remedies
+from tokencredit.tools.plan.shape import parameters
+from tokencredit.tools.plan.work import Options
+
+SMALL = {"rollout.batch_size": 8, "rollout.max_new_tokens": 12, "model.dtype": "float32", "run.iterations": 3}
+SMALL |= {"reward": [{"function": "length"}], "rollout.stop_at_eos": False}
+
+
+def planned(settings=None, **options):
+    return make_plan(PPOConfig.from_dict(SMALL | (settings or {})), Options(**{"time": False, **options}))
+
+
+def test_the_table_says_how_much_when_and_where(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    flags = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "12", "--model.dtype", "float32"]
+    assert main(["plan", *flags, "--processes", "2", "--tokens", "6", "--no-time", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plan = json.loads(out.read_text())
+    assert lines[0].startswith("model     builtin:reviews, 1.7 million parameters")
+    assert "40 iterations of 8 completions of 6 tokens" in lines[1]
+    assert lines[2] == "device    cpu, float32, 2 processes, each with whole models"
+    peak, at = plan["peak"]["bytes"], plan["peak"]["at"]
+    assert f"peak of the {at}".ljust(28) + f"{peak / 1e9:>6.2f}  the highest" in [line.strip() for line in lines]
+    assert plan["tokens"] == 40 * 8 * 6
+    assert plan["memory"]["kept"]["DDP buckets"] == 4 * plan["trained"]
+    assert plan["peak"]["bytes"] == pytest.approx(
+        plan["memory"]["libraries"] + sum(plan["memory"]["kept"].values()) + sum(plan["memory"][at].values())
+    )
+    assert plan["seconds"] is None
+    assert plan["memory"]["save"]["a file of the checkpoint"] == 2 * 12 * plan["trained"] / 2, "processes share it"
+    assert "assumed   not planned: memory and time of the reward models builtin:reviews" in lines
+    assert not any(line.startswith("time") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "30"], "--tokens is 30; it must be at most rollout.max_new_tokens, 24"),
+        (["--processes", "0"], "--processes is 0"),
+        (["--env.factory", "builtin:grid"], "give --prompt_tokens"),
+        (["--model.name", "./nowhere"], "nowhere"),
+        (["--rollout.batch_size", "4", "--ppo.minibatches", "2", "--processes", "8"], "it must be at least 8"),
+        (["--out", "plan.txt"], "--out is 'plan.txt'; it must be a file that ends in .json"),
+        (["--critic.kind", "separate", "--critic.layers", "9"], "critic.layers is 9; it must be at most 2"),
+        (["--model.lora.rank", "4", "--model.lora.target_modules", "[q]"], "model.lora.target_modules is ['q']"),
+    ],
+)
+def test_wrong_use_is_one_line(capsys, arguments, message):
+    assert message in refused(capsys, "plan", *arguments, "--no-time")
+
+
+def test_a_file_holds_settings_and_no_options_of_the_command(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("processes: 2\n")
+    assert "processes is an option of the command, not a setting" in refused(capsys, "plan", "--config", str(file))
+
+
+def test_parts_of_a_configuration_that_have_no_plan_are_named():
+    settings = {"eval.every": 2, "audit.every": 3, "critic.pretrain": 1, "rollout.stop_at_eos": True}
+    plan = planned(settings | {"rollout.engine": "continuous"})
+    text = "\n".join(plan.work.assumptions)
+    for part in (
+        "every completion has 12 tokens",
+        "time of reward functions",
+        "eval.every",
+        "audit.every",
+        "pretrain",
+        "engine continuous",
+    ):
+        assert part in text
+
+
+def test_settings_reach_the_formulas():
+    plan = planned({"critic.kind": "separate", "critic.layers": 2, "critic.head": "linear", "kl.coef": 0})
+    assert plan.work.setup.trunk.layers == 2
+    assert plan.parts["kept"]["reference"] == 0
+    lora = planned({"model.lora.rank": 4, "model.lora.target_modules": ["c_attn"]})
+    shape = lora.work.model.shape
+    assert lora.work.setup.adapter == shape.layers * 4 * (shape.width + 3 * shape.width)
+
+
+def test_prompts_are_counted():
+    plan = planned({"prompts.text": ["This movie was", "This movie was really"]})
+    longest = plan.work.batch.prompt
+    assert plan.work.setup.padded
+    assert plan.work.mean.prompt <= longest
+    assert planned(prompt_tokens=7).work.batch.prompt == 7
+
+
+def test_memory_that_does_not_fit_is_a_warning_with_what_to_change():
+    plan = replace(planned(processes=2), libraries=0)
+    small = replace(plan, machine=Machine("cpu", 10**7, 10**5))
+    warnings = list(show.warnings(small))
+    assert f"the {plan.peak[0]} needs 2 ×" in warnings[0]
+    assert "10 MB of RAM are available" in warnings[0]
+    assert any("run.shard: full" in warning for warning in warnings)
+    assert "lower run.keep_last" in warnings[-1]
+    assert list(show.warnings(replace(plan, machine=Machine("cpu", None, None)))) == []
+    assert all(size < plan.peak[1] for _, size in remedies(plan))
+
+
+def test_the_time_of_all_iterations_is_that_of_one_times_their_number():
+    plan = replace(planned(), seconds={"rollout": 1.0, "update": 3.0})
+    plan = replace(plan, work=replace(plan.work, options=Options()))
+    first, second = show.time_lines(plan)
+    assert first == "time      about 4 s per iteration: rollout 1 s, update 3 s"
+    assert "about 12 s in all" in second
+    assert "not estimated" in next(show.time_lines(replace(plan, seconds=None)))
+
+
+def test_a_family_without_a_formula_is_counted_and_said(tmp_path):
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    AutoConfig.for_model("gpt_neox", vocab_size=101, **sizes).save_pretrained(tmp_path)
+    model = plan_model(ModelConfig(name=str(tmp_path)))
+    assert parameters(model.shape) == model.lm.num_parameters()
+    assert "gpt_neox" in model.notes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"critic.kind": "separate"}, {"model.lora.rank": 4}, {"model.dtype": "bfloat16", "critic.kind": "none"}],
+    ids=["shared", "separate", "LoRA", "bfloat16"],
+)
+def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
+    if settings.get("critic.kind") == "none":
+        settings = settings | {"advantage.estimator": "uniform"}
+    config = PPOConfig.from_dict(SMALL | settings | {"run.dir": str(tmp_path / "run"), "run.trackers": []})
+    kept = make_plan(config, Options(time=False)).parts["kept"]
+    trainer, gradients = PPOTrainer(args=config), []
+    step = trainer.learner.optimizer.step
+
+    def counted():
+        gradients.append(sum(p.grad.nbytes for p in trainer.learner.parameters if p.grad is not None))
+        return step()
+
+    trainer.learner.optimizer.step = counted
+    trainer.iteration(1)
+    critic, reference = trainer.policy.critic, trainer.reference
+    state = trainer.learner.optimizer.state.values()
+    assert sum(p.nbytes for p in trainer.policy.lm.parameters()) == kept["weights"]
+    assert (0 if critic is None else sum(p.nbytes for p in critic.parameters())) == kept["critic"]
+    assert sum(x.nbytes for values in state for x in values.values() if x.dim()) == kept["moments"]
+    assert max(gradients) == kept["moments"] / 2
+    own = 0 if reference is trainer.policy else sum(p.nbytes for p in reference.parameters())
+    # In bfloat16 the biases of matrix layers are rounded too.
+    assert own == pytest.approx(kept["reference"], rel=0.005)
+
+
+def test_disk_holds_checkpoints_and_policies():
+    plan = planned({"run.keep_last": 3})
+    sizes = plans.disk(plan)
+    trained = plan.parts["kept"]["moments"] / 8
+    assert sizes["checkpoints"] == 3 * 12 * trained
+    assert sizes["policy"] == plan.parts["kept"]["weights"] + plan.parts["kept"]["critic"]
+    assert plans.disk(planned({"run.save_every": 0}))["checkpoints"] == 0
+    assert "best" in plans.disk(planned({"eval.every": 1}))

@@ -1,0 +1,263 @@
+"""What a sweep file asks for: the runs, and the mistakes that are found before any of them begins."""
+
+import doctest
+import json
+
+import pytest
+import yaml
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.parsing import configure
+from tokencredit.settings.world import TEXT
+from tokencredit.settings.yaml import nested
+from tokencredit.tools.sweep import sweep_file as sweep
+from tokencredit.tools.sweep.sweep_file import combinations, expand, first_seeds, merged, read_sweep, refuse_changed
+
+PLAIN = {"world": "control", "dir": "out", "seeds": [1, 2], "base": {"steps": 64, "optim.lr": 0.1}}
+ONE = {"variants": {"plain": {}}}
+
+
+def asked(**keys):
+    return expand(PLAIN | ONE | keys, configure)
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(sweep).failed == 0
+
+
+def test_variants_are_laid_over_the_base_and_run_with_each_seed():
+    variants = {"one": {}, "two": {"critic": {"lr": 0.2}, "advantage.lam": 0}}
+    runs = asked(variants=variants)
+    assert [run.name for run in runs] == ["one/seed-1", "one/seed-2", "two/seed-1", "two/seed-2"]
+    assert [str(run.folder) for run in runs[:2]] == ["out/one/seed-1", "out/one/seed-2"]
+    one, two = runs[1].config, runs[3].config
+    assert (one["optim"]["lr"], one["critic"]["lr"], one["steps"], one["seed"]) == (0.1, 2.5e-4, 64, 2)
+    assert (two["optim"]["lr"], two["critic"]["lr"], two["advantage"]["lam"]) == (0.1, 0.2, 0.0)
+    assert two["run"]["dir"] == "out/two/seed-2"
+    assert {key for key in one if one[key] != two[key]} == {"critic", "advantage", "run"}
+
+
+def test_the_first_seeds_of_every_variant_are_a_smaller_study():
+    runs = asked(variants={"one": {}, "two": {}}, seeds=[7, 3, 5])
+    assert [run.name for run in first_seeds(runs, 2)] == ["one/seed-7", "one/seed-3", "two/seed-7", "two/seed-3"]
+    assert first_seeds(runs, None) == runs
+
+
+def test_a_grid_is_every_combination():
+    grid = {"advantage.lam": [0, 0.95], "optim.lr": ["1e-3"], "agent.hidden": [[64, 64], [8]]}
+    found = combinations(grid)
+    assert list(found) == [
+        "lam=0,lr=1e-3,hidden=64-64",
+        "lam=0,lr=1e-3,hidden=8",
+        "lam=0.95,lr=1e-3,hidden=64-64",
+        "lam=0.95,lr=1e-3,hidden=8",
+    ]
+    assert found["lam=0,lr=1e-3,hidden=8"] == {"advantage.lam": 0, "optim.lr": "1e-3", "agent.hidden": [8]}
+    assert list(combinations({"rollout.temperature": [1], "eval.temperature": [2]})) == [
+        "rollout.temperature=1,eval.temperature=2"
+    ]
+    plain = {key: value for key, value in PLAIN.items() if key != "variants"}
+    runs = expand(plain | {"grid": grid}, configure)
+    assert len(runs) == 8
+    assert runs[-1].config["agent"]["hidden"] == [8]
+    assert runs[0].config["optim"]["lr"] == 1e-3
+
+
+def test_a_sweep_is_of_language_models_unless_it_says_otherwise():
+    (run,) = expand({"dir": "out", "seeds": [1], "variants": {"a": {"kl.coef": 0.1}}}, configure)
+    assert run.world is TEXT
+    assert run.config["kl"]["coef"] == 0.1
+
+
+def test_dotted_and_nested_keys_are_the_same():
+    assert nested({"a.b.c": 1, "a": {"b": {"d": 2}, "e.f": 3}}) == {"a": {"b": {"c": 1, "d": 2}, "e": {"f": 3}}}
+    with pytest.raises(ConfigError, match=r"a\.b is given twice"):
+        nested({"a.b": 1, "a": {"b": 2}})
+    assert merged({"a": {"b": 1, "c": [1, 2]}}, {"a": {"c": [3]}}) == {"a": {"b": 1, "c": [3]}}
+
+
+def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
+    (tmp_path / "base.yaml").write_text("steps: 32\noptim: {lr: 1e-2}\nenv.kwargs: {x: 1e-3}\n")
+    file = tmp_path / "sweep.yaml"
+    file.write_text("{world: control, dir: out, seeds: [3], base: base.yaml, grid: {critic.lr: [1e-3, .5]}}")
+    runs = read_sweep(file, configure)
+    assert [run.name for run in runs] == ["lr=0.001/seed-3", "lr=0.5/seed-3"]
+    assert (runs[0].config["steps"], runs[0].config["optim"]["lr"]) == (32, 0.01)
+    assert runs[0].config["env"]["kwargs"] == {"x": 0.001}, "1e-3 is a number, as in --config"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"seed": [1]}, "unknown key seed; a sweep has world, base, grid"),
+        ({"world": "games"}, "world is 'games'; it must be one of text, control, sft"),
+        ({"world": ["text"]}, r"world is \['text'\]"),
+        ({"dir": None}, "dir is None; give the folder"),
+        ({"seeds": []}, r"seeds is \[\]; it must be a list of at least one"),
+        ({"seeds": None}, "seeds is None"),
+        ({"seeds": [1, True]}, "seeds has True; it must be a whole number"),
+        ({"seeds": [-1]}, "seeds has -1"),
+        ({"seeds": [1, 2, 1]}, "each may appear only once"),
+        ({"grid": {"steps": [2]}}, "give grid or variants, one of them, not both"),
+        ({"base": 3}, "base is 3; it must be a mapping"),
+        ({"variants": {}}, "variants is empty"),
+        ({"variants": {"..": {}}}, r"variants has '\.\.', which cannot name a folder"),
+        ({"variants": {"a/b": {}}}, "variants has 'a/b'"),
+        ({"variants": {"-a": {}}}, "variants has '-a'"),
+        ({"variants": {"comparison": {}}}, "not comparison"),
+        ({"variants": {False: {}}}, "variants has False, which YAML does not read as text; quote it"),
+        ({"variants": {"a": 3}}, "variants.a is 3; it must be a mapping"),
+        ({"variants": {"a": {}, "b": {"optim.lrr": 1}}}, r"^variant b: unknown key optim.lrr; did you mean optim.lr\?"),
+        ({"variants": {"b": {"zzz": 1}}}, "variant b: unknown key zzz; see --print_config"),
+        ({"variants": {"b": {"config": "x.yaml"}}}, "variant b: unknown key config"),
+        ({"variants": {"b": {"optim.value_lr": 0.1}}}, "^variant b: optim.value_lr is now critic.lr$"),
+        ({"variants": {"b": {"agent": {"critic": "none"}}}}, "^variant b: agent.critic is now critic.kind$"),
+        ({"variants": {"b": {"optim": 3}}}, "variant b: optim is 3; it is a group of settings: name, lr"),
+        ({"variants": {"b": {"optim.lr": "fast"}}}, "variant b: optim.lr is 'fast'; it must be a number"),
+        ({"variants": {"b": {"optim.lr": -1}}}, "variant b: optim.lr is -1.0; it must be above 0"),
+        ({"variants": {"b": {"steps": None}}}, "variant b: steps is null; it needs a value"),
+        ({"variants": {"b": {"seed": 3}}}, "variant b: seed is set by the sweep; use its key seeds instead"),
+        ({"variants": {"b": {"run": {"dir": "x"}}}}, "variant b: run.dir is set by the sweep; use its key dir"),
+        ({"variants": {"b": {"optim.lr": 1, "optim": {"lr": 2}}}}, "variant b: optim.lr is given twice"),
+        ({"variants": {"b": {"advantage.estimator": "group_relative"}}}, "variant b: .*; it must be one of gae, td"),
+    ],
+)
+def test_mistakes_are_named(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        asked(**keys)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({}, "grid is empty"),
+        ({"optim.lr": 1}, "grid.optim.lr is 1; it must be a list"),
+        ({"optim.lr": []}, r"grid.optim.lr is \[\]"),
+        ({"optim.lr": [1, 1]}, "grid gives the name lr=1 twice"),
+        ({"env.id": ["a/b", "a b"]}, "grid gives the name id=a-b twice"),
+        ({"env.id": ["x" * 200]}, "too long"),
+    ],
+)
+def test_mistakes_in_a_grid_are_named(grid, message):
+    with pytest.raises(ConfigError, match=message):
+        combinations(grid)
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        ({"clasifier": "x"}, r"unknown key reward\[\].clasifier; did you mean reward\[\].classifier"),
+        (3, r"reward\[\] is 3; it must hold keys"),
+    ],
+)
+def test_mistakes_in_the_terms_of_a_reward_are_named(term, message):
+    with pytest.raises(ConfigError, match=message):
+        expand(PLAIN | {"world": "text", "base": {}, "variants": {"a": {"reward": [term]}}}, configure)
+
+
+def test_a_reward_may_be_of_any_kind():
+    terms = [{"function": "length", "kwargs": {"unit": "words"}}, {"reward_model": "rm", "weight": 2.0}]
+    (run,) = expand(
+        PLAIN | {"world": "text", "base": {"reward": terms}, "seeds": [1], "variants": {"a": {}}}, configure
+    )
+    function, model = run.config["reward"]
+    assert (function["function"], function["kwargs"]) == ("length", {"unit": "words"})
+    assert (model["reward_model"], model["weight"]) == ("rm", 2.0)
+
+
+def test_neither_grid_nor_variants_is_refused():
+    with pytest.raises(ConfigError, match=r"give grid or variants, one of them$"):
+        expand(PLAIN, configure)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("world: text\nvariants:\n  a: {}\n  a: {}\n", "a is given twice .*line 4"),
+        ("world: text\nbase:\n  kl: {coef: 1, coef: 2}\n", "coef is given twice .*line 3"),
+        ("world: !!python/object/apply:os.system ['touch made']\n", "is a tag; configurations hold plain values"),
+        ("world: !!python/name:os.system\n", "is a tag; configurations hold plain values"),
+        ("base:\n  env.kwargs: {x: {class_path: subprocess.Popen}}\n", "class_path is not a setting .*line 2"),
+        ("base:\n  ? [kl, coef]\n  : 1\n", "found unhashable key .*line 2"),
+        ("world: [\n", r"sweep.yaml: .*line 2"),
+        ("- 1\n", "holds no settings"),
+        ("world: text\nbase: nowhere.yaml\n", "nowhere.yaml cannot be read: No such file"),
+        ("world: games\n", r"sweep.yaml: world is 'games'"),
+    ],
+)
+def test_files_that_are_no_sweeps_are_refused(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_sweep(file, configure)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "made").exists(), "nothing in a file is run"
+
+
+def begun(tmp_path, summary=None, **run):
+    """A run of a sweep with a folder, as a process would have left it."""
+    base = {"run": {"iterations": 3} | run}
+    (first, *_) = asked(dir=str(tmp_path), base=base)
+    first.folder.mkdir(parents=True)
+    (first.folder / "config.yaml").write_text(yaml.safe_dump(first.config))
+    if summary:
+        (first.folder / "summary.json").write_text(json.dumps(summary))
+    return first
+
+
+@pytest.mark.parametrize(
+    ("summary", "state"),
+    [
+        (None, "to resume"),
+        ({"iterations": 3, "stopped_by": "iterations"}, "finished"),
+        ({"iterations": 2, "stopped_by": "stop.reward"}, "finished"),
+        ({"iterations": 2, "stopped_by": "interrupt"}, "to resume"),
+        ({"iterations": 2, "stopped_by": "SIGTERM"}, "to resume"),
+        ({"iterations": 2, "stopped_by": "an error"}, "to resume"),
+        ({"iterations": 3, "stopped_by": "SIGTERM"}, "finished"),  # in its last iteration
+        ({"iterations": 3, "stopped_by": "numbers that are not finite"}, "to begin"),  # it learned nothing
+        ({"iterations": 2, "stopped_by": "numbers that are not finite"}, "to resume"),
+    ],
+)
+def test_how_far_a_run_is(summary, state, tmp_path):
+    assert begun(tmp_path, summary).state() == state
+
+
+def test_a_run_without_checkpoints_is_to_begin_anew(tmp_path):
+    run = begun(tmp_path, save_every=0)
+    assert run.state() == "to begin"
+    (run.folder / "checkpoints" / "000002").mkdir(parents=True)  # it was asked to stop
+    assert run.state() == "to resume"
+
+
+def test_a_run_that_was_begun_with_other_settings_is_named(tmp_path):
+    run = begun(tmp_path)
+    refuse_changed([run])
+    run.config["optim"]["lr"] = 0.5
+    with pytest.raises(ConfigError, match=r"plain/seed-1 in .* was begun with other settings: optim.lr is 0.5 and was"):
+        refuse_changed([run])
+
+
+def test_what_a_run_chose_for_itself_is_no_other_setting(tmp_path):
+    text = {"world": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
+    (run,) = expand(text, configure)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
+    (run.folder / "choices.json").write_text('{"model.dtype": "bfloat16"}')
+    refuse_changed([run])
+    (run,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
+    with pytest.raises(ConfigError, match=r"other settings: model\.dtype is 'bfloat16' and was 'auto'"):
+        refuse_changed([run])
+
+
+def test_a_run_of_a_version_that_wrote_its_choice_into_config_yaml_goes_on(tmp_path):
+    text = {"world": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
+    (old,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
+    old.folder.mkdir(parents=True)
+    (old.folder / "config.yaml").write_text(yaml.safe_dump(old.config))
+    (run,) = expand(text, configure)
+    refuse_changed([run])
+    (old.folder / "choices.json").write_text("{}")  # nothing was left open: bfloat16 was asked for
+    with pytest.raises(ConfigError, match=r"other settings: model\.dtype is 'auto' and was 'bfloat16'"):
+        refuse_changed([run])
