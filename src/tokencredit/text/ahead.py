@@ -13,12 +13,12 @@ from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
+from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.background import BackgroundSampler
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.probe import TOLERANCE, TOLERANCE_BFLOAT16
 from tokencredit.text.engines.requests import SEEDS, EngineFailure, RequestEngine
 from tokencredit.text.pipeline import Pipeline, Sampled
-from tokencredit.text.turns.tasks import TaskBatch
 
 
 class _Batch(NamedTuple):

@@ -22,6 +22,7 @@ from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.batch import text_metrics
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import share_of_rows
+from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
 from tokencredit.text.ppo_setup import (
@@ -34,7 +35,6 @@ from tokencredit.text.ppo_setup import (
 )
 from tokencredit.text.rewards.terms import term_metrics
 from tokencredit.text.turns.episode_record import episode_metrics
-from tokencredit.text.turns.tasks import Tasks
 
 MEANINGS = {
     "best": "mean over prompts of the best completion's reward",

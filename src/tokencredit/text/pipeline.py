@@ -20,6 +20,7 @@ from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
+from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.engines.requests import RequestEngine
@@ -29,7 +30,6 @@ from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
 from tokencredit.text.rewards.terms import PendingCall, Scores, score, start_calls
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.play import Player, Transcript, columns
-from tokencredit.text.turns.tasks import TaskBatch
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""

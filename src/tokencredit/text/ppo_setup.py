@@ -33,6 +33,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import DIVERGENCE_LIMITS, EvalConfig
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
@@ -44,7 +45,6 @@ from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import Framings, Player
-from tokencredit.text.turns.tasks import Tasks, load_tasks
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows

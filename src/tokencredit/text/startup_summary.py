@@ -12,9 +12,9 @@ from tokencredit.runs.summary import count, shortened
 from tokencredit.settings.data import ClassifierTerm, RewardTerm
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards.texts import last_message
-from tokencredit.text.turns.tasks import Tasks
 
 OUTPUTS = {"probability": "P({})", "logit": "logit of {}", "log_odds": "log-odds of {}"}
 """Classifier outputs, with a place for the label."""

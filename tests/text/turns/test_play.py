@@ -13,12 +13,12 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import build_models, load_start
 from tokencredit.text.ppo_setup import build_pipeline
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.tasks import Tasks
 
 SETTINGS = SamplingConfig(max_new_tokens=120)
 

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.engines.detokenizer import Detokenizer
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.rewards.texts import answer, content, messages, prefilled
 
 

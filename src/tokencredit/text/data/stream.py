@@ -11,7 +11,7 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch, Prompts
-from tokencredit.text.turns.tasks import TaskBatch, Tasks
+from tokencredit.text.data.tasks import TaskBatch, Tasks
 
 
 class BatchStream:

@@ -15,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 from transformers.utils import logging as transformers_logging
 
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.engines.detokenizer import Detokenizer
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop
 from tokencredit.text.models.actor_critic import ActorCritic

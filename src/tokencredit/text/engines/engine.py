@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import extents
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.detokenizer import Detokenizer
 
 
 @dataclass

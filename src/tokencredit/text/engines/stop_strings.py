@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.detokenizer import Detokenizer
 
 STOP_CONTEXT = 16
 """Prompt tokens that are decoded again at each step of a search for stop strings."""

@@ -17,13 +17,13 @@ from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
+from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Conversation, Engine, Rollout
 from tokencredit.text.rewards.texts import content
 from tokencredit.text.turns.chat.framing import ChatFraming, Framing, TextFraming
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode import TERMINATED, Ending, Episode, Message, Reply, Turn
 from tokencredit.text.turns.observations import fit
-from tokencredit.text.turns.tasks import TaskBatch
 from tokencredit.text.user_code.workers import Workers
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local.dynamic_kv_cache import (
     SPARE_TOKENS,

@@ -18,8 +18,8 @@ from transformers import (
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import within
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local.dynamic_kv_cache import sampling_cache
 from tokencredit.text.engines.stop_strings import contains_stop, stop_detokenizers

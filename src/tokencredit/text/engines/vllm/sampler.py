@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.distributed.sharding import kind_of
 from tokencredit.errors import ConfigError
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.engines.detokenizer import Detokenizer
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.engines.requests import Completion, EngineFailure, Request
 from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop
 from tokencredit.text.engines.vllm.process import (

@@ -11,8 +11,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.text.data.detokenizer import MAX_TOKENS, Detokenizer
 from tokencredit.text.data.prompts import Prompt
-from tokencredit.text.engines.detokenizer import MAX_TOKENS, Detokenizer
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.rewards.texts import prefilled
 from tokencredit.text.turns.chat.call_formats import THINK, CallFormat

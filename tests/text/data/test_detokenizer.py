@@ -5,7 +5,7 @@ import torch
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from tokencredit.text.engines.detokenizer import Detokenizer
+from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.stop_strings import contains_stop
 
