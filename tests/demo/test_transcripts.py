@@ -6,10 +6,10 @@ import pytest
 
 from demo.transcripts import calculator_messages, calculator_row, grid_pieces, grid_row, rendered
 from demo.turns import calculator_tokenizer, grid_tokenizer
+from tokencredit.text.turns.builtin.calculator import Calculator
+from tokencredit.text.turns.builtin.grid import DIRECTIONS, Grid
 from tokencredit.text.turns.chat.framing import ChatFraming, TextFraming
 from tokencredit.text.turns.episode import Turn
-from tokencredit.text.turns.worlds.calculator import Calculator
-from tokencredit.text.turns.worlds.grid import DIRECTIONS, Grid
 
 tokenizer_of = cache(lambda make: make(random.Random(0)))
 

@@ -9,7 +9,7 @@ import pytest
 
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.turns.worlds import calculator as worlds
+from tokencredit.text.turns.builtin import calculator as worlds
 
 pytestmark = pytest.mark.slow
 OVER = threading.Event()

@@ -25,14 +25,14 @@ from tokencredit.text.user_code.user_objects import check_kwargs, load_object
 from tokencredit.text.user_code.workers import Workers
 
 BUILT_IN = {
-    "builtin:grid": "tokencredit.text.turns.worlds.grid:Grid",
-    "builtin:calculator": "tokencredit.text.turns.worlds.calculator:Calculator",
+    "builtin:grid": "tokencredit.text.turns.builtin.grid:Grid",
+    "builtin:calculator": "tokencredit.text.turns.builtin.calculator:Calculator",
 }
 """The environments that come with the package."""
 ADAPTERS = {
-    "reasoning_gym": "tokencredit.text.turns.adapters.reasoning_gym:ReasoningGym",
-    "gymnasium": "tokencredit.text.turns.adapters.gymnasium:Gymnasium",
-    "openenv": "tokencredit.text.turns.adapters.openenv:OpenEnv",
+    "reasoning_gym": "tokencredit.text.turns.builtin.reasoning_gym:ReasoningGym",
+    "gymnasium": "tokencredit.text.turns.builtin.gymnasium:Gymnasium",
+    "openenv": "tokencredit.text.turns.builtin.openenv:OpenEnv",
 }
 """Classes that make environments of other packages; the setting is their first argument."""
 COLUMN = "environment"

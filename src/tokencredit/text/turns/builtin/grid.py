@@ -1,4 +1,4 @@
-"""The built-in world `builtin:grid`: a 4 × 4 grid in words, with a goal and holes."""
+"""The built-in environment `builtin:grid`: a 4 × 4 grid in words, with a goal and holes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from tokencredit.text.turns.worlds.grid import DIRECTIONS, DISTANCES, HOLES, MOVES, SIZE, Grid, draw, shortest
+from tokencredit.text.turns.builtin.grid import DIRECTIONS, DISTANCES, HOLES, MOVES, SIZE, Grid, draw, shortest
 
 MAPS = [draw(random.Random(seed)) for seed in range(500)]
 

@@ -5,10 +5,10 @@ import pytest
 from helpers.turns import said
 from tokencredit.errors import ConfigError
 from tokencredit.settings.environment import EnvironmentConfig
-from tokencredit.text.turns.adapters.reasoning_gym import AGAIN
+from tokencredit.text.turns.builtin.calculator import evaluate
+from tokencredit.text.turns.builtin.reasoning_gym import AGAIN
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.episode import Reply
-from tokencredit.text.turns.worlds.calculator import evaluate
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install tokencredit[reasoning-gym]")
 

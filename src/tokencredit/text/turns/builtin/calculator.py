@@ -1,4 +1,4 @@
-"""The built-in world `builtin:calculator`: arithmetic with a calculator as a tool."""
+"""The built-in environment `builtin:calculator`: arithmetic with a calculator as a tool."""
 
 from __future__ import annotations
 

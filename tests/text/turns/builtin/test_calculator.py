@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
-from tokencredit.text.turns.worlds.calculator import LONGEST, Calculator, evaluate
+from tokencredit.text.turns.builtin.calculator import LONGEST, Calculator, evaluate
 
 
 def asked(seed):

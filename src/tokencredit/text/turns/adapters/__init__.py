@@ -1,1 +1,0 @@
-"""Environments of other packages, in the plain protocol."""

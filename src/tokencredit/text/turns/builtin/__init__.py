@@ -1,0 +1,1 @@
+"""Environments that come with the package: a grid, a calculator, and adapters of other packages' environments."""
