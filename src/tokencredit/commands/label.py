@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import webbrowser
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from threading import Thread
 
 from jsonargparse import Namespace
-from jsonargparse.typing import restricted_number_type
 
 from tokencredit.commands.shared_options import Seed, refuse_empty
 from tokencredit.commands.use_model import from_python, which_of
@@ -18,8 +15,6 @@ from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.options import PairsOptions
 from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
 from tokencredit.settings.source import read_source
-
-Port = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
 
 
 @cache
@@ -59,8 +54,6 @@ def label_parser() -> Parser:
     parser = new_command("Label pairs of completions by hand: which one is better?", runs_code=False)
     parser.add_argument("pairs", metavar="FILE", help="JSONL file of pairs, as `tokencredit pairs` writes it.")
     parser.add_argument("--out", metavar="FILE", help="File of labels, continued; by default labels.jsonl.")
-    parser.add_argument("--browser", action="store_true", help="Label on a page in the browser.")
-    parser.add_argument("--port", type=Port, default=0, help="Port of the page; 0 for any free one.")
     parser.add_argument("--seed", type=Seed, default=1, help="Seed of the order of A and B.")
     parser.add_argument("--export", metavar="FILE", help="Write preferences of the labels to this new file.")
     return parser
@@ -69,11 +62,12 @@ def label_parser() -> Parser:
 def label(options: Namespace) -> None:
     """Run `tokencredit label`."""
     refuse_empty(options, "out")
-    if options.port and not options.browser:
-        raise ConfigError(f"--port is {options.port}, which has no effect without --browser; leave it out")
-    if options.export is not None and (options.browser or options.seed != 1):
-        raise ConfigError("--export labels nothing, so --browser and --seed have no effect; leave them out")
+    if options.export is not None and options.seed != 1:
+        raise ConfigError("--export labels nothing, so --seed has no effect; leave it out")
+    from rich.console import Console
+
     from tokencredit.tools.preferences.labels import Labels, Session, export, read_pairs
+    from tokencredit.tools.preferences.terminal import key_reader, label_in_terminal
 
     pairs = read_pairs(Path(options.pairs), options.seed)
     file = Path(options.pairs).with_name("labels.jsonl") if options.out is None else Path(options.out)
@@ -83,18 +77,5 @@ def label(options: Namespace) -> None:
         print(f"{export(labels, pairs, out)} preferences in {out}")
         return
     session = Session(pairs, labels)
-    if options.browser:
-        from tokencredit.tools.preferences.browser import LabelServer
-
-        server = LabelServer(session, options.port)
-        print(f"{server.url}\nCtrl-C, or Stop on the page, ends the command", flush=True)
-        # In a thread: a browser in the terminal is waited for, and waits for the server.
-        Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
-        server.serve()
-    else:
-        from rich.console import Console
-
-        from tokencredit.tools.preferences.terminal import key_reader, label_in_terminal
-
-        label_in_terminal(session, Console(highlight=False), key_reader())
+    label_in_terminal(session, Console(highlight=False), key_reader())
     print(", ".join(f"{name} {number}" for name, number in session.counts().items()), f"in {file}")

@@ -171,8 +171,8 @@ class Session:
             done = done[: done.index(self._again)]
         self._again = done[-1] if done else self._again
 
-    def given(self) -> str | None:
-        """The label that the current pair has already, in its order of A and B; None for a new one."""
+    def existing_label(self) -> str | None:
+        """The label that the current pair already has, in its order of A and B; None for a new one."""
         if self._again is None:
             return None
         row = self.labels.rows[self._again]
@@ -181,8 +181,8 @@ class Session:
 
     def counts(self) -> dict[str, int]:
         """Number of pairs by label, and how many are left."""
-        found = Counter(row["label"] for key, row in self.labels.rows.items() if key in self.pairs)
-        return {label: found[label] for label in LABELS} | {"left": len(self.pairs) - found.total()}
+        labels = Counter(row["label"] for key, row in self.labels.rows.items() if key in self.pairs)
+        return {label: labels[label] for label in LABELS} | {"left": len(self.pairs) - labels.total()}
 
 
 def is_text(value: Any) -> bool:
@@ -211,13 +211,11 @@ def readable(text: Text) -> str:
 
 
 def _is_label(row: Mapping[str, Any]) -> bool:
-    """True for a row of a file of labels."""
     texts = all(is_text(row.get(name)) for name in ("prompt", "a", "b"))
     return row.get("label") in LABELS and isinstance(row.get("pair"), str) and texts
 
 
 def _is_label_line(line: bytes) -> bool:
-    """True for the text of a row of a file of labels."""
     try:
         return _is_label(read_object("line", line))
     except (ConfigError, ValueError):

@@ -46,10 +46,8 @@ def label_in_terminal(session: Session, console: Console, read_key: Callable[[],
 
 def show(session: Session, pair: Pair, console: Console) -> None:
     """Print a pair, and how many are left."""
-    counts, given = session.counts(), session.given()
-    console.rule(
-        f"{counts['left']} of {len(session.pairs)} left" + (f", this one is labelled {given}" if given else "")
-    )
+    left, label = session.counts()["left"], session.existing_label()
+    console.rule(f"{left} of {len(session.pairs)} left" + (f", this one is labelled {label}" if label else ""))
     console.print(Shown(readable(pair.prompt)))
     table = Table(expand=True)
     for name in ("A", "B"):
