@@ -50,7 +50,7 @@ CONTROL = [
 ]
 CONTROL += ["--env.normalize_rewards", "true", "--env.number", "2"]
 LENGTHS = {"text": {"iterations": 7, "save_every": 2}, "control": {"iterations": 300, "save_every": 50}}
-"""Of the runs of a sweep, by its world; all other settings have their defaults."""
+"""Of the runs of a sweep, by its kind; all other settings have their defaults."""
 VARIANTS = {"plain": {}, "another": {"ppo.clip": 0.1}}
 STARTS = 5.0
 """About the seconds that a process needs before its first iteration."""
@@ -135,12 +135,12 @@ def assert_same(one: Path, other: Path) -> None:
         assert all((expected[name] == found[name]).all() for name in expected), file.name
 
 
-def sweep_file(place: Path, world: str, **settings: Any) -> Path:
+def sweep_file(place: Path, kind: str, **settings: Any) -> Path:
     """A sweep as people write it, into `place / "run"`, or `place / "whole"` for the one left in peace."""
     file = place / "run.yaml"
-    base = {"run": LENGTHS[world]} | settings
+    base = {"run": LENGTHS[kind]} | settings
     for name in ("whole", "run"):
-        asked = {"world": world, "dir": str(place / name), "seeds": [1], "base": base, "variants": VARIANTS}
+        asked = {"kind": kind, "dir": str(place / name), "seeds": [1], "base": base, "variants": VARIANTS}
         file.with_name(f"{name}.yaml").write_text(yaml.safe_dump(asked, sort_keys=False))
     return file
 
@@ -452,20 +452,20 @@ def cut_sweep(file: Path, chance: random.Random, iterations: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def kill_sweep(place: Path, chance: random.Random, world: str, kills: int, **settings: Any) -> Outcome:
+def kill_sweep(place: Path, chance: random.Random, kind: str, kills: int, **settings: Any) -> Outcome:
     """Kills of a sweep past a checkpoint and before one."""
-    file = sweep_file(place, world, **settings)
+    file = sweep_file(place, kind, **settings)
     finish_sweep(place / "whole.yaml")
     for number in range(kills):
-        cut_sweep(file, chance, 1 if number % 2 else LENGTHS[world]["save_every"] + 1)
+        cut_sweep(file, chance, 1 if number % 2 else LENGTHS[kind]["save_every"] + 1)
     done = iterations_of(place / "run")
     finish_sweep(file)
     return f"killed {kills} times, by then {done} iterations", place / "whole", place / "run"
 
 
-def orphan_sweep(place: Path, chance: random.Random, world: str, at_once: bool, **settings: Any) -> Outcome:
+def orphan_sweep(place: Path, chance: random.Random, kind: str, at_once: bool, **settings: Any) -> Outcome:
     """SIGKILL to a sweep alone; it goes on at once, beside the runs that it left behind, or once they have ended."""
-    file = sweep_file(place, world, **settings)
+    file = sweep_file(place, kind, **settings)
     finish_sweep(place / "whole.yaml", "--jobs", "2")
     life = begin_sweep(file, "--jobs", "2")
     assert life.wait_for(lambda: len(list((place / "run").glob("*/seed-1/metrics.jsonl"))) == len(VARIANTS), 600)
@@ -489,7 +489,7 @@ def orphan_sweep(place: Path, chance: random.Random, world: str, at_once: bool, 
             time.sleep(0.1)
         assert "still running it" not in finish_sweep(file, "--jobs", "2")
     for log in (place / "run").glob("*/seed-1.log"):
-        text, last = log.read_text(), f"iteration {LENGTHS[world]['iterations']}/{LENGTHS[world]['iterations']}"
+        text, last = log.read_text(), f"iteration {LENGTHS[kind]['iterations']}/{LENGTHS[kind]['iterations']}"
         assert text.count(last) == 1, f"{log}: done {text.count(last)} times"
         assert "resumed" not in text, f"{log}: begun twice"
     return f"{len(left)} runs left behind", place / "whole", place / "run"
@@ -552,12 +552,12 @@ def trials(kills: int) -> Iterator[tuple[str, Callable[[Path, random.Random], Ou
         ("Ctrl-C twice", 130, [signal.SIGINT, signal.SIGINT]),
     ):
         yield name, lambda place, chance, code=code, numbers=numbers: ask_to_stop(place, chance, code, *numbers)
-    for world, what in (("text", "language models"), ("control", "agents")):
-        yield f"SIGKILL, a sweep of {what}", partial(kill_sweep, world=world, kills=3)
-        yield f"SIGKILL, a sweep of {what} alone", partial(orphan_sweep, world=world, at_once=False)
+    for kind, what in (("text", "language models"), ("control", "agents")):
+        yield f"SIGKILL, a sweep of {what}", partial(kill_sweep, kind=kind, kills=3)
+        yield f"SIGKILL, a sweep of {what} alone", partial(orphan_sweep, kind=kind, at_once=False)
         yield (
             f"SIGKILL, a sweep of {what} alone, goes on at once",
-            partial(orphan_sweep, world=world, at_once=True),
+            partial(orphan_sweep, kind=kind, at_once=True),
         )
     for where in PLACES:
         for rank in (0, 1):

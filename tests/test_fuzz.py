@@ -278,7 +278,7 @@ def test_a_runs_configuration(kind, config, folder):
     fuzz()
 
 
-SWEEP = {"world": "text", "dir": "out", "seeds": [1, 2], "base": {"ppo": {"clip": 0.1}, "kl.coef": 1}}
+SWEEP = {"kind": "text", "dir": "out", "seeds": [1, 2], "base": {"ppo": {"clip": 0.1}, "kl.coef": 1}}
 
 
 @pytest.mark.parametrize("kinds", [{"grid": {"optim.lr": [0.1, 1]}}, {"variants": {"a": {}, "b": {"seed": None}}}])

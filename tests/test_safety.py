@@ -157,7 +157,7 @@ def test_no_code_refuses_by_the_key(command, text, key, marker, tmp_path, capsys
 def test_no_code_refuses_a_sweep_by_its_variant(tmp_path, capsys, marker):
     file = tmp_path / "sweep.yaml"
     file.write_text(
-        f"{{world: text, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}, sly: {{{REWARD.strip()}}}}}}}"
+        f"{{kind: text, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}, sly: {{{REWARD.strip()}}}}}}}"
     )
     error = refused(capsys, "sweep", "--no-code", str(file))
     assert "variant sly: --no-code, but the configuration executes user code: reward[0].function runs" in error

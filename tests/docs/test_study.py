@@ -29,7 +29,7 @@ def test_every_study_is_a_recipe_and_has_kept_metrics():
 def test_a_study_is_run_with_fewer_seeds_and_its_metrics_are_kept(tmp_path, monkeypatch):
     (tmp_path / "cartpole.yaml").write_text(
         """
-world: control
+kind: control
 dir: runs/few
 seeds: [7, 8]
 base: {env: {id: CartPole-v1, number: 2}, steps: 16, eval: {episodes: 1}, run: {iterations: 2, trackers: []}}

@@ -13,8 +13,8 @@ from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.runs.recorder import RunRecord
+from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.training import AuditConfig
-from tokencredit.settings.world import TEXT
 from tokencredit.text.audit.continuations import run_in_all
 from tokencredit.text.audit.run_audit import audit_run
 from tokencredit.text.engines.requests import EngineFailure

@@ -10,7 +10,7 @@ from helpers.episodes import HOSTILE, episode, grid
 from tokencredit.audit.verdict import credit_verdict
 from tokencredit.runs.console import SHOWN_METRICS, Screen, _continued
 from tokencredit.runs.summary import Summary
-from tokencredit.settings.world import CONTROL, TEXT
+from tokencredit.settings.run_kind import CONTROL, TEXT
 
 METRICS = {"iteration": 3, "reward": 0.5, "kl": 1.25, "entropy": 1.1, "length": 20.0, "clip_fraction": 0.1}
 SUMMARY = Summary(Path("runs/x"), 0.25, 0.91, 2.5, 40, 30.0, 2309.4, "iterations", TEXT)
@@ -244,7 +244,7 @@ def test_the_end_of_a_run_without_an_iteration():
 
 
 def test_the_end_of_an_agents_run():
-    agent = replace(SUMMARY, first=20.0, last=487.25, kl_last=None, seconds=600.0, per_second=812.0, world=CONTROL)
+    agent = replace(SUMMARY, first=20.0, last=487.25, kl_last=None, seconds=600.0, per_second=812.0, run_kind=CONTROL)
     out = shown(lambda screen: screen.finish(agent, [], []))
     assert (
         "average return 20 → 487 (mean of the last 5 iterations)   40 iterations in 10 min (812 steps per second)"

@@ -18,9 +18,9 @@ from tokencredit.runs.checkpoint import FORMAT
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import OptimConfig, RunConfig
-from tokencredit.settings.world import TEXT
 
 SAMPLE = {"iteration": 1, "prompt": "a", "completion": " b", "reward": 1.0, "truncated": False, "tokens": [" b"]}
 SAMPLE |= {"logprobs": [-1.0], "rewards": [1.0], "advantages": [0.5]}

@@ -7,7 +7,7 @@ import pytest
 
 from tokencredit.runs.history import History
 from tokencredit.runs.summary import count, duration, figure, iterations_in, shortened, summarise
-from tokencredit.settings.world import CONTROL, TEXT
+from tokencredit.settings.run_kind import CONTROL, TEXT
 
 
 def history(**columns):

@@ -10,45 +10,45 @@ import pytest
 from helpers.commands import refused
 from tokencredit.cli import main
 from tokencredit.settings.help import FIRST_KEYS
-from tokencredit.settings.world import WORLDS
+from tokencredit.settings.run_kind import RUN_KINDS
 from tokencredit.settings.yaml import flat
 
 
-@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
-def test_the_help_fits_a_terminal_and_names_the_first_keys_with_their_defaults(world, capsys, monkeypatch):
+@pytest.mark.parametrize("run_kind", RUN_KINDS.values(), ids=list(RUN_KINDS))
+def test_the_help_fits_a_terminal_and_names_the_first_keys_with_their_defaults(run_kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit) as left:
-        main([world.command, "--help"])
+        main([run_kind.command, "--help"])
     text = capsys.readouterr().out
     assert left.value.code == 0
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 110
-    keys = FIRST_KEYS[world.config]
+    keys = FIRST_KEYS[run_kind.config]
     assert 16 <= len(keys) <= 20
     assert all(f"  --{key} " in text for key in keys)
-    default = flat(asdict(world.config()))
+    default = flat(asdict(run_kind.config()))
     assert f"--optim.lr {json.dumps(default['optim.lr'])} " in text
     assert f"--run.iterations {default['run.iterations']} " in text
-    assert f"tokencredit {world.command} --help all" in text
+    assert f"tokencredit {run_kind.command} --help all" in text
 
 
-@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
-def test_all_keys_are_in_the_whole_help(world, capsys):
-    assert main([world.command, "--help", "all"]) == 0
+@pytest.mark.parametrize("run_kind", RUN_KINDS.values(), ids=list(RUN_KINDS))
+def test_all_keys_are_in_the_whole_help(run_kind, capsys):
+    assert main([run_kind.command, "--help", "all"]) == 0
     text = capsys.readouterr().out
-    keys = [key for key in flat(asdict(world.config())) if "[" not in key]
+    keys = [key for key in flat(asdict(run_kind.config())) if "[" not in key]
     assert [key for key in keys if f"--{key} " not in text] == []
 
 
-@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
-def test_the_help_on_a_group_has_its_keys_in_full(world, capsys):
-    assert main([world.command, "--help", "optim"]) == 0
+@pytest.mark.parametrize("run_kind", RUN_KINDS.values(), ids=list(RUN_KINDS))
+def test_the_help_on_a_group_has_its_keys_in_full(run_kind, capsys):
+    assert main([run_kind.command, "--help", "optim"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    keys = [key for key in flat(asdict(world.config())) if key.startswith("optim.")]
+    keys = [key for key in flat(asdict(run_kind.config())) if key.startswith("optim.")]
     assert [line.split()[0] for line in lines if line.startswith("  --")] == [f"--{key}" for key in keys]
-    assert main([world.command, "--help", "optim.eps"]) == 0
+    assert main([run_kind.command, "--help", "optim.eps"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert text.startswith(f"--optim.eps {world.config().optim.eps} ")
+    assert text.startswith(f"--optim.eps {run_kind.config().optim.eps} ")
     assert text.count("--") == 1
 
 

@@ -11,8 +11,8 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.renamed_keys import MOVED
 from tokencredit.settings.run_file import read_config
+from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, TEXT, run_kind_of
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.world import CONTROL, TEXT, WORLDS, world_of
 from tokencredit.settings.yaml import flat
 
 OLD = {"model": {"name": "m", "critic": "separate"}, "optim": {"value_lr": 1e-3}, "ppo": {"critic_warmup": 2}}
@@ -69,11 +69,11 @@ def test_unknown_keys_of_a_runs_configuration_have_a_suggestion(tmp_path):
 
 
 def test_a_world_is_that_of_its_configuration():
-    assert world_of(asdict(PPOConfig())) is TEXT
-    assert world_of(asdict(ControlConfig())) is CONTROL
-    for world in WORLDS.values():
-        assert world_of(asdict(world.config())) is world
-    assert [world.name for world in WORLDS.values()] == ["text", "control", "sft", "reward-model", "dpo"]
+    assert run_kind_of(asdict(PPOConfig())) is TEXT
+    assert run_kind_of(asdict(ControlConfig())) is CONTROL
+    for run_kind in RUN_KINDS.values():
+        assert run_kind_of(asdict(run_kind.config())) is run_kind
+    assert [run_kind.name for run_kind in RUN_KINDS.values()] == ["text", "control", "sft", "reward-model", "dpo"]
     assert (TEXT.outcome, TEXT.evaluation) == ("reward", "eval/reward")
     assert (CONTROL.outcome, CONTROL.evaluation) == ("average_return", "eval/average_return")
 

@@ -14,15 +14,15 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import ROWS, Condition, _rules, refuse_idle
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
+from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.world import CONTROL, OFFLINE, TEXT, WORLDS
 from tokencredit.settings.yaml import flat, nested
 from tokencredit.tools.sweep.sweep_file import read_sweep, refuse_changed
 
 FUNCTION = [{"function": "length"}]
 DATA = {"prompts.dataset": "prompts.jsonl"}
 
-# World, settings, the key that is refused, and why it has no effect beside the others.
+# Kind of run, settings, the key that is refused, and why it has no effect beside the others.
 UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"model.lora.alpha": 8.0}, "model.lora.alpha", "without model.lora.rank"),
     ("text", {"model.lora.dropout": 0.1}, "model.lora.dropout", "without model.lora.rank"),
@@ -58,8 +58,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"critic.pretrain": 2, "critic.coef": 0}, "critic.pretrain", "without critic.coef or critic.epochs"),
     ("text", {"critic.pretrain_scale": 2.0}, "critic.pretrain_scale", "without critic.pretrain"),
     *[
-        (world, {f"critic.{key}": value, "critic.coef": 0}, f"critic.{key}", "without critic.coef or critic.epochs")
-        for world, key, value in [
+        (run_kind, {f"critic.{key}": value, "critic.coef": 0}, f"critic.{key}", "without critic.coef or critic.epochs")
+        for run_kind, key, value in [
             ("text", "loss", "histogram"),
             ("control", "loss", "huber"),
             ("text", "places", [0.5]),
@@ -68,8 +68,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         ]
     ],
     *[
-        (world, {f"critic.{key}": value}, f"critic.{key}", f"without critic.{need}")
-        for world, key, value, need in [
+        (run_kind, {f"critic.{key}": value}, f"critic.{key}", f"without critic.{need}")
+        for run_kind, key, value, need in [
             ("text", "huber_delta", 0.5, "loss: huber"),
             ("control", "huber_delta", 0.5, "loss: huber"),
             ("text", "bins", 101, "loss: histogram"),
@@ -86,8 +86,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("text", {"critic.continued_states": 2}, "critic.continued_states", "without critic.continuations"),
     *[
-        (world, {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
-        for world, rows in {"text": "completions", "control": "episodes"}.items()
+        (run_kind, {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
+        for run_kind, rows in {"text": "completions", "control": "episodes"}.items()
         for key, value in {rows: 8, "continuations": 4, "states": 2, "seconds": 1.0}.items()
     ],
     ("text", {"critic.trunk_lr": 0.1}, "critic.trunk_lr", "without critic.kind: separate"),
@@ -150,8 +150,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"eval.prompts": {"config_name": "en"}}, "eval.prompts.config_name", "without eval.prompts.dataset"),
     ("text", {"score.shift_mean": False}, "score.shift_mean", "with score.normalize: none"),
     *[
-        (world, {f"advantage.{key}": value}, f"advantage.{key}", f"without advantage.estimator: {needs}")
-        for world in ("text", "control")
+        (run_kind, {f"advantage.{key}": value}, f"advantage.{key}", f"without advantage.estimator: {needs}")
+        for run_kind in ("text", "control")
         for key, value, needs in [
             ("lam_returns", 0.5, "decoupled_gae, length_adaptive_gae"),
             ("alpha", 0.1, "length_adaptive_gae"),
@@ -168,12 +168,12 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     *[
         (
-            world,
+            run_kind,
             {"advantage.estimator": "td", "advantage.lam": 0.5},
             "advantage.lam",
             "without advantage.estimator: gae",
         )
-        for world in ("text", "control")
+        for run_kind in ("text", "control")
     ],
     (
         "text",
@@ -266,21 +266,21 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"kl.horizon": 100.0}, "kl.horizon", "without kl.target"),
     *[
         (
-            world,
+            run_kind,
             {"optim.schedule": "constant", "optim.final_scale": 0.5},
             "optim.final_scale",
             "with optim.schedule: constant",
         )
-        for world in WORLDS
+        for run_kind in RUN_KINDS
     ],
     *[
-        (world, {f"model.lora.{key}": value}, f"model.lora.{key}", "without model.lora.rank")
-        for world in ("sft", "dpo")
+        (run_kind, {f"model.lora.{key}": value}, f"model.lora.{key}", "without model.lora.rank")
+        for run_kind in ("sft", "dpo")
         for key, value in {"alpha": 8.0, "dropout": 0.1, "target_modules": ["q_proj"]}.items()
     ],
     *[
-        (world, settings, key, why)
-        for world in ("sft", "reward-model", "dpo")
+        (run_kind, settings, key, why)
+        for run_kind in ("sft", "reward-model", "dpo")
         for settings, key, why in [
             ({"data.template": "{{ a }}", "data.column": "b"}, "data.column", "with data.template"),
             ({"data.held_out": 0.1, "eval.dataset": "a.jsonl"}, "data.held_out", "with eval.dataset"),
@@ -344,10 +344,10 @@ OF_TURNS = {
 }
 """Settings that an environment or tools given from Python may read; the commands refuse them."""
 
-COLUMNS = ("world", "settings", "key", "why")
-IDS = [f"{world}-{'-'.join(map(str, settings))}" for world, settings, _, _ in UNUSED]
+COLUMNS = ("run_kind", "settings", "key", "why")
+IDS = [f"{run_kind}-{'-'.join(map(str, settings))}" for run_kind, settings, _, _ in UNUSED]
 pairs = pytest.mark.parametrize(COLUMNS, UNUSED, ids=IDS)
-FIRST = {world: number for number, (world, *_) in reversed(list(enumerate(UNUSED)))}
+FIRST = {run_kind: number for number, (run_kind, *_) in reversed(list(enumerate(UNUSED)))}
 first_pairs = pytest.mark.parametrize(
     COLUMNS,
     [
@@ -356,7 +356,7 @@ first_pairs = pytest.mark.parametrize(
     ],
     ids=IDS,
 )
-"""The first of each world; the others are left to the proofs, since a file is parsed as flags are."""
+"""The first of each kind of run; the others are left to the proofs, since a file is parsed as flags are."""
 
 
 def built(kind, settings):
@@ -399,24 +399,24 @@ def check_message(text, key, why):
 
 @pytest.mark.slow
 @first_pairs
-def test_a_setting_that_changes_nothing_is_refused_from_yaml(world, settings, key, why, tmp_path, capsys):
+def test_a_setting_that_changes_nothing_is_refused_from_yaml(run_kind, settings, key, why, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(nested(settings)))
-    assert main([WORLDS[world].command, "--config", str(file)]) == 2
+    assert main([RUN_KINDS[run_kind].command, "--config", str(file)]) == 2
     check_message(capsys.readouterr().err.removeprefix("tokencredit: ").strip(), key, why)
 
 
 @pairs
-def test_a_setting_that_changes_nothing_is_refused_from_flags(world, settings, key, why, capsys):
-    assert main([WORLDS[world].command, *flags(settings)]) == 2
+def test_a_setting_that_changes_nothing_is_refused_from_flags(run_kind, settings, key, why, capsys):
+    assert main([RUN_KINDS[run_kind].command, *flags(settings)]) == 2
     check_message(capsys.readouterr().err.removeprefix("tokencredit: ").strip(), key, why)
 
 
 @pairs
 @pytest.mark.parametrize("way", [built, in_python])
-def test_a_setting_that_changes_nothing_is_refused_from_python(world, settings, key, why, way):
+def test_a_setting_that_changes_nothing_is_refused_from_python(run_kind, settings, key, why, way):
     with pytest.raises(ConfigError) as caught:
-        way(WORLDS[world].config, nested(settings))
+        way(RUN_KINDS[run_kind].config, nested(settings))
     check_message(str(caught.value), key, why)
 
 
@@ -427,21 +427,24 @@ def test_the_message_says_what_to_do():
 
 
 def test_every_setting_with_a_need_stands_in_the_table():
-    tested = {(world, re.sub(r"\[\d+\]", "[]", key)) for world, _, key, _ in UNUSED}
+    tested = {(run_kind, re.sub(r"\[\d+\]", "[]", key)) for run_kind, _, key, _ in UNUSED}
     declared = {
-        (name, key) for name, world in WORLDS.items() for key, rule in _rules(world.config).items() if rule.needs
+        (name, key)
+        for name, run_kind in RUN_KINDS.items()
+        for key, rule in _rules(run_kind.config).items()
+        if rule.needs
     }
-    # Estimators and algorithms that only the other world has; a value is always its default; rows from Python.
+    # Estimators and algorithms that only the other kind of run has; a value is always its default; rows from Python.
     never = {("text", f"ppo.{key}") for key in ("epochs", "minibatches", "target_kl")}
     never.add(("control", "advantage.gamma"))
-    never |= {(world.name, "eval.every") for world in OFFLINE}  # rows from Python; tests/text/offline
+    never |= {(run_kind.name, "eval.every") for run_kind in OFFLINE}  # rows from Python; tests/text/offline
     assert declared - tested - never == {("text", key) for key in flat(FROM_PYTHON | OF_TURNS)}
 
 
-@pytest.mark.parametrize("world", WORLDS.values(), ids=list(WORLDS))
-def test_every_need_names_settings_and_choices_that_there_are(world):
-    other = CONTROL if world is TEXT else TEXT
-    known, rules = flat(asdict(world.config())), _rules(world.config)
+@pytest.mark.parametrize("run_kind", RUN_KINDS.values(), ids=list(RUN_KINDS))
+def test_every_need_names_settings_and_choices_that_there_are(run_kind):
+    other = CONTROL if run_kind is TEXT else TEXT
+    known, rules = flat(asdict(run_kind.config())), _rules(run_kind.config)
     somewhere = {**flat(asdict(other.config())), **rules, **dict.fromkeys(ROWS)}
     for key, rule in rules.items():
         for need in rule.needs:
@@ -451,7 +454,7 @@ def test_every_need_names_settings_and_choices_that_there_are(world):
                 for value in condition.values:
                     settings = {condition.key: value}
                     if condition.key in known and condition.key not in ("ppo.minibatches", "advantage.lam"):
-                        assert value in choices(world.config, condition.key), (key, text, settings)
+                        assert value in choices(run_kind.config, condition.key), (key, text, settings)
 
 
 def choices(kind, key):
@@ -468,7 +471,7 @@ def test_a_default_passes_whatever_it_stands_beside():
 
 
 @pytest.mark.parametrize(
-    ("world", "settings"),
+    ("run_kind", "settings"),
     [
         (
             "text",
@@ -483,8 +486,8 @@ def test_a_default_passes_whatever_it_stands_beside():
         ("text", {"rollout.stop_at_eos": False, "rollout.min_new_tokens": 4}),  # ends are not drawn before
     ],
 )
-def test_a_setting_with_some_effect_passes(world, settings):
-    config = WORLDS[world].config.from_dict(settings)
+def test_a_setting_with_some_effect_passes(run_kind, settings):
+    config = RUN_KINDS[run_kind].config.from_dict(settings)
     refuse_idle(config, rows=())
     assert flat(settings).items() <= flat(asdict(config)).items()
 
@@ -534,7 +537,7 @@ def test_a_run_of_an_older_version_that_holds_such_settings_is_read_with_their_d
 
 def test_a_sweep_goes_on_after_a_useless_setting_is_taken_out_of_its_file(tmp_path):
     sweep = tmp_path / "sweep.yaml"
-    sweep.write_text(f"{{world: control, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}}}}}")
+    sweep.write_text(f"{{kind: control, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}}}}}")
     (run,) = read_sweep(sweep, configure)
     run.folder.mkdir(parents=True)
     begun = run.config | {"agent": run.config["agent"] | {"context": 4}}  # refused now, let pass before

@@ -16,10 +16,10 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import Parser, new_command
 from tokencredit.settings.run_file import read_config, run_config_file
+from tokencredit.settings.run_kind import CONTROL, run_kind_of
 from tokencredit.settings.source import read_policy_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
-from tokencredit.settings.world import CONTROL, world_of
 from tokencredit.settings.yaml import read_yaml
 
 
@@ -65,7 +65,7 @@ def audit(options: Namespace) -> None:
 def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str, Any]:
     """An audit of a run of either kind; `shared` are the settings that both have."""
     settings = read_yaml(run_config_file(run))
-    if isinstance(settings, dict) and world_of(settings) is CONTROL:
+    if isinstance(settings, dict) and run_kind_of(settings) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         require_gymnasium()
         from tokencredit.control.audit.agent_run_audit import audit_run as audit_agent

@@ -19,8 +19,8 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_idle
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.parsing import Parser, configure, new_command, to_config
+from tokencredit.settings.run_kind import CONTROL
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.world import CONTROL
 
 if TYPE_CHECKING:
     from tokencredit.tools.sweep.launch import Launcher, Resources
@@ -183,7 +183,7 @@ def cluster_resources(options: Namespace, runs: Sequence[Run]) -> Resources:
             needed = " or ".join(places)
             raise ConfigError(f"--{name} has an effect only with --on {needed}, and --on is {options.on}; leave it out")
     resources = Resources(options.cores or 1, options.gpus or 0)
-    if resources.gpus and runs[0].world is CONTROL:
+    if resources.gpus and runs[0].run_kind is CONTROL:
         raise ConfigError(f"--gpus is {resources.gpus}, and agents are trained on CPUs; leave it out")
     if options.on == "slurm":
         from tokencredit.tools.sweep.on_slurm import parameters

@@ -37,7 +37,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import require_config
-from tokencredit.settings.world import CONTROL
+from tokencredit.settings.run_kind import CONTROL
 
 EPISODES = 100
 """Number of recent training episodes averaged in train/average_return."""

@@ -10,7 +10,7 @@ from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, 
 from tokencredit.report.audit_file import OF_ESTIMATOR
 from tokencredit.report.reading import Run
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.world import CONTROL, world_of
+from tokencredit.settings.run_kind import CONTROL, run_kind_of
 
 CRITIC = {
     "explained_variance": ("explained variance", "1 for a perfect critic, 0 for a constant, below 0 for a worse one"),
@@ -32,7 +32,7 @@ CRITIC = {
 def trust(run: Run) -> str | None:
     """The trust score as a sentence; None for an agent's run without an audit."""
     if run.audit is None:
-        if world_of(run.config) is CONTROL:
+        if run_kind_of(run.config) is CONTROL:
             return None
         if run.episodic:
             return (

@@ -22,7 +22,7 @@ from tokencredit.report.templating import two_digits
 from tokencredit.runs.history import final_mean, finite
 from tokencredit.runs.jsonl import is_number
 from tokencredit.settings.data import KINDS
-from tokencredit.settings.world import TEXT, World, world_of
+from tokencredit.settings.run_kind import TEXT, RunKind, run_kind_of
 from tokencredit.settings.yaml import flat
 
 POINTS = 500
@@ -72,8 +72,8 @@ class Curve:
 def axes(runs: Sequence[Run]) -> dict[str, str]:
     """Possible x axes, by name and title: only those that every run has in each iteration."""
     titles = {"iteration": "iterations", "seconds": "seconds"}
-    world = world_of(runs[0].config)
-    titles[world.unit] = world.counted
+    run_kind = run_kind_of(runs[0].config)
+    titles[run_kind.unit] = run_kind.counted
     rows = [row for run in runs for row in run.metrics]
     return {name: title for name, title in titles.items() if all(is_number(row.get(name)) for row in rows)}
 
@@ -177,13 +177,13 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     Raises:
         ConfigError: kinds of runs are mixed without a metric, or a run has no number for the metric.
     """
-    worlds: dict[World, Run] = {}
+    firsts: dict[RunKind, Run] = {}
     for run in runs:
-        worlds.setdefault(world_of(run.config), run)
-    if len(worlds) > 1 and metric is None:
-        kinds = [f"{str(run.path)!r} is a run of tokencredit {world.command}" for world, run in worlds.items()]
+        firsts.setdefault(run_kind_of(run.config), run)
+    if len(firsts) > 1 and metric is None:
+        kinds = [f"{str(run.path)!r} is a run of tokencredit {run_kind.command}" for run_kind, run in firsts.items()]
         raise ConfigError(f"{' and '.join(kinds)}; their metrics differ: compare runs of one kind, or give --metric")
-    wanted = metric or world_of(runs[0].config).headline
+    wanted = metric or run_kind_of(runs[0].config).headline
     found = [{k for row in run.metrics for k, v in row.items() if is_number(v) and k != "iteration"} for run in runs]
     lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]
     if not lacking:
@@ -260,16 +260,16 @@ def curve(runs: Sequence[Run], metric: str, axis: str, smooth: int = 1) -> Curve
 
 def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list[str]]]:
     """The table of outcomes: column names, and a row of cells per group; columns without any number are left out."""
-    world = world_of(groups[0].runs[0].config)
+    run_kind = run_kind_of(groups[0].runs[0].config)
     measures: dict[str, Callable[[Run], float | None]] = {
         f"{metric}, first": lambda run: next(column(run, metric), None),
         f"{metric}, last": lambda run: last(run, metric),
-        f"{world.evaluation}, best": lambda run: (min if world.lower else max)(
-            column(run, world.evaluation), default=None
+        f"{run_kind.evaluation}, best": lambda run: (min if run_kind.lower else max)(
+            column(run, run_kind.evaluation), default=None
         ),
         "kl, last": lambda run: final_mean(run.metrics, "kl"),
         "log_ratio, last": lambda run: final_mean(run.metrics, "log_ratio"),
-        f"{world.length}, last": lambda run: final_mean(run.metrics, world.length),
+        f"{run_kind.length}, last": lambda run: final_mean(run.metrics, run_kind.length),
         "seconds": lambda run: sum(column(run, "seconds")),
         "iterations": lambda run: len(run.metrics),
     }

@@ -24,7 +24,7 @@ from tokencredit.runs.summary import averaged, iterations_in
 from tokencredit.runs.transcript import acted, speeches, written
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.environment import SOURCES
-from tokencredit.settings.world import CONTROL, OFFLINE, world_of
+from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
 
 if TYPE_CHECKING:  # it imports torch, which a page does not need
     from tokencredit.runs.recorder import RunRecord
@@ -73,7 +73,7 @@ def render(run: Run) -> str:
     """The page as HTML."""
     audit, samples, truths = audit_view.view(run), credit(run), audited(run)
     charts = sections(run.metrics)
-    headline = chart_of(world_of(run.config).headline)
+    headline = chart_of(run_kind_of(run.config).headline)
     main = charts.get(section_of(headline), {}).pop(headline, None)
     drawn = {title: [chart for chart in found.values() if constant(chart) is None] for title, found in charts.items()}
     return fill(
@@ -82,7 +82,7 @@ def render(run: Run) -> str:
         story=story(run),
         findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
         no_finding=no_finding(run.config, len(run.metrics)),
-        unchecked=world_of(run.config) in OFFLINE,
+        unchecked=run_kind_of(run.config) in OFFLINE,
         trust=audit_view.trust(run),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
@@ -110,16 +110,16 @@ def render(run: Run) -> str:
 def story(run: Run) -> list[tuple[str, str]]:
     """The run in short, from model and reward to outcome: pairs of a label and a text."""
     config, metrics, summary = run.config, run.metrics, run.summary
-    world = world_of(config)
-    first, last = mean([metrics[0].get(world.headline)]), final_mean(metrics, world.headline)
-    name = world.outcome.replace("_", " ")
+    run_kind = run_kind_of(config)
+    first, last = mean([metrics[0].get(run_kind.headline)]), final_mean(metrics, run_kind.headline)
+    name = run_kind.outcome.replace("_", " ")
     seconds = sum(row.get("seconds") or 0.0 for row in metrics)
-    if world is CONTROL:
+    if run_kind is CONTROL:
         entries = [("trained", f"an agent in {config['env'].get('id')}")]
-    elif world in OFFLINE:
+    elif run_kind in OFFLINE:
         entries = [
             ("trained", str(config.get("model", {}).get("name"))),
-            ("with", f"tokencredit {world.command}"),
+            ("with", f"tokencredit {run_kind.command}"),
             ("on the data set", str(config.get("data", {}).get("dataset") or "from Python")),
         ]
     else:

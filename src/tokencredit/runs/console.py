@@ -153,10 +153,10 @@ class Screen:
         if summary.iterations:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
             self.say(
-                f"{summary.world.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
+                f"{summary.run_kind.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
                 f"({averaged(summary.iterations)})   "
                 f"{iterations_in(summary.iterations, summary.seconds)} "
-                f"({figure(summary.per_second)} {summary.world.unit} per second)"
+                f"({figure(summary.per_second)} {summary.run_kind.unit} per second)"
             )
         if summary.stopped_by != "iterations":
             self.say(f"stopped by: {summary.stopped_by}")

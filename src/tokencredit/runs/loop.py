@@ -219,5 +219,5 @@ def _reason(error: Exception) -> str:
 
 def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:
     """Key of the rule that stops the run after an iteration with these metrics, or None."""
-    key = trainer.stopping.update(reward=metrics[trainer.record.world.headline], kl=metrics.get("kl", 0.0))
+    key = trainer.stopping.update(reward=metrics[trainer.record.run_kind.headline], kl=metrics.get("kl", 0.0))
     return None if key is None else f"stop.{key}"

@@ -40,8 +40,8 @@ from tokencredit.runs.resuming import LINES, allowed_changes, for_trainer, newes
 from tokencredit.runs.summary import Summary, summarise
 from tokencredit.runs.trackers import Trackers, require_installed
 from tokencredit.settings.code_policy import foreign_code
+from tokencredit.settings.run_kind import RunKind
 from tokencredit.settings.training import RunSettings
-from tokencredit.settings.world import World
 from tokencredit.settings.yaml import dump_yaml
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
@@ -54,7 +54,7 @@ class RunRecord:
         self,
         args: RunSettings,
         processes: Processes,
-        world: World,
+        run_kind: RunKind,
         choices: Mapping[str, str] | None = None,
         show_every: int = 0,
     ) -> None:
@@ -63,14 +63,14 @@ class RunRecord:
         Args:
             args: settings of the run's length and files.
             processes: the processes of the job.
-            world: the kind of run.
+            run_kind: the kind of run.
             choices: values chosen for settings that are `auto`, by key; None if there are no such settings.
             show_every: iterations between tables of samples on the screen; 0 for none.
 
         Raises:
             ConfigError: a tracker is not installed.
         """
-        self.args, self.processes, self.world, self.choices = args, processes, world, choices
+        self.args, self.processes, self.run_kind, self.choices = args, processes, run_kind, choices
         self.show_every = show_every
         self.from_python: list[str] = []
         """Names of the trainer's arguments that config.yaml does not hold."""
@@ -281,8 +281,8 @@ class RunRecord:
 
     def _judge(self, metrics: Mapping[str, float | None]) -> None:
         """Track the best evaluation."""
-        value = metrics.get(self.world.evaluation)
-        value = None if value is None else -value if self.world.lower else value
+        value = metrics.get(self.run_kind.evaluation)
+        value = None if value is None else -value if self.run_kind.lower else value
         if value is not None and value > self.best:
             self.best, self.best_iteration = value, int(metrics["iteration"] or 0)
 
@@ -306,7 +306,7 @@ class RunRecord:
                 f"{caution}resume from Python with the same arguments and run.dir {str(path)!r}: "
                 "train(resume_from_checkpoint=True)"
             )
-        return f"{caution}resume with: tokencredit {self.world.command} --resume {shlex.quote(str(path))}"
+        return f"{caution}resume with: tokencredit {self.run_kind.command} --resume {shlex.quote(str(path))}"
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""
@@ -319,7 +319,7 @@ class RunRecord:
         named = {command.replace("RUN", shlex.quote(str(folder))): meaning for command, meaning in commands.items()}
         width = max(map(len, named))
         rows = [("report", str(page))] if written else []
-        rows += [(self.world.saved.replace("_", " "), str(folder / self.world.saved))]
+        rows += [(self.run_kind.saved.replace("_", " "), str(folder / self.run_kind.saved))]
         self.screen.pairs([*rows, *(("next", f"{command:<{width}}  {text}") for command, text in named.items())])
 
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
@@ -397,8 +397,8 @@ class RunRecord:
         With `in_all` every process calls `save`, and only the main one may write.
         """
         seconds = time.perf_counter() - self.started
-        summary = summarise(self.history, self.world, self.folder.path, seconds, stopped_by)
-        with self.replaced(self.world.saved, in_all) as folder:
+        summary = summarise(self.history, self.run_kind, self.folder.path, seconds, stopped_by)
+        with self.replaced(self.run_kind.saved, in_all) as folder:
             if folder is not None:
                 save(folder, summary)
         if self.main:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.runs.history import History, final_mean, final_window, finite
-from tokencredit.settings.world import World
+from tokencredit.settings.run_kind import RunKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Summary(Mapping[str, Any]):
     """Tokens sampled, or environment steps, per second."""
     stopped_by: str
     """`iterations`, the key of a rule under `stop`, a signal, or a short reason."""
-    world: World = field(repr=False)
+    run_kind: RunKind = field(repr=False)
     """The kind of run, which names the keys of the mapping."""
 
     def __getitem__(self, key: str) -> Any:
@@ -49,30 +49,30 @@ class Summary(Mapping[str, Any]):
         return len(self._entries())
 
     def _entries(self) -> dict[str, Any]:
-        name = self.world.outcome
+        name = self.run_kind.outcome
         return {
             f"{name}_first": self.first,
             f"{name}_last": self.last,
             "kl_last": self.kl_last,
             "iterations": self.iterations,
             "seconds": self.seconds,
-            f"{self.world.unit}_per_second": self.per_second,
+            f"{self.run_kind.unit}_per_second": self.per_second,
             "stopped_by": self.stopped_by,
         }
 
 
-def summarise(history: History, world: World, folder: Path, seconds: float, stopped_by: str) -> Summary:
+def summarise(history: History, run_kind: RunKind, folder: Path, seconds: float, stopped_by: str) -> Summary:
     """The summary of a run with these metrics."""
     return Summary(
         folder=folder,
-        first=next(finite(row.get(world.headline) for row in history), None),
-        last=final_mean(history, world.headline),
+        first=next(finite(row.get(run_kind.headline) for row in history), None),
+        last=final_mean(history, run_kind.headline),
         kl_last=final_mean(history, "kl"),
         iterations=len(history),
         seconds=seconds,
-        per_second=sum(row[world.unit] + pretraining_tokens(row) for row in history) / seconds,
+        per_second=sum(row[run_kind.unit] + pretraining_tokens(row) for row in history) / seconds,
         stopped_by=stopped_by,
-        world=world,
+        run_kind=run_kind,
     )
 
 

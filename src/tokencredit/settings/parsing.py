@@ -24,8 +24,8 @@ from tokencredit.settings.options import ScoringOptions
 from tokencredit.settings.parser_errors import explain, explain_file, named, resumed_run
 from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.run_file import run_config_file
+from tokencredit.settings.run_kind import RUN_KINDS, RunKind, other_run_kind
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.world import WORLDS, World, other_world
 from tokencredit.settings.yaml import dump_yaml, flat, load_yaml, nested, read_yaml
 
 try:
@@ -77,15 +77,15 @@ OPTIONS_OF_PLAN = ("processes", "tokens", "prompt_tokens", "no_time", "out")
 
 def with_resumed(arguments: Sequence[str]) -> list[str]:
     """The arguments with the run's configuration in place of `--resume RUN`; later flags override it."""
-    run, trainers = resumed_run(arguments), [world.command for world in WORLDS.values()]
+    run, trainers = resumed_run(arguments), [run_kind.command for run_kind in RUN_KINDS.values()]
     if run is None or arguments[0] not in trainers:
         return list(arguments)
     if not run:
         raise ConfigError("--resume is empty; give the folder of a run")
     file = run_config_file(Path(run))
     settings = read_yaml(file)
-    if isinstance(settings, dict) and (world := other_world(settings, arguments[0])):
-        command = f"tokencredit {world.command}"
+    if isinstance(settings, dict) and (run_kind := other_run_kind(settings, arguments[0])):
+        command = f"tokencredit {run_kind.command}"
         raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
     if old := renamed(flat(settings)):
         raise ConfigError(
@@ -126,7 +126,7 @@ class Parser(ArgumentParser):
         """The help: a short one if it parses the configuration of a run."""
         if self.kind not in FIRST_KEYS:
             return self.whole_help(*args)
-        trains = next(world.command for world in WORLDS.values() if world.config is self.kind)
+        trains = next(run_kind.command for run_kind in RUN_KINDS.values() if run_kind.config is self.kind)
         return short_help(
             f"tokencredit {self.command or trains}", str(self.description), FIRST_KEYS[self.kind], self._actions
         )
@@ -156,9 +156,9 @@ class Parser(ArgumentParser):
             with suppress(ConfigError):  # a file that cannot be read is named below
                 groups = read_yaml(Path(path))
                 keys = flat(groups)
-            own = next((world.command for world in WORLDS.values() if world.config is self.kind), None)
-            if own is not None and isinstance(groups, Mapping) and (world := other_world(groups, own)):
-                raise ConfigError(f"it is a configuration of tokencredit {world.command}")
+            own = next((run_kind.command for run_kind in RUN_KINDS.values() if run_kind.config is self.kind), None)
+            if own is not None and isinstance(groups, Mapping) and (run_kind := other_run_kind(groups, own)):
+                raise ConfigError(f"it is a configuration of tokencredit {run_kind.command}")
             if old := renamed(keys):
                 raise ConfigError(old)
             settings: Namespace = super().parse_path(path, *args, **kwargs)
@@ -212,8 +212,8 @@ PARSERS: dict[type, Parser] = {}
 
 
 def _new_config_parser(kind: type[Any]) -> Parser:
-    world = next(world for world in WORLDS.values() if world.config is kind)
-    parser = new_command(f"Train {world.trains}.")
+    run_kind = next(run_kind for run_kind in RUN_KINDS.values() if run_kind.config is kind)
+    parser = new_command(f"Train {run_kind.trains}.")
     parser.add_argument("--config", action="config", help="YAML file of the keys below; flags after it override it.")
     parser.add_argument("--resume", help=RESUME)
     parser.add_class_arguments(kind)
@@ -322,8 +322,8 @@ def _namespace(groups: Mapping[str, Any]) -> Namespace:
     return Namespace(**inner)  # type: ignore[no-untyped-call]
 
 
-def configure(world: World, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
+def configure(run_kind: RunKind, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
     """A sweep run's whole configuration in plain dicts; raises as `from_dict`."""
-    config = from_dict(world.config, settings, no_code)
+    config = from_dict(run_kind.config, settings, no_code)
     refuse_idle(config, rows=())
     return asdict(config)

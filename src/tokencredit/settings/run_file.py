@@ -14,8 +14,8 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import values, without_idle
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.renamed_keys import renamed
+from tokencredit.settings.run_kind import RUN_KINDS, other_run_kind
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.world import WORLDS, other_world
 from tokencredit.settings.yaml import flat, read_yaml
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
@@ -45,10 +45,10 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
     try:
         if not isinstance(settings, Mapping):
             raise ConfigError("it holds no settings; it must be a mapping of keys to values")
-        if world := other_world(settings, next(w.command for w in WORLDS.values() if w.config is kind)):
+        if run_kind := other_run_kind(settings, next(w.command for w in RUN_KINDS.values() if w.config is kind)):
             raise ConfigError(
-                f"it is of a run of tokencredit {world.command}, which this command cannot read; use tokencredit "
-                f"{world.sampler} {shlex.quote(str(file.parent))}"
+                f"it is of a run of tokencredit {run_kind.command}, which this command cannot read; use tokencredit "
+                f"{run_kind.sampler} {shlex.quote(str(file.parent))}"
             )
         keys, default = flat(settings), kind()
         if old := renamed(keys):

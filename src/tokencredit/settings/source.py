@@ -12,9 +12,9 @@ from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.fields import values
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.run_file import read_config, run_config_file
+from tokencredit.settings.run_kind import OFFLINE, REWARD_MODEL, run_kind_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig
-from tokencredit.settings.world import OFFLINE, REWARD_MODEL, world_of
 from tokencredit.settings.yaml import read_yaml
 
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -55,13 +55,13 @@ def read_source(name: str, no_code: bool = False) -> Source:
             )
         return Source(name, plain(ModelConfig(name=name)))
     settings = read_yaml(folder / "config.yaml")
-    world = world_of(settings) if isinstance(settings, Mapping) else None
-    if world is REWARD_MODEL:
+    run_kind = run_kind_of(settings) if isinstance(settings, Mapping) else None
+    if run_kind is REWARD_MODEL:
         raise ConfigError(
             f"{name!r} is a run of tokencredit reward-model, which writes no texts; as a reward it is "
             f"{{reward_model: {folder / REWARD_MODEL.saved}}}"
         )
-    if isinstance(settings, Mapping) and world in OFFLINE:
+    if isinstance(settings, Mapping) and run_kind in OFFLINE:
         config = plain(started_model(folder / "config.yaml", settings.get("model") or {}))
         if no_code:
             refuse_foreign_code(config)

@@ -220,7 +220,7 @@ def test_a_sweep_by_epochs_is_finished_once(data, tmp_path, capsys):
     sweep = tmp_path / "sweep.yaml"
     base = {"data.dataset": str(data["sft"]), "data.epochs": 1, "run.trackers": [], "model.dtype": "float32"}
     sweep.write_text(
-        json.dumps({"world": "sft", "dir": str(tmp_path / "out"), "base": base, "variants": {"a": {}}, "seeds": [1]})
+        json.dumps({"kind": "sft", "dir": str(tmp_path / "out"), "base": base, "variants": {"a": {}}, "seeds": [1]})
     )
     done = forking.python("tokencredit.cli", "sweep", sweep)
     assert done.returncode == 0, done.stderr

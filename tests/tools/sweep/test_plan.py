@@ -8,12 +8,12 @@ import yaml
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.parsing import configure
-from tokencredit.settings.world import TEXT
+from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.yaml import nested
 from tokencredit.tools.sweep import sweep_file as sweep
 from tokencredit.tools.sweep.sweep_file import combinations, expand, first_seeds, merged, read_sweep, refuse_changed
 
-PLAIN = {"world": "control", "dir": "out", "seeds": [1, 2], "base": {"steps": 64, "optim.lr": 0.1}}
+PLAIN = {"kind": "control", "dir": "out", "seeds": [1, 2], "base": {"steps": 64, "optim.lr": 0.1}}
 ONE = {"variants": {"plain": {}}}
 
 
@@ -65,7 +65,7 @@ def test_a_grid_is_every_combination():
 
 def test_a_sweep_is_of_language_models_unless_it_says_otherwise():
     (run,) = expand({"dir": "out", "seeds": [1], "variants": {"a": {"kl.coef": 0.1}}}, configure)
-    assert run.world is TEXT
+    assert run.run_kind is TEXT
     assert run.config["kl"]["coef"] == 0.1
 
 
@@ -79,7 +79,7 @@ def test_dotted_and_nested_keys_are_the_same():
 def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 32\noptim: {lr: 1e-2}\nenv.kwargs: {x: 1e-3}\n")
     file = tmp_path / "sweep.yaml"
-    file.write_text("{world: control, dir: out, seeds: [3], base: base.yaml, grid: {critic.lr: [1e-3, .5]}}")
+    file.write_text("{kind: control, dir: out, seeds: [3], base: base.yaml, grid: {critic.lr: [1e-3, .5]}}")
     runs = read_sweep(file, configure)
     assert [run.name for run in runs] == ["lr=0.001/seed-3", "lr=0.5/seed-3"]
     assert (runs[0].config["steps"], runs[0].config["optim"]["lr"]) == (32, 0.01)
@@ -89,9 +89,9 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"seed": [1]}, "unknown key seed; a sweep has world, base, grid"),
-        ({"world": "games"}, "world is 'games'; it must be one of text, control, sft"),
-        ({"world": ["text"]}, r"world is \['text'\]"),
+        ({"seed": [1]}, "unknown key seed; a sweep has kind, base, grid"),
+        ({"kind": "games"}, "kind is 'games'; it must be one of text, control, sft"),
+        ({"kind": ["text"]}, r"kind is \['text'\]"),
         ({"dir": None}, "dir is None; give the folder"),
         ({"seeds": []}, r"seeds is \[\]; it must be a list of at least one"),
         ({"seeds": None}, "seeds is None"),
@@ -152,14 +152,12 @@ def test_mistakes_in_a_grid_are_named(grid, message):
 )
 def test_mistakes_in_the_terms_of_a_reward_are_named(term, message):
     with pytest.raises(ConfigError, match=message):
-        expand(PLAIN | {"world": "text", "base": {}, "variants": {"a": {"reward": [term]}}}, configure)
+        expand(PLAIN | {"kind": "text", "base": {}, "variants": {"a": {"reward": [term]}}}, configure)
 
 
 def test_a_reward_may_be_of_any_kind():
     terms = [{"function": "length", "kwargs": {"unit": "words"}}, {"reward_model": "rm", "weight": 2.0}]
-    (run,) = expand(
-        PLAIN | {"world": "text", "base": {"reward": terms}, "seeds": [1], "variants": {"a": {}}}, configure
-    )
+    (run,) = expand(PLAIN | {"kind": "text", "base": {"reward": terms}, "seeds": [1], "variants": {"a": {}}}, configure)
     function, model = run.config["reward"]
     assert (function["function"], function["kwargs"]) == ("length", {"unit": "words"})
     assert (model["reward_model"], model["weight"]) == ("rm", 2.0)
@@ -173,16 +171,16 @@ def test_neither_grid_nor_variants_is_refused():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("world: text\nvariants:\n  a: {}\n  a: {}\n", "a is given twice .*line 4"),
-        ("world: text\nbase:\n  kl: {coef: 1, coef: 2}\n", "coef is given twice .*line 3"),
-        ("world: !!python/object/apply:os.system ['touch made']\n", "is a tag; configurations hold plain values"),
-        ("world: !!python/name:os.system\n", "is a tag; configurations hold plain values"),
+        ("kind: text\nvariants:\n  a: {}\n  a: {}\n", "a is given twice .*line 4"),
+        ("kind: text\nbase:\n  kl: {coef: 1, coef: 2}\n", "coef is given twice .*line 3"),
+        ("kind: !!python/object/apply:os.system ['touch made']\n", "is a tag; configurations hold plain values"),
+        ("kind: !!python/name:os.system\n", "is a tag; configurations hold plain values"),
         ("base:\n  env.kwargs: {x: {class_path: subprocess.Popen}}\n", "class_path is not a setting .*line 2"),
         ("base:\n  ? [kl, coef]\n  : 1\n", "found unhashable key .*line 2"),
-        ("world: [\n", r"sweep.yaml: .*line 2"),
+        ("kind: [\n", r"sweep.yaml: .*line 2"),
         ("- 1\n", "holds no settings"),
-        ("world: text\nbase: nowhere.yaml\n", "nowhere.yaml cannot be read: No such file"),
-        ("world: games\n", r"sweep.yaml: world is 'games'"),
+        ("kind: text\nbase: nowhere.yaml\n", "nowhere.yaml cannot be read: No such file"),
+        ("kind: games\n", r"sweep.yaml: kind is 'games'"),
     ],
 )
 def test_files_that_are_no_sweeps_are_refused(text, message, tmp_path, monkeypatch):
@@ -240,7 +238,7 @@ def test_a_run_that_was_begun_with_other_settings_is_named(tmp_path):
 
 
 def test_what_a_run_chose_for_itself_is_no_other_setting(tmp_path):
-    text = {"world": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
+    text = {"kind": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
     (run,) = expand(text, configure)
     run.folder.mkdir(parents=True)
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
@@ -252,7 +250,7 @@ def test_what_a_run_chose_for_itself_is_no_other_setting(tmp_path):
 
 
 def test_a_run_of_a_version_that_wrote_its_choice_into_config_yaml_goes_on(tmp_path):
-    text = {"world": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
+    text = {"kind": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
     (old,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
     old.folder.mkdir(parents=True)
     (old.folder / "config.yaml").write_text(yaml.safe_dump(old.config))

@@ -24,7 +24,7 @@ LONG = TINY | {"steps": 64, "run": TINY["run"] | {"iterations": 40, "save_every"
 
 def sweep_file(folder, **keys):
     """A sweep of CartPole whose runs are over at once."""
-    asked = {"world": "control", "dir": str(folder / "out"), "seeds": [1], "base": TINY, "variants": {"plain": {}}}
+    asked = {"kind": "control", "dir": str(folder / "out"), "seeds": [1], "base": TINY, "variants": {"plain": {}}}
     file = folder / "sweep.yaml"
     file.write_text(yaml.safe_dump(asked | keys, sort_keys=False))
     return file

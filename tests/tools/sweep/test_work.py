@@ -53,7 +53,7 @@ class ScriptedJob:
 @pytest.fixture
 def runs(tmp_path):
     base = {"run": {"iterations": 3, "save_every": 1}}
-    asked = {"world": "control", "dir": str(tmp_path / "out"), "seeds": [1], "base": base, "variants": {"plain": {}}}
+    asked = {"kind": "control", "dir": str(tmp_path / "out"), "seeds": [1], "base": base, "variants": {"plain": {}}}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(asked))
     (tmp_path / "out").mkdir()
     return read_sweep(Path(tmp_path / "sweep.yaml"), configure)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
 from tokencredit.runs.diagnosis.metric_checks import CHECKS, FINAL_CHECKS
-from tokencredit.settings.world import OFFLINE, world_of
+from tokencredit.settings.run_kind import OFFLINE, run_kind_of
 
 __all__ = ["Finding", "diagnose", "no_finding"]
 
@@ -21,7 +21,7 @@ def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *,
         ended: true for a whole run; some checks need its end.
     """
     evidence = Evidence(metrics, config)
-    if not len(evidence) or evidence.world in OFFLINE:
+    if not len(evidence) or evidence.run_kind in OFFLINE:
         return []
     checks = CHECKS + FINAL_CHECKS if ended else CHECKS
     return sorted(filter(None, (check(evidence) for check in checks)), key=lambda finding: -finding.weight)
@@ -29,9 +29,9 @@ def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *,
 
 def no_finding(config: Mapping[str, Any], iterations: int) -> str:
     """The result for a run of this length without findings; most checks need `SETTLED` iterations."""
-    world = world_of(config)
-    if world in OFFLINE:
-        return f"there are no checks for runs of tokencredit {world.command}"
+    run_kind = run_kind_of(config)
+    if run_kind in OFFLINE:
+        return f"there are no checks for runs of tokencredit {run_kind.command}"
     if iterations >= SETTLED:
         return "the checks find nothing wrong with this run"
     number = f"{iterations} iteration" + "s" * (iterations > 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokencredit.runs.history import WINDOW, History, finite, mean
 from tokencredit.runs.jsonl import is_number
-from tokencredit.settings.world import world_of
+from tokencredit.settings.run_kind import run_kind_of
 
 SETTLED = 10
 """Iterations before which a run is too short to judge."""
@@ -42,8 +42,8 @@ class Evidence:
     def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
         """`config` is the run's configuration in plain dicts."""
         self.metrics, self.config = metrics, config
-        self.world = world_of(config)
-        self.reward = self.world.headline
+        self.run_kind = run_kind_of(config)
+        self.reward = self.run_kind.headline
 
     def __len__(self) -> int:
         """Number of iterations."""
@@ -115,6 +115,6 @@ class Evidence:
 
     def gain(self) -> float:
         """Rise of the reward in standard deviations of a single completion at the start; NaN if unknown."""
-        deviation = self.first(self.world.deviation)
+        deviation = self.first(self.run_kind.deviation)
         rise = self.last(self.reward) - self.first(self.reward)
         return rise / deviation if deviation > 0 else math.nan

@@ -36,7 +36,7 @@ from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
-from tokencredit.settings.world import world_of
+from tokencredit.settings.run_kind import run_kind_of
 from tokencredit.text.data.prompts import permutation
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.model_loading import check_origin
@@ -77,7 +77,7 @@ class OfflineTrainer:
             self.examples, self.held_out, self.notes = load_examples(args, self.model, train_dataset, eval_dataset)
             self.args, self.steps = args, steps_of(args, len(self.examples))
             length = replace(args.run, iterations=self.steps)
-            self.record = RunRecord(length, self.processes, world_of(asdict(args)), precision.choices)
+            self.record = RunRecord(length, self.processes, run_kind_of(asdict(args)), precision.choices)
             given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
             names = [name for name, value in given.items() if value is not None]
             data = digest(self.examples, self.held_out)

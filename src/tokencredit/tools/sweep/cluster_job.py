@@ -20,7 +20,7 @@ from typing import Any
 
 from tokencredit.distributed.signals import WATCHED
 from tokencredit.runs.folder import write_file
-from tokencredit.settings.world import world_of
+from tokencredit.settings.run_kind import run_kind_of
 from tokencredit.settings.yaml import read_yaml
 from tokencredit.tools.sweep.launch import Ended, Resources, start, write_settings
 from tokencredit.tools.sweep.status import trouble
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
         return NOT_SHARED
     config = read_yaml(settings)
     at = Path(config["run"]["dir"])
-    run = Run(world_of(config), at.parent.name, config["seed"], at, config)
+    run = Run(run_kind_of(config), at.parent.name, config["seed"], at, config)
     status = {"node": socket.gethostname()}
     write_file(status_file(folder, token), json.dumps(status) + "\n")
     attempt = Attempt(run, Resources(cores, gpus), token)

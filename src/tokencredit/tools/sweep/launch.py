@@ -176,7 +176,7 @@ def start(
             clear(run)
             flags = ["--config", str(write_settings(run)), "--run.dir", str(run.folder)]
         several = [*TORCHRUN, str(processes)] if processes > 1 else []
-        command = [sys.executable, *several, "-m", "tokencredit.cli", run.world.command, *flags]
+        command = [sys.executable, *several, "-m", "tokencredit.cli", run.run_kind.command, *flags]
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         if tied and sys.platform == "linux":
             options["preexec_fn"] = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)

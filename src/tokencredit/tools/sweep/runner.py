@@ -47,7 +47,7 @@ def export(runs: Sequence[Run], folder: Path, file: str) -> None:
     files.create(reserve=0)
     for run in runs:
         files.write(f"{run.variant}-seed-{run.seed}.yaml", dump_yaml(run.config))
-    say(f"{len(runs)} files in {folder}; run each with: tokencredit {runs[0].world.command} --config FILE")
+    say(f"{len(runs)} files in {folder}; run each with: tokencredit {runs[0].run_kind.command} --config FILE")
     say(f"afterwards `tokencredit sweep {file}` runs what is missing, and compares")
 
 

@@ -34,14 +34,14 @@ def outcome(run: Run) -> str:
     """Outcome of a run that did not fail, in a few words."""
     if run.state() != "finished":
         return "stopped, to be resumed"
-    summary, name = run.summary(), run.world.outcome
+    summary, name = run.summary(), run.run_kind.outcome
     first, last = (figure(summary[f"{name}_{end}"]) for end in ("first", "last"))
     return f"{name} {first} → {last}, {duration(summary['seconds'])}"
 
 
 def table(runs: Sequence[Run], failures: Collection[Run]) -> Table:
     """Status table: one row per variant, with means over its seeds and the failed runs."""
-    name = runs[0].world.outcome
+    name = runs[0].run_kind.outcome
     status = Table()
     for title in ("variant", "seeds done", f"{name.replace('_', ' ')}, first → last", "time per run", "failed"):
         status.add_column(title, overflow="fold")

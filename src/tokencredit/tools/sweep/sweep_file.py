@@ -15,10 +15,10 @@ from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
 from tokencredit.settings.fields import unknown_key
 from tokencredit.settings.renamed_keys import renamed
-from tokencredit.settings.world import WORLDS, World, other_world
+from tokencredit.settings.run_kind import RUN_KINDS, RunKind, other_run_kind
 from tokencredit.settings.yaml import nested, read_yaml
 
-KEYS = ("world", "base", "grid", "variants", "seeds", "dir")
+KEYS = ("kind", "base", "grid", "variants", "seeds", "dir")
 COMPARISON = "comparison"
 """Folder of the comparison, beside the variants' folders."""
 SET_BY_SWEEP = {"seed": "seeds", "run.dir": "dir"}
@@ -26,7 +26,7 @@ SET_BY_SWEEP = {"seed": "seeds", "run.dir": "dir"}
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
 """Valid names of variants, which are folder names."""
 
-Configure = Callable[[World, Mapping[str, Any]], dict[str, Any]]
+Configure = Callable[[RunKind, Mapping[str, Any]], dict[str, Any]]
 """Makes a whole, checked configuration from settings; raises `ConfigError`."""
 
 
@@ -34,7 +34,7 @@ Configure = Callable[[World, Mapping[str, Any]], dict[str, Any]]
 class Run:
     """One run of a sweep."""
 
-    world: World
+    run_kind: RunKind
     variant: str
     seed: int
     folder: Path
@@ -90,7 +90,7 @@ def read_sweep(file: Path, configure: Configure) -> list[Run]:
     """The runs of a sweep file: each variant with each seed, in the file's order.
 
     Args:
-        file: YAML with the keys `world`, `base`, `grid` or `variants`, `seeds` and `dir`; see docs/sweeps.md.
+        file: YAML with the keys `kind`, `base`, `grid` or `variants`, `seeds` and `dir`; see docs/sweeps.md.
         configure: checks a configuration and fills in defaults.
 
     Raises:
@@ -125,28 +125,28 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[Run]:
     for key in sweep:
         if key not in KEYS:
             raise ConfigError(f"unknown key {key}; a sweep has {', '.join(KEYS)}")
-    kind, folder = sweep.get("world", "text"), sweep.get("dir")
-    if not isinstance(kind, str) or kind not in WORLDS:
-        raise ConfigError(f"world is {kind!r}; it must be one of {', '.join(WORLDS)}")
-    world = WORLDS[kind]
+    kind, folder = sweep.get("kind", "text"), sweep.get("dir")
+    if not isinstance(kind, str) or kind not in RUN_KINDS:
+        raise ConfigError(f"kind is {kind!r}; it must be one of {', '.join(RUN_KINDS)}")
+    run_kind = RUN_KINDS[kind]
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"dir is {folder!r}; give the folder of the runs")
     seeds = check_seeds(sweep.get("seeds"))
-    base, defaults = nested(mapping(sweep.get("base", {}), "base")), configure(world, {})
-    if other := other_world(base, world.command):
-        raise ConfigError(f"base is of world: {other.name}, and world is {world.name}; set world: {other.name}")
+    base, defaults = nested(mapping(sweep.get("base", {}), "base")), configure(run_kind, {})
+    if other := other_run_kind(base, run_kind.command):
+        raise ConfigError(f"base is of kind {other.name}, and kind is {run_kind.name}; set kind: {other.name}")
     runs = []
     for name, overrides in variants(sweep).items():
         try:
             settings = merged(base, nested(overrides))
             check_keys(settings, defaults)
-            config = configure(world, settings)
+            config = configure(run_kind, settings)
         except ConfigError as error:
             raise ConfigError(f"variant {name}: {error}") from error
         for seed in seeds:
             at = Path(folder) / name / f"seed-{seed}"
             own = {"seed": seed, "run": config["run"] | {"dir": str(at)}}
-            runs.append(Run(world, name, seed, at, config | own))
+            runs.append(Run(run_kind, name, seed, at, config | own))
     return runs
 
 

@@ -12,7 +12,7 @@ from tokencredit.settings.text import PPOConfig
 
 
 @dataclass(frozen=True)
-class World:
+class RunKind:
     """Names of a kind of run: configuration, command and metrics."""
 
     name: str
@@ -50,7 +50,7 @@ class World:
         return f"eval/{self.outcome}"
 
 
-TEXT = World(
+TEXT = RunKind(
     name="text",
     command="train",
     sampler="generate",
@@ -62,7 +62,7 @@ TEXT = World(
     length="length",
     trains="a language model with PPO",
 )
-CONTROL = World(
+CONTROL = RunKind(
     name="control",
     command="control",
     sampler="play",
@@ -74,7 +74,7 @@ CONTROL = World(
     length="train/average_length",
     trains="an agent in a Gymnasium environment",
 )
-SFT = World(
+SFT = RunKind(
     name="sft",
     command="sft",
     sampler="generate",
@@ -87,7 +87,7 @@ SFT = World(
     trains="a language model on completions (supervised fine-tuning)",
     lower=True,
 )
-REWARD_MODEL = World(
+REWARD_MODEL = RunKind(
     name="reward-model",
     command="reward-model",
     sampler="evaluate",
@@ -100,7 +100,7 @@ REWARD_MODEL = World(
     trains="a reward model on preferences",
     saved="reward_model",
 )
-DPO = World(
+DPO = RunKind(
     name="dpo",
     command="dpo",
     sampler="generate",
@@ -114,7 +114,7 @@ DPO = World(
 )
 OFFLINE = (SFT, REWARD_MODEL, DPO)
 """Kinds of runs that learn from a data set."""
-WORLDS = {world.name: world for world in (TEXT, CONTROL, *OFFLINE)}
+RUN_KINDS = {run_kind.name: run_kind for run_kind in (TEXT, CONTROL, *OFFLINE)}
 MARKERS = {
     **{f"env.{item.name}": CONTROL for item in fields(EnvConfig) if item.name != "kwargs"},
     **dict.fromkeys(("agent", "algorithm", "steps"), CONTROL),
@@ -123,16 +123,16 @@ MARKERS = {
 """Kinds of runs by keys of their configurations; the first that a configuration has counts."""
 
 
-def world_of(config: Mapping[str, Any]) -> World:
+def run_kind_of(config: Mapping[str, Any]) -> RunKind:
     """The kind of run of a configuration in plain dicts."""
     keys = keys_of(config)
-    return next((world for key, world in MARKERS.items() if key in keys), TEXT)
+    return next((run_kind for key, run_kind in MARKERS.items() if key in keys), TEXT)
 
 
-def other_world(config: Mapping[str, Any], command: str) -> World | None:
+def other_run_kind(config: Mapping[str, Any], command: str) -> RunKind | None:
     """The kind of run of a configuration if it is not this command's; None if it is, or is not clear."""
-    own = next((keys_of(asdict(x.config())) for x in WORLDS.values() if x.command == command), set())
-    return next((world for key, world in MARKERS.items() if key in keys_of(config) - own), None)
+    own = next((keys_of(asdict(x.config())) for x in RUN_KINDS.values() if x.command == command), set())
+    return next((run_kind for key, run_kind in MARKERS.items() if key in keys_of(config) - own), None)
 
 
 def keys_of(config: Mapping[str, Any]) -> set[str]:
