@@ -20,7 +20,7 @@ from tokencredit.cli import main
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.run_reports import audit_parser
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MOST_SEED
+from tokencredit.settings.training import MAX_SEED
 from tokencredit.text.engines.continuous import ContinuousSampler
 
 QUICK = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "6", "--run.iterations", "2", "--run.show_every", "1"]
@@ -188,8 +188,8 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
             "reward is 'f'; it must be a list of terms, such as --reward '[{function: f.py:f}]'",
         ),
         (["train", "--reward", "{function: f}"], "reward is {'function': 'f'}; it must be a list of terms, such as"),
-        (["generate", "nowhere", "--seed", "9" * 26], f"it must be a whole number, at least 0 and at most {MOST_SEED}"),
-        (["play", "nowhere", "--seed", str(MOST_SEED + 1)], f"--seed is {MOST_SEED + 1}; it must be a whole number"),
+        (["generate", "nowhere", "--seed", "9" * 26], f"it must be a whole number, at least 0 and at most {MAX_SEED}"),
+        (["play", "nowhere", "--seed", str(MAX_SEED + 1)], f"--seed is {MAX_SEED + 1}; it must be a whole number"),
         (["train", "--run.dir", ""], "run.dir is empty; give a folder, or leave it out for runs/DATE-TIME"),
         (["train", "--resume", ""], "--resume is empty; give the folder of a run"),
         (["compare", "nowhere", "--out", ""], "--out is empty; give a folder"),

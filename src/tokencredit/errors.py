@@ -45,3 +45,9 @@ class ProcessLost(RuntimeError):
 
 class RunComplete(ConfigError):
     """A run to be resumed that has done all its iterations."""
+
+
+def quoted(value: object) -> str:
+    """The value for a message: one line, cut if long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:99]}…"

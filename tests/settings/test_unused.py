@@ -11,7 +11,7 @@ import yaml
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import ROWS, Condition, _rules, refuse_idle
+from tokencredit.settings.fields import ROWS, Condition, _rules, refuse_unused
 from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT
@@ -488,7 +488,7 @@ def test_a_default_passes_whatever_it_stands_beside():
 )
 def test_a_setting_with_some_effect_passes(run_kind, settings):
     config = RUN_KINDS[run_kind].config.from_dict(settings)
-    refuse_idle(config, rows=())
+    refuse_unused(config, rows=())
     assert flat(settings).items() <= flat(asdict(config)).items()
 
 
@@ -509,7 +509,7 @@ def refused_by_commands(settings, needs, capsys):
     (key, value), *_ = flat(settings).items()
     told = f"{key} is {value!r}, which has no effect without {needs}; leave it out"
     with pytest.raises(ConfigError) as caught:
-        refuse_idle(config, rows=())
+        refuse_unused(config, rows=())
     assert str(caught.value) == told
     with pytest.raises(ConfigError) as caught:
         configure(TEXT, settings)

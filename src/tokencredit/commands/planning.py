@@ -10,7 +10,7 @@ from jsonargparse.typing import PositiveInt
 
 from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.code_policy import refuse_foreign_code
-from tokencredit.settings.fields import refuse_idle
+from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.parsing import Parser, options_parser
 from tokencredit.settings.text import PPOConfig
 
@@ -40,7 +40,7 @@ def plan(options: Namespace) -> None:
     config = PPOConfig(**{item.name: settings[item.name] for item in fields(PPOConfig)})
     if options.no_code:
         refuse_foreign_code(config)
-    refuse_idle(config, rows=())
+    refuse_unused(config, rows=())
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
     from transformers.utils.logging import disable_progress_bar
 

@@ -6,9 +6,9 @@ from jsonargparse import Namespace
 from jsonargparse.typing import restricted_number_type
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.training import MOST_SEED
+from tokencredit.settings.training import MAX_SEED
 
-Seed = restricted_number_type("Seed", int, [(">=", 0), ("<=", MOST_SEED)])
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<=", MAX_SEED)])
 
 
 def refuse_empty(options: Namespace, name: str) -> None:

@@ -16,7 +16,7 @@ from tokencredit.distributed.signals import raising_interrupt
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import read_python
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import refuse_idle
+from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.parsing import Parser, configure, new_command, to_config
 from tokencredit.settings.run_kind import CONTROL
@@ -32,7 +32,7 @@ def train(options: Namespace) -> None:
     resume = options.resume is not None
     config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
     refuse_other_folder(config, options)
-    refuse_idle(config, rows=())
+    refuse_unused(config, rows=())
     if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume)) or []):
         raise ConfigError(
             f"{options.resume!r} was begun in Python with {', '.join(given)}, which its folder does not hold; pass the "
@@ -84,7 +84,7 @@ def offline(kind: type[OfflineSettings], options: Namespace) -> None:
     resume = options.resume is not None
     config = to_config(options, kind, options.no_code, begun=begun(options))
     refuse_other_folder(config, options)
-    refuse_idle(config, rows=())
+    refuse_unused(config, rows=())
     if config.data.dataset is None:
         raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
     with training(config, resume=resume) as (config, resume):

@@ -126,7 +126,7 @@ def render(
             "reach": reach(curves["iteration"]),
             "marked": MARKED,
             "groups": [
-                style(number, group) | {"curves": {axis: shown(lines[number]) for axis, lines in curves.items()}}
+                style(number, group) | {"curves": {axis: curve_data(lines[number]) for axis, lines in curves.items()}}
                 for number, group in enumerate(groups)
             ],
         },
@@ -200,7 +200,7 @@ def style(number: int, group: Group) -> dict[str, Any]:
     }
 
 
-def shown(line: Curve) -> dict[str, Any]:
+def curve_data(line: Curve) -> dict[str, Any]:
     """A curve as data for the page's script."""
     numbers = {"y": line.y.middle, "low": line.y.low, "high": line.y.high}
     return {

@@ -180,7 +180,7 @@ def credit(run: Run) -> list[dict[str, Any]]:
     whitened = advantage.get("whiten") not in (None, False, "none")  # False in runs of older versions
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     return [
-        shown(run, s, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
+        credit_view(run, s, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
         for number in numbers
         for s in by_iteration[number]
     ]
@@ -209,7 +209,7 @@ def audited(run: Run) -> list[dict[str, Any]]:
             break
         kept.append(sample)
     name = audit_view.entry(run.audit, len(kept)) if run.audit else ""
-    return [shown(run, {**sample, "iteration": name}, None, 0.0) for sample in kept]
+    return [credit_view(run, {**sample, "iteration": name}, None, 0.0) for sample in kept]
 
 
 def discount(run: Run) -> float:
@@ -237,7 +237,7 @@ def size(sample: Mapping[str, Any]) -> int:
     return len(acted(sample)["tokens"]) + sum(min(len(text), OBSERVATION) for text in observed) // CHARACTERS
 
 
-def shown(
+def credit_view(
     run: Run, sample: Mapping[str, Any], kept: tuple[float, float] | None, mean_advantage: float
 ) -> dict[str, Any]:
     """One sample of the credit view: escaped texts, and a list of numbers per quantity and acted token.

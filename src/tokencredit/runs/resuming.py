@@ -13,7 +13,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES, read_python
 from tokencredit.settings.data import TEXTS
-from tokencredit.settings.fields import idle
+from tokencredit.settings.fields import unused
 from tokencredit.settings.run_kind import run_kind_of
 from tokencredit.settings.yaml import flat, read_yaml
 
@@ -156,7 +156,7 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     and a run's choice for a setting that is `auto`. Entries of a list may be added or removed.
     """
     then, now = flat(read_yaml(file)), flat(config)
-    ignored = {"run.dir", *idle(run_kind_of(config).config, now)}
+    ignored = {"run.dir", *unused(run_kind_of(config).config, now)}
     if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml instead of `auto`
         now |= {key: then[key] for key in AUTO_SETTINGS if now.get(key) == "auto" and key in then}
     for settings in (then, now):  # null equals its default

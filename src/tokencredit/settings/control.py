@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from tokencredit.core.estimator_table import AgentEstimatorName
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
 from tokencredit.settings.training import (
-    MOST_SEED,
+    MAX_SEED,
     AdvantageSettings,
     AuditSettings,
     OptimConfig,
@@ -162,7 +162,7 @@ class AgentAuditConfig(AuditSettings):
 class ControlConfig:
     """Every setting of a run in a Gymnasium environment."""
 
-    seed: int = setting(1, at_least=0, at_most=MOST_SEED)
+    seed: int = setting(1, at_least=0, at_most=MAX_SEED)
     """Seed of all randomness."""
     algorithm: Literal["ppo", "policy_gradient"] = "ppo"
     """Algorithm: PPO, or a plain policy gradient, which takes one step on the whole batch. Of ppo.* the latter reads
@@ -206,7 +206,7 @@ class ControlConfig:
             )
         self.advantage.check_critic(self.critic.kind)
         self.critic.check_warmup(self.run.iterations)
-        refuse_idle(self)
+        refuse_unused(self)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ControlConfig:

@@ -14,7 +14,7 @@ from functools import cache, reduce
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.trl import NONE, TRL, trl_names
 from tokencredit.settings.yaml import flat
 
@@ -95,7 +95,7 @@ def _group(default: Any, settings: Any, known: Collection[str], key: str) -> Any
 
 def no_group(key: str, value: Any, name: str) -> str:
     """A message on a value where a group of keys belongs, with the name of one of them."""
-    return f"{key} is {shown(value)}; it must hold keys, such as {key}.{name}"
+    return f"{key} is {quoted(value)}; it must hold keys, such as {key}.{name}"
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
@@ -159,7 +159,7 @@ def wrong_value(key: str, value: Any, hint: Any) -> str:
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
     near = difflib.get_close_matches(str(value), choices, n=1)
     advice = f"; did you mean {near[0]}?" if near else _advice(value)
-    return f"{key} is {shown(value)}; it must be {wanted}{advice}"
+    return f"{key} is {quoted(value)}; it must be {wanted}{advice}"
 
 
 def hint_of(kind: Any, key: str) -> Any:
@@ -198,12 +198,6 @@ def _wanted(option: Any) -> str:
     return WORDS.get(option, "a dict")
 
 
-def shown(value: Any) -> str:
-    """A value for a message: one line, cut if long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:99]}…"
-
-
 def _advice(value: Any) -> str:
     if isinstance(value, os.PathLike):
         return "; give str(path)"
@@ -215,14 +209,14 @@ def _check_plain(key: str, value: Any) -> None:
     if isinstance(value, dict):
         for name, inner in value.items():
             if type(name) is not str:
-                raise ConfigError(f"{key} has the key {shown(name)}; keys must be texts")
+                raise ConfigError(f"{key} has the key {quoted(name)}; keys must be texts")
             _check_plain(f"{key}.{name}", inner)
     elif type(value) is list:
         for position, inner in enumerate(value):
             _check_plain(f"{key}[{position}]", inner)
     elif value is not None and type(value) not in WORDS:
         raise ConfigError(
-            f"{key} is {shown(value)}; it must be a dict, list, text, number, true, false or null{_advice(value)}"
+            f"{key} is {quoted(value)}; it must be a dict, list, text, number, true, false or null{_advice(value)}"
         )
 
 
@@ -240,7 +234,7 @@ def _check_range(
     wanted = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
     if not _is_finite(value):
         wanted.append("finite")
-    raise ConfigError(f"{key} is {shown(value)}; it must be {' and '.join(wanted)}")
+    raise ConfigError(f"{key} is {quoted(value)}; it must be {' and '.join(wanted)}")
 
 
 def _is_finite(value: float) -> bool:
@@ -260,7 +254,7 @@ class Rule(NamedTuple):
     """Default of the whole configuration."""
 
 
-class Idle(NamedTuple):
+class UnusedSetting(NamedTuple):
     """A setting without an effect."""
 
     why: str
@@ -268,7 +262,7 @@ class Idle(NamedTuple):
     rule: Rule
 
 
-def refuse_idle(config: Any, rows: Collection[str] = ROWS) -> None:
+def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
     """Raise `ConfigError` for the first setting that has no effect with the others and is not its default.
 
     Args:
@@ -276,27 +270,27 @@ def refuse_idle(config: Any, rows: Collection[str] = ROWS) -> None:
         rows: the arguments of `ROWS` that are given, or may be.
     """
     settings = flat(asdict(config))
-    for key, (why, rule) in idle(type(config), settings, rows).items():
+    for key, (why, rule) in unused(type(config), settings, rows).items():
         if settings[key] not in (rule.own, rule.default):
-            raise ConfigError(f"{key} is {shown(settings[key])}, which has no effect {why}; leave it out")
+            raise ConfigError(f"{key} is {quoted(settings[key])}, which has no effect {why}; leave it out")
 
 
-def idle(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) -> dict[str, Idle]:
+def unused(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) -> dict[str, UnusedSetting]:
     """Settings, by key, that have no effect with the others, whatever their values.
 
     Args:
         kind: class of the whole configuration.
         settings: the whole configuration, as `flat` gives it.
-        rows: as in `refuse_idle`.
+        rows: as in `refuse_unused`.
     """
     rules, known = _rules(kind), {**settings, **dict.fromkeys(rows, True)}
-    reasons: dict[str, Idle] = {}
+    reasons: dict[str, UnusedSetting] = {}
     for key in settings:
         rule, group = rules.get(key), key[: key.rfind(".") + 1]
         for need in rule.needs if rule else ():
             conditions = [Condition.read(text, known, group) for text in need.split(" or ")]
             if rule and not any(condition.holds(known) for condition in conditions):
-                reasons.setdefault(key, Idle(_why(conditions), rule))
+                reasons.setdefault(key, UnusedSetting(_why(conditions), rule))
     return reasons
 
 
@@ -314,7 +308,7 @@ def without_idle(
     draft: Any = object.__new__(kind)  # not checked yet
     vars(draft).update(settings)
     now = flat(asdict(draft))
-    for key, (_, rule) in idle(kind, now, rows).items():
+    for key, (_, rule) in unused(kind, now, rows).items():
         if now[key] == begun.get(key):
             *groups, name = key.split(".")
             setattr(reduce(getattr, groups, draft), name, rule.default)

@@ -59,7 +59,7 @@ class OffPolicyConfig:
             )
         for key, default in (("proximal", "recomputed"), ("correct", "none")):
             value = getattr(self, key)
-            if value != default and not draws_otherwise(rollout, dtype):
+            if value != default and not differs_from_training(rollout, dtype):
                 raise ConfigError(
                     f"off_policy.{key} is {value}, and tokens are drawn with the log-probs of training: "
                     f"rollout.engine is {rollout.engine}, without filters, and the dtype of its passes (model.dtype) "
@@ -67,6 +67,6 @@ class OffPolicyConfig:
                 )
 
 
-def draws_otherwise(rollout: RolloutConfig, dtype: str) -> bool:
+def differs_from_training(rollout: RolloutConfig, dtype: str) -> bool:
     """True if the engine may draw tokens with other log-probs than training's, so that rollouts hold both."""
     return bool(rollout.filters()) or dtype != "float32" or rollout.engine != "local"

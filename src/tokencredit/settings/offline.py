@@ -12,9 +12,9 @@ from typing import Any, Literal, Self
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.model import TunedModelConfig
-from tokencredit.settings.training import MOST_SEED, OptimConfig, RunSettings
+from tokencredit.settings.training import MAX_SEED, OptimConfig, RunSettings
 
 
 @dataclass
@@ -178,7 +178,7 @@ class DPOOptimConfig(OptimConfig):
 class OfflineSettings:
     """Settings shared by all runs that learn from a data set."""
 
-    seed: int = setting(1, at_least=0, at_most=MOST_SEED)
+    seed: int = setting(1, at_least=0, at_most=MAX_SEED)
     """Seed of all randomness."""
     model: TunedModelConfig | RewardModelStartConfig = field(default_factory=TunedModelConfig)
     """The model to train."""
@@ -199,7 +199,7 @@ class OfflineSettings:
             raise ConfigError(
                 f"data.micro_batch is {data.micro_batch}; it must be at most data.batch_size, {data.batch_size}"
             )
-        refuse_idle(self)
+        refuse_unused(self)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:

@@ -13,12 +13,12 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.data import PromptsConfig, RewardTerm
 from tokencredit.settings.environment import EnvironmentConfig
-from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.rollout import EngineName, RolloutConfig, SamplingConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MOST_SEED, ShardingConfig
+from tokencredit.settings.training import MAX_SEED, ShardingConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
@@ -36,7 +36,7 @@ FROM_PYTHON = {
 class ScoringOptions:
     """Prompts, rewards and sampling; null and empty stand for the run's own settings."""
 
-    seed: int | None = setting(None, at_least=0, at_most=MOST_SEED)
+    seed: int | None = setting(None, at_least=0, at_most=MAX_SEED)
     """Seed of all randomness; null for the run's, or 1."""
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     """Prompts, with the keys of `tokencredit train`; the run's without a text or dataset."""
@@ -74,7 +74,7 @@ class ScoringOptions:
             raise ConfigError(f"prompts has neither text nor dataset; give {flag('prompts')}")
         if "" in (self.stop or ()):
             raise ConfigError("stop has an empty text, which would end every completion; leave it out")
-        refuse_idle(self, rows=())
+        refuse_unused(self, rows=())
 
     def given(self, key: str) -> bool:
         """True if these options have prompts, rewards or an environment of their own."""

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import yaml
 
+from tokencredit.errors import quoted
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.fields import hint_of, no_group, shown, unknown_key, wrong_value
+from tokencredit.settings.fields import hint_of, no_group, unknown_key, wrong_value
 from tokencredit.settings.renamed_keys import MOVED, renamed
-from tokencredit.settings.training import MOST_SEED
+from tokencredit.settings.training import MAX_SEED
 from tokencredit.settings.yaml import flat, load_yaml, read_yaml
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ OPTIONS = {
     "NonNegativeInt": "a whole number, at least 0",
     "PositiveFloat": "a number above 0",
     "Port": "a whole number, at least 0 and at most 65535",
-    "Seed": f"a whole number, at least 0 and at most {MOST_SEED}",
+    "Seed": f"a whole number, at least 0 and at most {MAX_SEED}",
 }
 """Types of the commands' options, in words."""
 ARGUMENTS = {
@@ -115,7 +116,7 @@ def wrong_setting(name: str, message: str, kind: type | None) -> str | None:
         value = text
     group: Any = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
     if group is not None and get_origin(hint) is list:
-        return f"{key} is {shown(value)}; it must be {TERMS}"
+        return f"{key} is {quoted(value)}; it must be {TERMS}"
     return no_group(key, value, fields(group)[0].name) if group is not None else wrong_value(key, value, hint)
 
 

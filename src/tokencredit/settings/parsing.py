@@ -17,7 +17,7 @@ from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.code_policy import refuse_foreign_code
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import KINDS, RewardTerm
-from tokencredit.settings.fields import no_group, refuse_idle, without_idle
+from tokencredit.settings.fields import no_group, refuse_unused, without_idle
 from tokencredit.settings.help import FIRST_KEYS, group_help, short_help
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.options import ScoringOptions
@@ -325,5 +325,5 @@ def _namespace(groups: Mapping[str, Any]) -> Namespace:
 def configure(run_kind: RunKind, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
     """A sweep run's whole configuration in plain dicts; raises as `from_dict`."""
     config = from_dict(run_kind.config, settings, no_code)
-    refuse_idle(config, rows=())
+    refuse_unused(config, rows=())
     return asdict(config)

@@ -16,14 +16,14 @@ from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import KINDS, DefaultReward, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.environment import EnvironmentConfig
-from tokencredit.settings.fields import check, refuse_idle, setting
+from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.server import check_server
 from tokencredit.settings.training import (
     ADAPTED,
-    MOST_SEED,
+    MAX_SEED,
     AdvantageConfig,
     AuditConfig,
     EvalConfig,
@@ -45,7 +45,7 @@ TOKEN_CLIP = 0.2
 class PPOConfig:
     """Every setting of a language-model run."""
 
-    seed: int = setting(1, at_least=0, at_most=MOST_SEED)
+    seed: int = setting(1, at_least=0, at_most=MAX_SEED)
     """Seed of all randomness."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy and its reference model."""
@@ -149,7 +149,7 @@ class PPOConfig:
         self._check_sharding()
         if self.several_turns():
             self.check_turns()
-        refuse_idle(self)
+        refuse_unused(self)
 
     def several_turns(self) -> bool:
         """True if an environment or tools answer the policy."""

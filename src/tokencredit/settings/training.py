@@ -16,7 +16,7 @@ from tokencredit.settings.rollout import SamplingConfig
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
-MOST_SEED = 2**62
+MAX_SEED = 2**62
 """Largest seed; PyTorch must accept 2 · seed + 1 too."""
 ESTIMATOR_SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
 """Settings under `advantage` that only some estimators read."""

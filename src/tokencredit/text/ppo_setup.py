@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import (
     CriticOutputs,
@@ -28,7 +28,7 @@ from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices
 from tokencredit.learn.state import trainable
 from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.data import DefaultReward
-from tokencredit.settings.fields import refuse_idle, shown
+from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import DIVERGENCE_LIMITS, EvalConfig
 from tokencredit.text.data.datasets import from_python
@@ -65,11 +65,11 @@ def check_arguments(
     """
     if not (model is None or isinstance(model, str) or (isinstance(model, nn.Module) and hasattr(model, "config"))):
         raise ConfigError(
-            f"model is {shown(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
+            f"model is {quoted(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
         )
     if not (processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase)):
         raise ConfigError(
-            f"processing_class is {shown(processing_class)}; it must be a tokenizer, such as "
+            f"processing_class is {quoted(processing_class)}; it must be a tokenizer, such as "
             "AutoTokenizer.from_pretrained(…)"
         )
     if peft_config is not None:
@@ -88,7 +88,7 @@ def check_arguments(
     if played:
         args.check_turns()
     rows = [name for name, (dataset, _) in datasets.items() if dataset is not None]
-    refuse_idle(args, rows + ["environment_factory"] * played)
+    refuse_unused(args, rows + ["environment_factory"] * played)
 
 
 def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
@@ -99,7 +99,7 @@ def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
         raise ConfigError("peft_config needs PEFT, which is not installed: pip install tokencredit[peft]") from error
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(
-            f"peft_config is {shown(peft_config)}; it must be a PEFT configuration, such as peft.LoraConfig(…); "
+            f"peft_config is {quoted(peft_config)}; it must be a PEFT configuration, such as peft.LoraConfig(…); "
             "Tokencredit's LoraConfig goes into args, as model.lora"
         )
     if args.model.lora.rank:

@@ -18,9 +18,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tokencredit.core.masked import Reduce, inverse_deviation
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
-from tokencredit.settings.fields import shown
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, start_call, start_early
 from tokencredit.text.rewards.ready_made import RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
@@ -162,7 +161,7 @@ def _checked(term: Term) -> Term:
     }
     for name, (valid, expected) in fields.items():
         if not valid:
-            raise ConfigError(f"{name} is {shown(getattr(term, name))}; it must be {expected}")
+            raise ConfigError(f"{name} is {quoted(getattr(term, name))}; it must be {expected}")
     return term
 
 

@@ -166,7 +166,7 @@ def collect_pairs(
     groups, per_batch = options.groups or len(prompts.kept), max(options.batch_size // options.samples, 1)
     uniforms, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(2 * seed + 1)
     pairs = Pairs()
-    for first in shown(range(0, groups, per_batch), -(-groups // per_batch)):
+    for first in with_progress(range(0, groups, per_batch), -(-groups // per_batch)):
         count = min(per_batch, groups - first)
         batch = prompts.batch(first * options.samples, count * options.samples, options.samples)
         shape = (options.samples, sampling.max_new_tokens)
@@ -245,7 +245,7 @@ def write_pairs(source: Source, which: str, reference: Source | None, options: P
     return pairs
 
 
-def shown(starts: Iterable[int], total: int) -> Iterable[int]:
+def with_progress(starts: Iterable[int], total: int) -> Iterable[int]:
     """The batches, with a progress bar on a terminal."""
     console = Console(stderr=True)
     return track(starts, "sampling", total, console=console, transient=True, disable=not console.is_terminal)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.engines.vllm.answers import check_ending, choice_of, choice_version, read_choice, shown
+from tokencredit.text.engines.vllm.answers import check_ending, choice_of, choice_version, excerpt, read_choice
 
 
 def choice(ids=(5, 6), logprobs=None, named=None, **other):
@@ -81,5 +81,5 @@ def test_the_versions_of_all_tokens_are_read():
 
 
 def test_an_answer_is_shown_in_a_short_safe_line():
-    assert shown(b"one\ntwo \x1b[0m") == r"one two \x1b[0m"
-    assert len(shown("x" * 10_000)) == 300
+    assert excerpt(b"one\ntwo \x1b[0m") == r"one two \x1b[0m"
+    assert len(excerpt("x" * 10_000)) == 300

@@ -27,7 +27,7 @@ def parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise EngineFailure(f"its answer is not JSON: {shown(text)}") from error
+        raise EngineFailure(f"its answer is not JSON: {excerpt(text)}") from error
 
 
 def choice_of(text: str | bytes) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def choice_of(text: str | bytes) -> dict[str, Any]:
     answer = parsed(text)
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not (isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict)):
-        raise EngineFailure(f"its answer has no completion: {shown(text)}")
+        raise EngineFailure(f"its answer has no completion: {excerpt(text)}")
     return choices[0]
 
 
@@ -58,7 +58,7 @@ def read_choice(choice: dict[str, Any], vocabulary: int) -> tuple[list[int], lis
         raise EngineFailure(f"its answer has tokens outside the vocabulary of {vocabulary}")
     for logprob in logprobs:
         if not (isinstance(logprob, float | int) and math.isfinite(logprob) and MISSING < logprob <= CERTAIN):
-            raise EngineFailure(f"a token has the log-prob {shown(str(logprob))}: start it as {COMMAND}")
+            raise EngineFailure(f"a token has the log-prob {excerpt(str(logprob))}: start it as {COMMAND}")
     return ids, [float(logprob) for logprob in logprobs], None if reason is None else str(reason)
 
 
@@ -92,7 +92,7 @@ def choice_version(choice: dict[str, Any]) -> str | None:
     return " and ".join(sorted({str(span.get("version")) for span in spans if isinstance(span, dict)})) or None
 
 
-def shown(text: str | bytes) -> str:
+def excerpt(text: str | bytes) -> str:
     """The beginning of a server's answer, safe on a terminal, in a line."""
     whole = text.decode(errors="replace") if isinstance(text, bytes) else text
     return visible(" ".join(whole[: 4 * SHOWN].split()))[:SHOWN]

@@ -13,7 +13,7 @@ import httpx2
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.engines.requests import EngineFailure
-from tokencredit.text.engines.vllm.answers import COMMAND, parsed, shown
+from tokencredit.text.engines.vllm.answers import COMMAND, excerpt, parsed
 from tokencredit.text.user_code.workers import EventLoop, Started
 
 KEY = "VLLM_API_KEY"
@@ -112,7 +112,7 @@ class Connection:
         try:
             async with client.stream(method, path, json=body) as response:
                 if response.status_code != 200:
-                    text, hint = shown(await response.aread()), HINTS.get(response.status_code)
+                    text, hint = excerpt(await response.aread()), HINTS.get(response.status_code)
                     hint = f"; {hint}" if hint else ""
                     raise EngineFailure(f"{self.url}{path} answered HTTP {response.status_code}: {text}{hint}")
                 yield response

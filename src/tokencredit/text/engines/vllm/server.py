@@ -27,8 +27,8 @@ from tokencredit.text.engines.vllm.answers import (
     check_ending,
     choice_of,
     choice_version,
+    excerpt,
     read_choice,
-    shown,
 )
 from tokencredit.text.engines.vllm.connection import LOOP, Connection, Unreachable
 from tokencredit.text.engines.vllm.sampler import Progress, rows_of, sampling_arguments
@@ -254,7 +254,8 @@ class VllmServer:
         try:
             self.longest = int(models["data"][0]["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
-            raise EngineFailure(f"it does not say how long a sequence it takes: {shown(json.dumps(models))}") from error
+            known = excerpt(json.dumps(models))
+            raise EngineFailure(f"it does not say how long a sequence it takes: {known}") from error
 
     async def _check_logprobs(self, client: httpx2.AsyncClient) -> None:
         """Raise `EngineFailure` if the server's log-probs are not those of its draws."""
