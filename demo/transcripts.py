@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.text.turns.worlds.calculator import Calculator
-from tokencredit.text.turns.worlds.grid import DIRECTIONS, Grid
+from tokencredit.text.turns.builtin.calculator import Calculator
+from tokencredit.text.turns.builtin.grid import DIRECTIONS, Grid
 
 Message = dict[str, Any]
 CAREFUL = 0.85
