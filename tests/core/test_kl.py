@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencredit.core.kl import KL_ESTIMATORS, exact_kl, k1, k2, k3, kl_estimate
+from tokencredit.core.rewards import KL_ESTIMATORS, exact_kl, k1, k2, k3, kl_estimate
 
 LOG2 = math.log(2)
 

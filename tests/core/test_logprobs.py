@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokencredit.core.kl import exact_kl
-from tokencredit.core.logprobs import token_kl, token_logprobs, token_loss, token_stats
-from tokencredit.core.truncation import truncated_logprobs
+from tokencredit.core.logprobs import token_kl, token_logprobs, token_loss, token_stats, truncated_logprobs
+from tokencredit.core.rewards import exact_kl
 from tokencredit.core.vocab_projection import TokenStats
 
 VOCABULARY, WIDTH, REF_WIDTH = 11, 6, 4

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencredit.core.masked import explained_variance, masked_mean, masked_sum, moments
-from tokencredit.core.whitening import whiten
+from tokencredit.core.masked import explained_variance, masked_mean, masked_sum, moments, whiten
 
 X = torch.tensor([[1.0, 2.0, math.nan], [3.0, math.inf, 6.0]])
 MASK = torch.tensor([[True, True, False], [True, False, True]])

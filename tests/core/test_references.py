@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokencredit.core.advantages import gae, td
-from tokencredit.core.kl import exact_kl
 from tokencredit.core.logprobs import token_kl, token_logprobs
+from tokencredit.core.rewards import exact_kl
 
 
 @st.composite

@@ -7,9 +7,8 @@ from tokencredit.core.advantages import estimate
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.logprobs import token_loss, token_stats
 from tokencredit.core.losses import ratio_stats, reduction_count, sparse_mask, token_weights
-from tokencredit.core.masked import explained_variance, masked_mean, moments
+from tokencredit.core.masked import explained_variance, masked_mean, moments, whiten
 from tokencredit.core.rewards import token_rewards
-from tokencredit.core.whitening import whiten
 
 OPTIONS = {"gamma": 0.9, "lam": 0.8, "n": 3, "lam_returns": 1.0, "alpha": 0.5, "baseline": 0.1, "group_size": 2}
 SHAPE = 4, 6

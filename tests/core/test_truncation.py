@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from tokencredit.core.truncation import truncated_logprobs
+from tokencredit.core.logprobs import truncated_logprobs
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]).log() + torch.tensor([[2.0], [-1.0]])
 TARGETS = torch.tensor([1, 2])

@@ -9,8 +9,8 @@ from torch import nn
 
 from tokencredit.core.logprobs import token_loss
 from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
+from tokencredit.core.masked import whiten
 from tokencredit.core.vocab_projection import TokenStats
-from tokencredit.core.whitening import whiten
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.learner import Learner

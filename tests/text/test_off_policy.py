@@ -10,8 +10,8 @@ import torch
 from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
 from tokencredit.cli import main
+from tokencredit.core.logprobs import truncated_logprobs
 from tokencredit.core.off_policy import correction
-from tokencredit.core.truncation import truncated_logprobs
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.runs.diagnosis.off_policy_checks import ROUNDING_KL

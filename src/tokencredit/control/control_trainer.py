@@ -22,8 +22,7 @@ from tokencredit.control.agent_rollout import Collector, NonFiniteReward, Rollou
 from tokencredit.control.audit.agent_auditor import Auditor
 from tokencredit.control.control_setup import build_learner
 from tokencredit.control.vector_environments import expected_warnings, make_envs
-from tokencredit.core.masked import moments
-from tokencredit.core.whitening import whiten
+from tokencredit.core.masked import moments, whiten
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.experience import Experience, critic_metrics

@@ -14,39 +14,31 @@ if TYPE_CHECKING:
     from tokencredit.core.critic_free import *
     from tokencredit.core.episodes import *
     from tokencredit.core.estimator_table import *
-    from tokencredit.core.kl import *
     from tokencredit.core.logprobs import *
     from tokencredit.core.losses import *
     from tokencredit.core.masked import *
     from tokencredit.core.off_policy import *
-    from tokencredit.core.recurrence import *
     from tokencredit.core.rewards import *
-    from tokencredit.core.truncation import *
     from tokencredit.core.turns import *
     from tokencredit.core.vocab_projection import *
-    from tokencredit.core.whitening import *
 
 _NAMES = {
     "advantages": "EpisodeBounds decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
-    "checks": "require_acted require_choice require_finite require_flags require_fraction require_not_negative "
-    "require_positive require_rows require_shape require_tensors empty_rows",
+    "argument_checks": "empty_rows require_acted require_choice require_finite require_flags require_fraction "
+    "require_not_negative require_positive require_rows require_shape require_tensors",
     "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
-    "episodes": "Steps prepare_steps",
+    "episodes": "Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator",
-    "kl": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate",
-    "logprobs": "token_kl token_logprobs token_loss token_stats",
+    "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
     "reduction_count smoothed_histogram sparse_mask token_weights total_loss value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation masked_mean "
-    "masked_sum moments moments_and_centred zero_outside",
+    "masked_sum moments moments_and_centred whiten zero_outside",
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "
     "sequence_surrogate weighted_policy_gradient",
-    "recurrence": "reverse_scan",
-    "rewards": "overlong_penalty token_rewards",
-    "truncation": "truncated_logprobs",
+    "rewards": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate overlong_penalty token_rewards",
     "turns": "Turns estimate_by_turn",
     "vocab_projection": "Linear TokenLoss TokenStats",
-    "whitening": "whiten",
 }
 """Public names by module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -22,9 +22,8 @@ from torch.nn.functional import pad
 
 from tokencredit.core import critic_free
 from tokencredit.core.argument_checks import require_choice, require_fraction, require_positive
-from tokencredit.core.episodes import Steps, prepare_steps
+from tokencredit.core.episodes import Steps, prepare_steps, reverse_scan
 from tokencredit.core.estimator_table import ESTIMATORS
-from tokencredit.core.recurrence import reverse_scan
 
 
 class EpisodeBounds(TypedDict, total=False):

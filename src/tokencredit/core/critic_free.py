@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.argument_checks import require_fraction
-from tokencredit.core.episodes import Steps, prepare_steps
+from tokencredit.core.episodes import Steps, prepare_steps, reverse_scan
 from tokencredit.core.masked import inverse_deviation
-from tokencredit.core.recurrence import reverse_scan
 
 DEVIATION_GUARD = 1e-4
 """Added to the standard deviation that `group_relative` divides by, in units of the score."""

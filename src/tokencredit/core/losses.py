@@ -24,8 +24,8 @@ from tokencredit.core.argument_checks import (
     require_shape,
     require_tensors,
 )
-from tokencredit.core.kl import k1, k3
 from tokencredit.core.masked import at_least_float32, zero_outside
+from tokencredit.core.rewards import k1, k3
 
 Clip = float | tuple[float, float]
 """Clip range of the ratio around 1: one number for both sides, or (below, above)."""

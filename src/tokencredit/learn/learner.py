@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokencredit.core.masked import whiten
 from tokencredit.core.off_policy import correction_stats
-from tokencredit.core.whitening import whiten
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import sharded_in
 from tokencredit.learn.critic_steps import CriticSteps, unclipped

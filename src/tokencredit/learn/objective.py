@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from tokencredit.core.kl import kl_estimate
 from tokencredit.core.losses import (
     Clip,
     clip_range,
@@ -33,6 +32,7 @@ from tokencredit.core.off_policy import (
     sequence_surrogate,
     weighted_policy_gradient,
 )
+from tokencredit.core.rewards import kl_estimate
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import Histogram

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.advantages import EpisodeBounds, estimate
-from tokencredit.core.masked import Reduce, explained_variance, moments
+from tokencredit.core.masked import VARIANCE_GUARD, Reduce, explained_variance, moments, whiten
 from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import overlong_penalty, token_rewards
 from tokencredit.core.turns import Turns, estimate_by_turn
-from tokencredit.core.whitening import VARIANCE_GUARD, whiten
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience

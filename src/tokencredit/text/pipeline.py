@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.core.kl import k1
+from tokencredit.core.rewards import k1
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import gathered, is_sharded
 from tokencredit.errors import ConfigError, EngineLost, RunStopped

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokencredit.core.kl import kl_estimate
 from tokencredit.core.masked import extents
+from tokencredit.core.rewards import kl_estimate
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import length_batches
 from tokencredit.learn.objective import PolicyOutputs

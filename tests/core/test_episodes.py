@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokencredit.core.recurrence import reverse_scan
+from tokencredit.core.episodes import reverse_scan
 
 
 def by_definition(deltas, decays, dtype=torch.float64):
