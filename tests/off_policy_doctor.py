@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.diagnosis.evidence import Evidence
-from tokencredit.runs.diagnosis.off_policy_checks import engine_distance
+from tokencredit.runs.diagnosis.policy_checks import engine_distance
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig

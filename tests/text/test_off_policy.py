@@ -14,7 +14,7 @@ from tokencredit.core.logprobs import truncated_logprobs
 from tokencredit.core.off_policy import correction
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.runs.diagnosis.off_policy_checks import ROUNDING_KL
+from tokencredit.runs.diagnosis.policy_checks import ROUNDING_KL
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.off_policy import OffPolicyConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
-from tokencredit.runs.diagnosis.metric_checks import CHECKS, FINAL_CHECKS
+from tokencredit.runs.diagnosis import critic_checks, policy_checks, reward_checks  # noqa: F401  (they register)
+from tokencredit.runs.diagnosis.evidence import CHECKS, SETTLED, Evidence, Finding
 from tokencredit.settings.run_kind import OFFLINE, run_kind_of
 
 __all__ = ["Finding", "diagnose", "no_finding"]
@@ -23,8 +23,8 @@ def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *,
     evidence = Evidence(metrics, config)
     if not len(evidence) or evidence.run_kind in OFFLINE:
         return []
-    checks = CHECKS + FINAL_CHECKS if ended else CHECKS
-    return sorted(filter(None, (check(evidence) for check in checks)), key=lambda finding: -finding.weight)
+    found = [check(evidence) for check, final in CHECKS if ended or not final]
+    return sorted(filter(None, found), key=lambda finding: -finding.weight)
 
 
 def no_finding(config: Mapping[str, Any], iterations: int) -> str:

@@ -1,10 +1,11 @@
-"""Metrics and settings of a run for the checks, and the findings that they return."""
+"""Metrics and settings of a run for the checks, the findings that they return, and the table of checks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import islice
 from typing import Any
 
@@ -22,14 +23,15 @@ AUDITS = 2
 class Finding:
     """A problem of a run."""
 
-    name: str
-    weight: int
-    """Importance; above 80, the run's other numbers cannot be trusted."""
     title: str
     evidence: str
     """Metrics, with iterations."""
     meaning: str
     advice: str
+    name: str = ""
+    """That of its check."""
+    weight: int = 0
+    """Importance; above 80, the run's other numbers cannot be trusted."""
 
     def line(self) -> str:
         """The finding in one line, for a run in progress."""
@@ -40,13 +42,11 @@ class Evidence:
     """Metrics of the iterations so far, by column."""
 
     def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
-        """`config` is the run's configuration in plain dicts."""
         self.metrics, self.config = metrics, config
         self.run_kind = run_kind_of(config)
         self.reward = self.run_kind.headline
 
     def __len__(self) -> int:
-        """Number of iterations."""
         return len(self.metrics)
 
     def episodic(self) -> bool:
@@ -118,3 +118,23 @@ class Evidence:
         deviation = self.first(self.run_kind.deviation)
         rise = self.last(self.reward) - self.first(self.reward)
         return rise / deviation if deviation > 0 else math.nan
+
+
+Check = Callable[[Evidence], Finding | None]
+CHECKS: list[tuple[Check, bool]] = []
+"""All checks, and whether each needs the end of a run."""
+
+
+def check(weight: int, *, final: bool = False) -> Callable[[Check], Check]:
+    """Register a check: its finding gets this weight, and the function's name; `final` ones need the end of a run."""
+
+    def register(function: Check) -> Check:
+        @wraps(function)
+        def named(run: Evidence) -> Finding | None:
+            finding = function(run)
+            return finding and replace(finding, name=function.__name__, weight=weight)
+
+        CHECKS.append((named, final))
+        return named
+
+    return register

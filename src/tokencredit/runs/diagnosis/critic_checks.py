@@ -1,0 +1,146 @@
+"""Checks of the critic and λ, by training's own numbers and by audits.
+
+Those of audits test the bound of an interval, not its middle, so that chance gives no finding.
+"""
+
+from __future__ import annotations
+
+from tokencredit.audit.verdict import NOISY
+from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding, check
+
+FLAT = 0.3
+"""Standard deviation of a critic's values relative to the true values, below which it is flat. Measured: `make
+doctor`."""
+GAIN = 0.05
+"""Gain in correlation from another λ, above which a change is worthwhile."""
+
+
+def _values_known(run: Evidence) -> bool:
+    """True if audits have true values without much noise."""
+    return run.in_audits("audit/value_noise", lambda share: share < NOISY)
+
+
+def _gains(run: Evidence, name: str) -> bool:
+    """True if audits without much noise agree on a gain."""
+    return run.in_audits(name, lambda gain: gain > GAIN) and run.in_audits("audit/noise", lambda share: share < NOISY)
+
+
+def _lam(run: Evidence) -> float | None:
+    """The run's λ, the latest if it follows the critic; None for an estimator without one."""
+    name, lam = run.setting("advantage.estimator"), run.setting("advantage.lam")
+    if run.setting("advantage.lam_follows"):
+        lam = run.last("lam")
+    fixed = {"td": 0.0, "monte_carlo": 1.0}
+    if name in fixed:
+        return fixed[name]
+    return lam if name in ("gae", "decoupled_gae") and isinstance(lam, int | float) else None
+
+
+def _of_gae(run: Evidence) -> str:
+    return " with advantage.estimator: gae" if run.setting("advantage.estimator") in ("td", "monte_carlo") else ""
+
+
+@check(50)
+def explained_variance(run: Evidence) -> Finding | None:
+    """The critic is worse than a constant."""
+    if len(run) < SETTLED or not run.mean("explained_variance", slice(-SETTLED, None)) < 0:
+        return None
+    return Finding(
+        "the critic explains nothing",
+        run.where("explained_variance"),
+        "Its values are further from the returns than their mean is, so advantages carry more noise than without it.",
+        "raise critic.lr or critic.coef, give the critic a head start (critic.warmup; critic.pretrain for texts), or "
+        "normalize the score (score.normalize)",
+    )
+
+
+@check(52)
+def pretraining(run: Evidence) -> Finding | None:
+    """The critic learned nothing in pretraining."""
+    batches, explained = run.first("pretrain/batches"), run.first("pretrain/explained_variance")
+    if not (batches > 1 and explained <= 0):
+        return None
+    return Finding(
+        "the critic's pretraining was in vain",
+        f"pretrain/explained_variance {explained:.3g} after {batches:.0f} batches",
+        "On new batches, its values are no closer to the returns than their mean. It learned too little, or the "
+        "texts do not predict their returns before the end.",
+        "raise critic.pretrain, critic.lr or rollout.batch_size, or take critic.kind: separate",
+    )
+
+
+@check(65)
+def value_loss(run: Evidence) -> Finding | None:
+    """The value loss keeps growing."""
+    if len(run) < SETTLED:
+        return None
+    last, early = run.last("value_loss"), run.mean("value_loss", slice(0, SETTLED))
+    if not (last > 10 * early and run.last("explained_variance") < 0.5):
+        return None
+    return Finding(
+        "the value loss explodes",
+        run.where("value_loss"),
+        "Returns grow faster than the critic can follow. Rewards on every step that add up can cause this, or a "
+        "critic that bootstraps from its own values.",
+        "pay the reward at the end, normalize it (score.normalize), lower critic.lr, or set critic.clip",
+    )
+
+
+@check(58)
+def critic_worse(run: Evidence) -> Finding | None:
+    """The critic's values are further from the truth than their own mean."""
+    name = "audit/explained_variance_high"
+    if not (run.in_audits(name, lambda high: high < 0) and _values_known(run)):
+        return None
+    return Finding(
+        "the critic is worse than a constant",
+        run.audited(name),
+        "Its values are further from the true values than a constant would be, and its errors go into the advantages.",
+        "give the critic more steps (critic.epochs), a model of its own (critic.kind: separate) or a head start "
+        "(critic.warmup), or lower critic.lr if it overshoots",
+    )
+
+
+@check(56)
+def critic_flat(run: Evidence) -> Finding | None:
+    """The critic predicts nearly the same value for states whose true values differ."""
+    name = "audit/spread_high"
+    if not (run.in_audits(name, lambda high: high < FLAT) and _values_known(run)):
+        return None
+    return Finding(
+        "the critic is flat where values are not",
+        f"{run.audited(name)}; 1 is the spread of the true values",
+        "Its values hardly distinguish states, so no token is credited for what it changed.",
+        "raise critic.lr or critic.epochs, give the critic a model of its own (critic.kind: separate) or a head start "
+        "(critic.warmup), and leave out critic.detach",
+    )
+
+
+@check(54)
+def lam_low(run: Evidence) -> Finding | None:
+    """A higher λ would correlate better with the truth."""
+    name, lam = "audit/raise_lam", _lam(run)
+    if lam is None or not (lam < 1 and _gains(run, name)):
+        return None
+    return Finding(
+        "λ leans on a critic that is wrong: raise it",
+        f"{run.audited(name)}, with λ = {lam:g}",
+        "With λ = 1, which relies on the critic least, the correlation with the true advantages would rise by at "
+        "least that much.",
+        f"raise advantage.lam{_of_gae(run)}, or improve the critic (critic.epochs, critic.kind: separate)",
+    )
+
+
+@check(28)
+def lam_high(run: Evidence) -> Finding | None:
+    """A lower λ would correlate better with the truth."""
+    name, lam = "audit/lower_lam", _lam(run)
+    if lam is None or not (lam > 0 and _gains(run, name)):
+        return None
+    return Finding(
+        "λ leans less than it could on a critic that is right: lower it",
+        f"{run.audited(name)}, with λ = {lam:g}",
+        "With λ = 0, which relies on the critic alone, the correlation with the true advantages would rise by at "
+        "least that much: the critic predicts better than the sampled returns.",
+        f"lower advantage.lam{_of_gae(run)}",
+    )
