@@ -103,7 +103,7 @@ costs: install  ## Write the tables by formula of docs/gpu.md and benchmarks/RES
 families: install  ## Train each family of causal models in Transformers, tiny: benchmarks/families.md
 	$(BIN)/python benchmarks/families.py --write benchmarks/families.md
 
-study: install  ## Run what docs/findings.md rests on, for hours; SEEDS=1 takes the first seed of each
+study: install  ## Run what benchmarks/findings.md rests on, for hours; SEEDS=1 takes the first seed of each
 	$(BIN)/python benchmarks/study.py $(if $(SEEDS),--seeds $(SEEDS))
 
 truth: install  ## Audit the main job with several critics: three minutes per run on one core
@@ -112,7 +112,7 @@ truth: install  ## Audit the main job with several critics: three minutes per ru
 beside-trl: .trl-venv/installed  ## Train the main job with TRL: two minutes per run on one core
 	.trl-venv/bin/python benchmarks/beside_trl.py
 
-findings: install  ## Draw the figures and tables of docs/findings.md from committed metrics
+findings: install  ## Draw the figures and tables of benchmarks/findings.md from committed metrics
 	$(BIN)/python benchmarks/findings.py
 
 chaos: install  ## Kill, damage and resume real runs; as root, for the small disks

@@ -1,4 +1,4 @@
-"""The figures and tables of docs/findings.md, from the metrics in benchmarks/findings-data/ (`make findings`).
+"""The figures and tables of benchmarks/findings.md, from the metrics in benchmarks/findings-data/ (`make findings`).
 
 benchmarks/study.py runs the studies and stores the metrics there.
 """
@@ -22,7 +22,7 @@ from scipy import stats
 
 HERE = Path(__file__).parent
 DATA = HERE / "findings-data"
-PAGE = HERE.parent / "docs" / "findings.md"
+PAGE = HERE / "findings.md"
 FIGURES = HERE.parent / "docs" / "figures"
 LATELY = 5
 """Iterations averaged in the study of true credit."""

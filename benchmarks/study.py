@@ -1,4 +1,4 @@
-"""Run the studies behind docs/findings.md, and keep their metrics in benchmarks/findings-data/ (`make study`).
+"""Run the studies behind benchmarks/findings.md, and keep their metrics in benchmarks/findings-data/ (`make study`).
 
 Each study is a recipe's sweep, which resumes where it stopped; its file is rewritten with the finished runs.
 `python benchmarks/study.py hacking --seeds 3 --jobs 2` does one of them with the first three seeds.

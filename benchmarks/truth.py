@@ -3,7 +3,7 @@
     python benchmarks/truth.py [--variants default separate …] [--seeds 1 2 3 4 5]
 
 Each run is a separate process. Its figures go to benchmarks/findings-data/truth.json, from which `make findings`
-makes the first chapter of docs/findings.md; runs already there with the same settings are skipped. Times exclude
+makes the first chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude
 audits.
 """
 

@@ -1,4 +1,4 @@
-"""The tables of docs/findings.md say what the kept metrics say."""
+"""The tables of benchmarks/findings.md say what the kept metrics say."""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_the_page_has_the_tables_of_the_kept_metrics():
 
 def test_every_figure_of_the_page_is_there():
     page = findings.PAGE.read_text(encoding="utf-8")
-    figures = [part.split(")")[0] for part in page.split("](figures/")[1:]]
+    figures = [part.split(")")[0] for part in page.split("](../docs/figures/")[1:]]
     assert figures
     assert all((findings.FIGURES / name).is_file() for name in figures)
 

@@ -1,4 +1,4 @@
-"""The study behind docs/findings.md is run from the recipes, and its metrics are kept."""
+"""The study behind benchmarks/findings.md is run from the recipes, and its metrics are kept."""
 
 import importlib.util
 import json

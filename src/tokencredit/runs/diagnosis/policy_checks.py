@@ -20,7 +20,7 @@ ROUNDING_DISTANCE = 1e-7
 ROUNDING_IN_BFLOAT16 = 5e-3
 """The same of both in bfloat16. Measured: 2e-5 with the built-in model, 7e-4 with 24 random layers."""
 STALE_KL = 0.1
-"""`behavior_kl` above which samples of earlier updates are too old. Measured without correction (docs/findings.md, 12):
+"""`behavior_kl` above which samples of earlier updates are too old. Measured without correction (findings.md, 12):
 at most 0.08 where the reward is up to 0.05 behind that of fresh samples, at least 0.18 where it is 0.26 behind."""
 KEPT = 0.98
 """Share of the policy's probability that filters leave, below which they are a finding."""
