@@ -38,6 +38,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
     from tokencredit.settings.source import Source
     from tokencredit.settings.text import PPOConfig
     from tokencredit.text.data.prompts import PromptBatch
+    from tokencredit.text.engines.building import build_engine
     from tokencredit.text.models.run_models import load_source
 
     name = "local" if engine == "generate" else engine
@@ -58,7 +59,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
             return int((tokens != end).sum()) + int((tokens == end).any(1).sum())
 
         return generate
-    sampler = models.engine(None, rollout)
+    sampler = build_engine(config, models, Processes())
 
     def sample(seed: int) -> int:
         uniforms = torch.rand(ROWS, NEW, generator=torch.Generator().manual_seed(seed))

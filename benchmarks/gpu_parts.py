@@ -41,8 +41,9 @@ from tokencredit import (
 )
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local.sampling import CachedSteps, sample
+from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.tools.plan.memory import Batch, Setup

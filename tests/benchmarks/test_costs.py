@@ -90,7 +90,7 @@ def test_sampling_flops_are_those_of_a_pass_per_token(shape):
 
 
 def model_cache(model: ActorCritic):
-    from tokencredit.text.engines.local.dynamic_kv_cache import sampling_cache
+    from tokencredit.text.models.kv_cache import sampling_cache
 
     return sampling_cache(model.lm.config)
 

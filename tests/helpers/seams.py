@@ -65,7 +65,7 @@ def sampling_failed(processes, model, folder, own):
             raise EngineLost("the engine is gone")
         return generate(*args, **kwargs)
 
-    object.__setattr__(engine, "generate", failing)  # of a frozen dataclass
+    engine.generate = failing
     try:
         trainer.train()
     except EngineLost as error:

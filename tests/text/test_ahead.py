@@ -197,7 +197,7 @@ def test_sampling_goes_on_while_rewards_are_computed(tmp_path):
     tokens = []
 
     def slow(completions, **_):
-        sampler = trainer.ahead._sampler()
+        sampler = trainer.ahead.engine.sampler
         before = sum(flight.sampled() for flight in list(sampler.flights.values()))
         time.sleep(0.5)
         flights = list(sampler.flights.values())
@@ -400,7 +400,7 @@ def test_draws_depend_on_the_seed(tmp_path):
 
     class Seeds(Callback):
         def after_rollout(self, trainer, **_):
-            seeds.append(trainer.ahead._sampler().room[0].seed)
+            seeds.append(trainer.ahead.engine.sampler.room[0].seed)
 
     for seed in (1, 2, 2):
         folder = tmp_path / str(len(seeds))

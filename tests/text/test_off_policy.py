@@ -28,7 +28,7 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
-from tokencredit.text.engines.requests import RequestEngine
+from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.models import precision
 from tokencredit.text.pipeline import Scored
 from tokencredit.text.ppo_trainer import PPOTrainer

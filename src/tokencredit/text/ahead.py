@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokencredit.errors import EngineLost, RunStopped
+from tokencredit.errors import EngineLost
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.data.tasks import TaskBatch
-from tokencredit.text.engines.background import BackgroundSampler
-from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.probe import TOLERANCE, TOLERANCE_BFLOAT16
-from tokencredit.text.engines.requests import SEEDS, EngineFailure, RequestEngine
+from tokencredit.text.engines.background import BackgroundEngine, start_background
+from tokencredit.text.models.critic import Critic
 from tokencredit.text.pipeline import Pipeline, Sampled
 
 
@@ -30,23 +29,35 @@ class _Batch(NamedTuple):
 class SamplesAhead:
     """Batches of a stream, sampled up to `max_age` updates before they are learned from."""
 
-    def __init__(self, pipeline: Pipeline, stream: BatchStream, settings: RolloutConfig, *, recompute: bool = True):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        stream: BatchStream,
+        settings: RolloutConfig,
+        report: Callable[[str], None],
+        *,
+        recompute: bool = True,
+    ):
         """Sample nothing yet.
 
         Args:
             pipeline: the run's; its engine computes log-probs and values when a batch is taken.
             stream: prompts and uniforms.
             settings: sampling settings, `max_age` and `stale_cache`.
+            report: called with a line when a sampler has failed.
             recompute: the update needs log-probs of the policy at its start.
         """
-        self.run, self.stream, self.settings = pipeline, stream, settings
-        engine = pipeline.engine
-        assert isinstance(engine, RequestEngine)
-        unread = not recompute and pipeline.reference is None and not settings.filters()
-        self.scores = engine.shared_critic or not unread
+        self.run, self.stream, self.settings, self.report = pipeline, stream, settings, report
+        critic = pipeline.policy.critic
+        self.scores = (
+            recompute
+            or pipeline.reference is not None
+            or bool(settings.filters())
+            or (isinstance(critic, Critic) and critic.reads_last)
+        )
         """True if a full pass of the policy scores each batch; false if nothing reads what it computes."""
-        self.background: Pipeline | None = None
-        """The pipeline that samples in the background; None before the first batch."""
+        self.engine: BackgroundEngine | None = None
+        """Samples in the background; None before the first batch."""
         self.threads: ThreadPoolExecutor | None = None
         self.batches: deque[_Batch] = deque()
         self.proven = False
@@ -67,48 +78,46 @@ class SamplesAhead:
         try:
             return self._next(later)
         except EngineLost as lost:
-            self._drop(lost.__cause__ or lost)
+            self._drop(lost)
         try:
             return self._next(later)
         except EngineLost as lost:
             raise EngineLost(f"after a new start, {lost}") from lost
 
     def _next(self, later: int) -> Sampled:
-        """As `next`, without a second try."""
+        # Begin as many batches as may wait, so that the sampler is never idle.
         while len(self.batches) <= min(self.settings.max_age, later):
             state = self.stream.state_dict()
             prompts, uniforms = self.stream.next_batch()
-            self.background = self.background or self._start(prompts, uniforms)
+            self.engine = self.engine or self._start(prompts, uniforms)
             self.threads = self.threads or ThreadPoolExecutor(self.settings.max_age + 1, "sampling")
-            self.batches.append(_Batch(state, self.threads.submit(self._sample, prompts, uniforms)))
+            self.batches.append(_Batch(state, self.threads.submit(self._sample, self.engine, prompts, uniforms)))
+        # Wait for the oldest one.
         sampled = self.batches[0].sampled.result()
         self.batches.popleft()
-        rollout, engine = sampled.rollout, self.run.engine
-        assert rollout.versions is not None
-        assert isinstance(engine, RequestEngine)
-        age = (self._sampler().version - rollout.versions).masked_fill(~rollout.mask, 0)
-        rollout = replace(rollout, age=age)
+        assert self.engine is not None
+        rollout = replace(sampled.rollout, age=self.engine.ages(sampled.rollout))
+        # The policy of now scores it; the first batch also proves that the copy has the policy's weights.
         if self.scores or not self.proven:
-            scored = engine.exact(rollout, self.settings)
-            if not self.proven:
-                self._prove(scored, engine.precision.bfloat16)
+            scored = self.run.engine.exact(rollout, self.settings)
+            self.proven = self.proven or self.engine.proves(scored, self.settings)
             rollout = scored if self.scores else rollout
         return sampled._replace(rollout=rollout)
 
-    def _sample(self, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Sampled:
+    def _sample(self, engine: BackgroundEngine, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Sampled:
         """Sample a batch, in a thread, and start the calls of slow reward terms."""
-        assert self.background is not None
-        sampled = self.background.sample(prompts, self.settings, uniforms, self.settings.per_prompt)
-        return self.background.start_rewards(sampled)
+        player = None if self.run.player is None else replace(self.run.player, engine=engine)
+        pipeline = replace(self.run, engine=engine, player=player)
+        return pipeline.start_rewards(pipeline.sample(prompts, self.settings, uniforms, self.settings.per_prompt))
 
     def weights_changed(self) -> None:
         """Give the policy's weights to the sampler; after a failure the next batch starts another one with them."""
-        if self.background is None:
+        if self.engine is None:
             return
         try:
-            self._sampler().sync(self.run.policy)
-        except EngineFailure as failure:
-            self._drop(failure)
+            self.engine.weights_changed()
+        except EngineLost as lost:
+            self._drop(lost)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the stream before the first batch that was not taken, which is sampled again after a resume."""
@@ -120,64 +129,23 @@ class SamplesAhead:
 
     def close(self) -> None:
         """End the background threads, and set the stream back to the first batch that was not taken."""
-        if self.background is not None:
-            self._sampler().close()
+        if self.engine is not None:
+            self.engine.close()
         if self.threads is not None:
             self.threads.shutdown(cancel_futures=True)
         self.stream.load_state_dict(self.state_dict())
         self.batches.clear()
-        self.background = self.threads = None
+        self.engine = self.threads = None
 
-    def _drop(self, failure: BaseException) -> None:
+    def _drop(self, lost: EngineLost) -> None:
         """End a sampler that failed; the next one is proven again."""
-        assert isinstance(self.run.engine, RequestEngine)
-        self.run.engine.report(f"rollout.engine continuous failed, and samples the batches ahead anew: {failure}")
+        self.report(f"rollout.engine continuous failed, and samples the batches ahead anew: {lost.__cause__ or lost}")
         self.close()
         self.proven = False
 
-    def _prove(self, rollout: Rollout, bfloat16: bool) -> None:
-        """Raise `RunStopped` unless tokens of the present weights have the policy's log-probs, up to rounding."""
-        assert rollout.behavior_logprobs is not None
-        assert rollout.age is not None
-        now = rollout.mask & (rollout.age == 0)
-        if self.settings.filters() or not now.any():
-            return
-        apart = float((rollout.behavior_logprobs - rollout.logprobs)[now].abs().mean())
-        tolerance = TOLERANCE_BFLOAT16 if bfloat16 else TOLERANCE
-        if not apart <= tolerance:
-            raise RunStopped(
-                f"the copy of the policy that samples ahead does not have its log-probs: they differ by {apart:.2g} "
-                f"nats per token on average (expected at most {tolerance:g}), so this model cannot be copied as it is; "
-                "set rollout.max_age: 0. Nothing was learned from its samples"
-            )
-        self.proven = True
-
-    def _start(self, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Pipeline:
+    def _start(self, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> BackgroundEngine:
         """Start the sampler, with a cache for all rows on their way if prompts are as long as these."""
-        engine, settings = self.run.engine, self.settings
-        assert isinstance(engine, RequestEngine)
+        settings = self.settings
         width = prompts.ids.shape[1] if isinstance(prompts, PromptBatch) else settings.max_new_tokens
-        rows = len(uniforms) * (settings.max_age + 1)
-        try:
-            sampler = BackgroundSampler(
-                engine.policy,
-                engine.tokenizer,
-                engine.end_ids,
-                settings,
-                rows,
-                width + settings.max_new_tokens,
-                keeps_cache=settings.stale_cache == "keep",
-                seed=int(uniforms[0, 0] * SEEDS),
-            )
-        except EngineFailure as failure:
-            raise RunStopped(f"rollout.engine {engine.sampler.name} cannot sample ahead: {failure}") from failure
-        background = replace(engine, sampler=sampler, deferred=True)
-        player = None if self.run.player is None else replace(self.run.player, engine=background)
-        return replace(self.run, engine=background, player=player)
-
-    def _sampler(self) -> BackgroundSampler:
-        assert self.background is not None
-        engine = self.background.engine
-        assert isinstance(engine, RequestEngine)
-        assert isinstance(engine.sampler, BackgroundSampler)
-        return engine.sampler
+        rows, longest = len(uniforms) * (settings.max_age + 1), width + settings.max_new_tokens
+        return start_background(self.run.engine, settings, rows, longest, float(uniforms[0, 0]))

@@ -111,7 +111,7 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
         prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
     else:
         prompts = evaluation_tasks(config)
-    for line in filter(None, [*models.notes, prompts.dropped()]):
+    for line in filter(None, [*models.notes, *pipeline.engine.notes, prompts.dropped()]):
         print(visible(line))
     try:
         metrics = evaluate(pipeline, prompts, config.eval, seed=config.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -16,14 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.core.rewards import k1
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import gathered, is_sharded
-from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Engine, Rollout
-from tokencredit.text.engines.local.local_engine import LocalEngine
-from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
@@ -137,11 +135,6 @@ class Pipeline:
     """Raise for scores that are not finite, instead of returning them."""
 
     @property
-    def in_step(self) -> bool:
-        """True if processes sample in step, or make the full passes of a rollout in step."""
-        return isinstance(self.engine, LocalEngine | RequestEngine) and self.engine.in_step is not None
-
-    @property
     def lockstep(self) -> Processes | None:
         """The processes that must make the same number of passes, since models are sharded over them; None if not."""
         return self.processes if self.processes.count > 1 and is_sharded(self.policy.lm) else None
@@ -168,7 +161,7 @@ class Pipeline:
         self, prompts: PromptBatch | TaskBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
     ) -> Sampled:
         """Sample a completion, or play an episode, for each row of prompts. Arguments as in `collect`."""
-        with nullcontext() if self.in_step else gathered(self.policy.lm):
+        with self.engine.held():
             if isinstance(prompts, TaskBatch):
                 assert self.player is not None
                 played = self.player.play(prompts, settings, uniforms)
@@ -216,12 +209,8 @@ class Pipeline:
     ) -> Scored:
         """Score the completions that `sample` returns; other arguments and errors as in `collect`."""
         with stage("rollout") as results:
-            if isinstance(self.engine, RequestEngine):
-                self.engine.recover()
-            kinds = [EngineLost, RunStopped, OSError, ConfigError, *([] if self.in_step else [MemoryError])]
-            # A process that fails between passes in step leaves the others in one, where they cannot hear of it.
-            in_step = self.in_step and isinstance(self.engine, LocalEngine)
-            with nullcontext() if in_step else self.processes.agreed(*kinds):
+            self.engine.recover()
+            with self.engine.agreed():
                 sampled = sample()
             rollout = sampled.rollout
             if values and rollout.values is None and self.policy.critic is not None:

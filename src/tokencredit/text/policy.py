@@ -20,8 +20,6 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local.local_engine import LocalEngine
-from tokencredit.text.engines.requests import RequestEngine
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
@@ -123,7 +121,6 @@ class Policy:
             raise ConfigError(f"the run was begun in Python with {', '.join(lost)}, which its folder does not hold")
         config = self.config
         environments = load_environments(config.env, config.tools)
-        assert isinstance(self.pipeline.engine, LocalEngine | RequestEngine)
         player = build_player(config, self.pipeline.engine, environments)
         tasks = evaluation_tasks(replace(config, seed=seed)).batch(0, n)
         settings = self._sampling(max_new_tokens, temperature)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,8 @@ from tokencredit.settings.training import DIVERGENCE_LIMITS, EvalConfig
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
-from tokencredit.text.engines.local.local_engine import LocalEngine
-from tokencredit.text.engines.requests import RequestEngine
+from tokencredit.text.engines.building import build_engine
+from tokencredit.text.engines.engine import Engine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import Models
@@ -306,10 +305,7 @@ def build_pipeline(
             not installed.
         RunStopped: the sampling engine does not take the model.
     """
-    budget = args.ppo.micro_batch_tokens
-    engine = models.engine(budget, args.rollout, report or print, processes)
-    if isinstance(engine, LocalEngine):
-        engine = replace(engine, keeps_support=args.off_policy.support == "truncated")
+    engine = build_engine(args, models, processes, report or print)
     return Pipeline(
         models.policy,
         models.reference,
@@ -319,14 +315,14 @@ def build_pipeline(
         terms,
         args.kl,
         processes,
-        budget,
+        args.ppo.micro_batch_tokens,
         None if environments is None else build_player(args, engine, environments),
     )
 
 
 def check_evaluation_lengths(settings: EvalConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
     """Raise `ConfigError` if a vLLM server takes no sequences as long as those of the run's evaluations."""
-    longest = pipeline.engine.sampler.longest if isinstance(pipeline.engine, RequestEngine) else None
+    longest = pipeline.engine.longest
     if longest is None or not (settings.every and isinstance(prompts, Prompts)):
         return
     width = prompts.batch(0, settings.samples).ids.shape[1]
@@ -338,7 +334,7 @@ def check_evaluation_lengths(settings: EvalConfig, pipeline: Pipeline, prompts: 
         )
 
 
-def build_player(args: PPOConfig, engine: LocalEngine | RequestEngine, environments: Environments) -> Player:
+def build_player(args: PPOConfig, engine: Engine, environments: Environments) -> Player:
     """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
     framings = Framings.build(engine.tokenizer, environments, args.prompts, engine.end_ids)
     room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)

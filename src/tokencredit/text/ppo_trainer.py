@@ -129,8 +129,8 @@ class PPOTrainer:
             self.rng = rng.torch_state()
         self.policy, self.reference = models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
-        self.notes = [*models.notes, *setup.remarks(args, sharded=self.sharded)]
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
+        self.notes = [*models.notes, *self.pipeline.engine.notes, *setup.remarks(args, sharded=self.sharded)]
         setup.check_evaluation_lengths(args.eval, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
@@ -146,7 +146,7 @@ class PPOTrainer:
         """Sampling in the background; None samples when a batch is needed."""
         if args.rollout.max_age:
             recompute = args.off_policy.proximal == "recomputed"
-            self.ahead = SamplesAhead(self.pipeline, self.stream, args.rollout, recompute=recompute)
+            self.ahead = SamplesAhead(self.pipeline, self.stream, args.rollout, self.record.event, recompute=recompute)
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
         self.told: set[str] = set()

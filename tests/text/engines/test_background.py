@@ -13,9 +13,10 @@ from transformers import DynamicCache
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.background import BackgroundSampler
+from tokencredit.text.engines.background import BackgroundEngine, BackgroundSampler
 from tokencredit.text.engines.continuous import ContinuousSampler, Progress, spared
-from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
+from tokencredit.text.engines.request_engine import RequestEngine
+from tokencredit.text.engines.requests import EngineFailure, Request
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
@@ -243,7 +244,7 @@ def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenize
     settings = SamplingConfig(max_new_tokens=LIMIT, stop_at_eos=False)
     sampler = start(model, settings)
     precision = Precision("float32", torch.device("cpu"))
-    engine = RequestEngine(model, tokenizer, [0], precision, sampler, deferred=True)
+    engine = BackgroundEngine(model, tokenizer, [0], precision, sampler)
     prompts = Prompts(["This movie was really", "A film"], tokenizer).batch(0, 2)
     conversation = engine.converse(prompts, settings, torch.rand(2, LIMIT))
     conversation.sample([0, 1], [[], []], [5, 5], lambda _: None)

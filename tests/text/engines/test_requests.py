@@ -15,7 +15,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.continuous import ContinuousSampler
 from tokencredit.text.engines.local.sampling import logits_warpers
-from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
+from tokencredit.text.engines.request_engine import RequestEngine
+from tokencredit.text.engines.requests import EngineFailure, Request
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head
@@ -245,9 +246,7 @@ def test_weights_that_change_after_a_sync_are_found_in_the_rollout(model, tokeni
     engine.weights_changed()
     generate(engine, started=[torch.tensor([70, 71])] * 12)
     changed(engine.sampler.policy, 0.05)
-    with pytest.raises(
-        RunStopped, match=r"engine continuous did not draw a rollout from the policy.*Nothing was learned"
-    ):
+    with pytest.raises(RunStopped, match=r"engine continuous are not the policy's in a rollout.*Nothing was learned"):
         generate(engine)
     generate(engine, top_k=5)  # filters change the log-probs too
 

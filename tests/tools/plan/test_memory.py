@@ -14,8 +14,7 @@ from tokencredit.core import logprobs
 from tokencredit.learn.optim import build_optimizer
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.runs import tensor_files
-from tokencredit.text.engines.local import dynamic_kv_cache
-from tokencredit.text.models import actor_critic
+from tokencredit.text.models import actor_critic, kv_cache
 from tokencredit.text.models.model_loading import fuse_gelu
 from tokencredit.tools.plan import memory as formulas
 from tokencredit.tools.plan.memory import Batch, Setup, memory
@@ -30,7 +29,7 @@ def test_constants_are_those_of_the_code():
     assert formulas.CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS, "cuda": logprobs.CHUNK_LOGITS_ON_ACCELERATORS}
     assert formulas.MIN_CHUNK == logprobs.MIN_CHUNK
     assert formulas.SHORT == actor_critic.SHORT
-    assert formulas.SPARE_TOKENS == dynamic_kv_cache.SPARE_TOKENS
+    assert formulas.SPARE_TOKENS == kv_cache.SPARE_TOKENS
 
 
 @pytest.mark.parametrize("setup", VARIANTS.values(), ids=VARIANTS)
@@ -59,7 +58,7 @@ def autocast(setup):
 def cache_of(shape, setup):
     """The KV cache after a prompt and then one token after another, as a rollout fills it."""
     model, inputs = build(shape, replace(setup, critic="none")), inputs_of(BATCH)
-    cache = dynamic_kv_cache.sampling_cache(model.lm.config)
+    cache = kv_cache.sampling_cache(model.lm.config)
     ids = torch.cat([inputs["prompt_ids"], inputs["response_ids"]], 1)
     with torch.no_grad(), autocast(setup):
         start = 0

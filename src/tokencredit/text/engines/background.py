@@ -12,11 +12,16 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.errors import RunStopped
+from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.text.engines.continuous import Progress, manager_of, pages_of, quiet, spared
-from tokencredit.text.engines.requests import Completion, EngineFailure, Request
+from tokencredit.text.engines.engine import Engine, Rollout
+from tokencredit.text.engines.probe import require_same_logprobs
+from tokencredit.text.engines.request_engine import RequestEngine
+from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Request
 from tokencredit.text.models.actor_critic import ActorCritic
 
 POLL_SECONDS = 0.005
@@ -252,3 +257,86 @@ class BackgroundSampler:
                 if not output.is_finished():
                     self.manager.cancel_request(output.request_id)
                 flight.results.put((flight.index, flight.completion(last)))
+
+
+@dataclass
+class BackgroundEngine(RequestEngine):
+    """Samples in the background, for several threads at once, with weights that may be a few syncs old.
+
+    Log-probs of its rollouts are those with which the tokens were drawn.
+    """
+
+    sampler: BackgroundSampler
+
+    def complete(
+        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
+    ) -> None:
+        """Ask the sampler once: after a failure its weights may be those of half an update."""
+        try:
+            self.sampler.complete(requests, settings, ended)
+        except EngineFailure as failure:
+            raise self.lose(failure) from failure
+
+    def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:  # noqa: ARG002
+        """The rollout as it is: passes of the policy wait until its turn to be learned from."""
+        return rollout
+
+    def weights_changed(self) -> None:
+        """Give the policy's weights to the sampler; raises `EngineLost`."""
+        try:
+            self.sampler.sync(self.policy)
+        except EngineFailure as failure:
+            raise self.lose(failure) from failure
+
+    def recover(self) -> None:
+        """Do nothing: a lost one is replaced."""
+
+    def ages(self, rollout: Rollout) -> Tensor:
+        """Syncs since each token of a rollout was drawn, 0 elsewhere."""
+        assert rollout.versions is not None
+        return (self.sampler.version - rollout.versions).masked_fill(~rollout.mask, 0)
+
+    def proves(self, rollout: Rollout, settings: SamplingConfig) -> bool:
+        """True if tokens of a scored rollout show that the weights are the policy's; False if it has none that can.
+
+        Raises:
+            RunStopped: they show that they are not.
+        """
+        assert rollout.behavior_logprobs is not None
+        assert rollout.age is not None
+        now = rollout.mask & (rollout.age == 0)
+        if settings.filters() or not now.any():
+            return False
+        require_same_logprobs(
+            (rollout.behavior_logprobs - rollout.logprobs)[now].abs(),
+            "the copy of the policy that samples ahead does not have its log-probs",
+            lambda _: "this model cannot be copied as it is; set rollout.max_age: 0",
+            bfloat16=self.precision.bfloat16,
+            temperature=settings.temperature,
+        )
+        return True
+
+    def close(self) -> None:
+        """End the sampling thread."""
+        self.sampler.close()
+
+
+def start_background(engine: Engine, settings: RolloutConfig, rows: int, longest: int, seed: float) -> BackgroundEngine:
+    """An engine in the background beside an engine of the same policy.
+
+    Args:
+        engine: of the run.
+        settings: sampling settings of all requests, and `stale_cache`.
+        rows: most requests at a time that fit into the cache.
+        longest: tokens of a request with its completion that the cache is sized for; for a longer one it grows.
+        seed: seed of the draws, in [0, 1).
+
+    Raises:
+        RunStopped: the model is not supported, or memory is too small.
+    """
+    policy, tokenizer, end_ids, keeps = engine.policy, engine.tokenizer, engine.end_ids, settings.stale_cache == "keep"
+    try:
+        sampler = BackgroundSampler(policy, tokenizer, end_ids, settings, rows, longest, keeps, int(seed * SEEDS))
+    except EngineFailure as failure:
+        raise RunStopped(f"rollout.engine {settings.engine} cannot sample ahead: {failure}") from failure
+    return BackgroundEngine(policy, tokenizer, end_ids, engine.precision, sampler, engine.budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,9 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import extents
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.precision import Precision
+
+FAILURES = (EngineLost, RunStopped, OSError, ConfigError)
+"""Errors of sampling that are those of all processes, ordered by severity."""
 
 
 @dataclass
@@ -138,6 +146,22 @@ class Conversation(Protocol):
 class Engine(Protocol):
     """Samples completions from the policy, for training, evaluation and generation alike."""
 
+    policy: ActorCritic
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: Sequence[int]
+    """Tokens that end a completion."""
+    precision: Precision
+    budget: int | None
+    """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
+    in_step: Processes | None
+    """Processes that make the passes of a rollout in step, since the policy is sharded over them; None without."""
+    notes: Sequence[str]
+    """Lines for the user on choices that were made for this model."""
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a prompt with its completion; None where the model alone limits them."""
+
     def generate(
         self,
         prompts: PromptBatch,
@@ -149,7 +173,7 @@ class Engine(Protocol):
         """Sample a completion for each row of prompts.
 
         Log-probs are those of a full forward pass, so that an update's ratio starts at 1 up to rounding. The engine's
-        own, after filters, are `behavior_logprobs`; an engine that says it may draw with others
+        own, after filters, are `behavior_logprobs`; an engine that may draw with others
         (`settings.off_policy.differs_from_training`) always sets them.
 
         Args:
@@ -169,5 +193,22 @@ class Engine(Protocol):
         The stop conditions end a turn; `settings.max_new_tokens` limits all tokens of an episode after its prompt.
         """
 
+    def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
+        """A rollout of its sampler with log-probs, and values of a critic on the trunk, by a full forward pass."""
+
     def weights_changed(self) -> None:
-        """Sync with the policy's weights; called after each update, before the next `generate`."""
+        """Sync with the policy's weights; called in all processes after each update, before the next `generate`.
+
+        Raises:
+            EngineLost: the engine failed; `recover` tries again.
+            RunStopped: its log-probs are not the policy's.
+        """
+
+    def recover(self) -> None:
+        """Sync again if the engine was lost in some process; called in all, before they sample."""
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """A context for sampling a rollout, in which a failure of one process is raised in all."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """A context in which this process holds a sharded policy whole, unless processes pass in step."""

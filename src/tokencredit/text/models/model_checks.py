@@ -4,33 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
 from tokencredit.distributed.processes import connection_lost
 from tokencredit.distributed.sharding import kind_of, shard_alike
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.training_mode import checkpointing_modules, training
-from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.local.sampling import CachedSteps, sample
-from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.models.precision import Precision
+from tokencredit.text.models.kv_cache import CachedSteps
 
 TOLERANCE = 1e-3
 """Largest rounding difference in float32: of log-probs in nats, of hidden states relative to the largest."""
-HALF_TOLERANCE = 0.25
-"""Largest mean rounding difference of log-probs in bfloat16, in nats."""
 SAME_PROMPT = (slice(0, 2), slice(2, 4))
 """Groups of example rows with the same prompt."""
 
@@ -54,7 +45,7 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
                 f"{title} cannot be sampled from: {type(trunk).__name__} takes no KV cache (past_key_values or "
                 "cache_params); take a model of another architecture"
             )
-        inputs = _example(lm.config.get_text_config().vocab_size, lm.device)
+        inputs = example_inputs(lm.config.get_text_config().vocab_size, lm.device)
         alone = check_causal(title, model.response_hidden, inputs)
         _check_projection(title, model, alone, inputs)
         expected = _logprobs(model, alone)
@@ -84,18 +75,18 @@ def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> N
         title = title if critic.trunk is None else f"the separate critic {title}"
         title += "" if layers is None else f" with critic.layers: {layers}"
         with _passes(title):
-            inputs = _example(trunk.config.get_text_config().vocab_size, trunk.device)
+            inputs = example_inputs(trunk.config.get_text_config().vocab_size, trunk.device)
             states = policy.critic_states(critic, inputs)
             if states.shape[:-1] != inputs["response_ids"].shape:
                 raise ConfigError(f"{title} has hidden states of a shape that no value head can read; leave it out")
             alone = check_causal(title, partial(policy.critic_states, critic), inputs)
-            if not _close(states, alone, TOLERANCE * alone.abs().max()):
+            if not close(states, alone, TOLERANCE * alone.abs().max()):
                 raise ConfigError(
                     f"{title} gives other states for a prompt that is padded on the left; take another model"
                 )
             if layers is not None and critic.trunk is not None:
                 reloaded = Critic(critic.head, _reloaded(title, critic.trunk))
-                if not _close(policy.critic_states(reloaded, inputs), states, TOLERANCE * states.abs().max()):
+                if not close(policy.critic_states(reloaded, inputs), states, TOLERANCE * states.abs().max()):
                     raise ConfigError(f"{title} gives other states once it is saved and loaded; leave it out")
 
 
@@ -111,7 +102,7 @@ def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
         shard_alike(reloaded, trunk)
         reloaded.load_state_dict(trunk.state_dict(), assign=True)
     except Exception as error:  # model code may raise anything, above all with trust_remote_code
-        raise ConfigError(f"{title} cannot be truncated: {_said(error)}; leave it out") from error
+        raise ConfigError(f"{title} cannot be truncated: {error_line(error)}; leave it out") from error
     for key, buffer in trunk.named_buffers():  # also the non-persistent ones
         module, _, name = key.rpartition(".")
         reloaded.get_submodule(module)._buffers[name] = buffer
@@ -126,57 +117,11 @@ def check_checkpointing(name: str, policy: ActorCritic) -> None:
     """
     title = _title(name, policy.lm)
     with _passes(title):
-        inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
+        inputs = example_inputs(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
         expected = _logprobs(policy, policy.response_hidden(inputs))
         with training(checkpointing_modules(policy)):
             checkpointed = _logprobs(policy, policy.response_hidden(inputs))
         _compare(title, checkpointed, expected, "with model.gradient_checkpointing")
-
-
-def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool) -> StaticDecoding | str:
-    """Decoding with a static KV cache, or the reason why a policy does not support it.
-
-    As a check, a few tokens are sampled in float32 and in the run's dtype, on a GPU by CUDA graph. Their log-probs must
-    match a full forward pass.
-    """
-    lm, kind = policy.lm, type(policy.lm).__name__
-    layers = DynamicCache(config=lm.config).layers
-    if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
-        return f"not every layer of {kind} keeps the keys and values of all tokens"
-    if lm.config._attn_implementation != "sdpa":
-        return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
-    if policy.adapter is not None and not policy.adapter.adds:
-        return f"the adapter of {kind} is not plain LoRA, and may need its base weights unrounded"
-    try:
-        with preserved():
-            decoding = StaticDecoding(policy, compiled=compiled)
-            for checked in (replace(precision, dtype="float32"), precision):
-                with checked.no_grad():
-                    static, expected = _sampled(policy, decoding)
-                error, close = (static - expected).abs(), _close(static, expected, _rounding(expected))
-                if not (close or (checked.bfloat16 and error.mean() < HALF_TOLERANCE)):
-                    return (
-                        f"{kind} then gives other log-probabilities in {checked.dtype}, by up to {error.max():.2g} nats"
-                    )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # model code may raise anything, above all with trust_remote_code
-        if connection_lost(error):
-            raise
-        return f"a step of {kind} ends in {_said(error)}"
-    return decoding
-
-
-def _sampled(policy: ActorCritic, decoding: StaticDecoding) -> tuple[Tensor, Tensor]:
-    """Log-probs `[4, 6]` of tokens sampled after the example prompts, and the same by a full forward pass."""
-    inputs = _example(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
-    prompts = PromptBatch([], [], inputs["prompt_ids"], inputs["prompt_mask"], {})
-    uniforms = torch.linspace(0.02, 0.98, 24, device=policy.lm.device).view(4, 6)
-    settings = SamplingConfig(max_new_tokens=6, stop_at_eos=False)
-    tokenizer: Any = None  # only stop strings need it
-    with decoding.weights() as model:
-        rollout = sample(model, prompts, uniforms, settings, tokenizer, [0], 2, steps=decoding.steps, every=6)
-    return rollout.logprobs, policy.logprobs(rollout.inputs(), 1.0)[0]
 
 
 def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -> Tensor:
@@ -187,7 +132,7 @@ def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -
     """
     states = [read({key: x[rows] for key, x in inputs.items()}) for rows in SAME_PROMPT]
     for first, second in (group[:, 0] for group in states):
-        if not _close(first, second, TOLERANCE / 10 * first.abs().max()):
+        if not close(first, second, TOLERANCE / 10 * first.abs().max()):
             raise ConfigError(
                 f"{title} is not causal: its state before a token depends on the tokens that follow; take a model "
                 "that reads from left to right"
@@ -195,7 +140,7 @@ def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -
     return torch.cat(states)
 
 
-def _example(vocabulary: int, device: torch.device) -> Inputs:
+def example_inputs(vocabulary: int, device: torch.device) -> Inputs:
     """Two prompts of 2 and 5 tokens, each before two responses of 3; ids from the middle of the vocabulary."""
     ids = (torch.arange(22, device=device) + vocabulary // 2) % vocabulary
     prompt_ids = ids[:10].view(2, 5).repeat_interleave(2, dim=0)
@@ -212,7 +157,7 @@ def _check_projection(title: str, model: ActorCritic, alone: Tensor, inputs: Inp
     ids = torch.cat([inputs["prompt_ids"], inputs["response_ids"][:, :-1]], dim=1)[rows]
     ours = model.logits(alone[rows])
     theirs = model.lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -ours.shape[1] :].float()
-    if ours.shape != theirs.shape or not _close(ours, theirs, _rounding(theirs)):
+    if ours.shape != theirs.shape or not close(ours, theirs, rounding(theirs)):
         raise ConfigError(f"{title} shapes its logits in a way that is not supported; take another model")
 
 
@@ -232,7 +177,7 @@ def _logprobs(model: ActorCritic, hidden: Tensor) -> Tensor:
 
 def _compare(title: str, logprobs: Tensor, expected: Tensor, when: str) -> None:
     """Raise `ConfigError` if log-probs differ."""
-    if not _close(logprobs, expected, _rounding(expected)):
+    if not close(logprobs, expected, rounding(expected)):
         size = float((logprobs - expected).abs().max())
         raise ConfigError(
             f"{title} gives other log-probabilities {when}, by up to {size:.2g} nats; a run would train on other "
@@ -240,12 +185,12 @@ def _compare(title: str, logprobs: Tensor, expected: Tensor, when: str) -> None:
         )
 
 
-def _rounding(expected: Tensor) -> Tensor:
+def rounding(expected: Tensor) -> Tensor:
     """Tolerance for rounding of each of these log-probs or logits."""
     return TOLERANCE * (1 + expected.abs() / 10)
 
 
-def _close(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
+def close(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
     """True if all differences are within the tolerance; False for NaN."""
     return bool(((actual - expected).abs() <= tolerance).all())
 
@@ -265,10 +210,10 @@ def _passes(title: str) -> Iterator[None]:
         except Exception as error:  # model code may raise anything, above all with trust_remote_code
             if connection_lost(error):  # to a process that has a part of this model
                 raise
-            raise ConfigError(f"{title} cannot be used here: a pass through it ends in {_said(error)}") from error
+            raise ConfigError(f"{title} cannot be used here: a pass through it ends in {error_line(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An error's type and message in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

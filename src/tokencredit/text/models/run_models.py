@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,31 +16,22 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.engines.continuous import ContinuousSampler
-from tokencredit.text.engines.local.local_engine import LocalEngine
-from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
-from tokencredit.text.engines.requests import RequestEngine, Sampler
-from tokencredit.text.engines.vllm.sampler import VllmSampler
-from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
 from tokencredit.text.models.critic import saved_critics
-from tokencredit.text.models.model_checks import check_policy, static_decoding
+from tokencredit.text.models.model_checks import check_policy
 from tokencredit.text.models.model_loading import (
     check_language_model,
     check_origin,
-    end_ids,
     fingerprint,
     load_language_model,
     load_tokenizer,
     max_prompt_length,
 )
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
-from tokencredit.text.models.plain_weights import check_gathered
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
 from tokencredit.text.models.sharded_loading import Sharding, distributed_config
 
@@ -55,55 +45,10 @@ class Models:
     """A model of its own, or the policy itself with its adapter switched to the start of the run; None without KL."""
     tokenizer: PreTrainedTokenizerBase
     precision: Precision
-    decoding: StaticDecoding | None
-    """Decoding with a static KV cache; None uses a growing one."""
     notes: list[str]
     """Lines for the user: resolved `auto` settings, and the origin of the critic."""
     in_step: Processes | None = None
     """Processes that sample in step, or make the full passes of a rollout in step, if `sharding.sampling` is layers."""
-
-    def engine(
-        self,
-        budget: int | None,
-        rollout: RolloutConfig,
-        report: Callable[[str], None],
-        processes: Processes,
-    ) -> LocalEngine | RequestEngine:
-        """The sampling engine of these settings for the policy, whose weights it has.
-
-        Arguments are as in `RequestEngine`.
-
-        Raises:
-            ConfigError: the engine is not installed, does not run in several processes, or cannot take over a sharded
-                policy with its adapter.
-            RunStopped: it does not take the model.
-        """
-        ends = end_ids(self.policy.lm, self.tokenizer)
-        if rollout.engine == "local":
-            return LocalEngine(self.policy, self.tokenizer, ends, self.precision, budget, self.decoding, self.in_step)
-        sampler: Sampler
-        if rollout.engine == "vllm":
-            check_gathered(self.policy)
-        if rollout.server is not None:
-            sampler = VllmServer(self.policy, self.tokenizer, ends, rollout, report, processes)
-        elif rollout.engine == "vllm":
-            sampler = VllmSampler(self.policy, self.tokenizer, ends, self.precision, rollout.engine_memory)
-        else:
-            sampler = ContinuousSampler(self.policy, self.tokenizer, ends)
-        engine = RequestEngine(
-            self.policy,
-            self.tokenizer,
-            ends,
-            self.precision,
-            sampler,
-            budget,
-            report,
-            in_step=self.in_step,
-            processes=processes,
-        )
-        with preserved():
-            engine.weights_changed()
-        return engine
 
 
 def name_of(model: torch.nn.Module) -> str:
@@ -191,9 +136,8 @@ def build_models(
         if sharding is not None:
             sharding.of_frozen().apply(reference.lm)
         _place(reference, precision.device)
-    decoding, more = choose_decoding(args, policy, precision)
     if sharding is not None and named and distributed_config() is None:
-        more.append(
+        notes.append(
             "run.shard full: this version of Transformers loads models whole, before each process keeps its part"
         )
     if precision.bfloat16 and sharding is None:
@@ -204,7 +148,7 @@ def build_models(
         if named and on_gpu and autocast and adapter is not None and adapter.adds and not adapter.whole:
             round_frozen(policy.lm)
     in_step = sharding.processes if sharding is not None and args.sharding.sampling == "layers" else None
-    return Models(policy, reference, tokenizer, precision, decoding, [*precision.notes, *notes, *more], in_step)
+    return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes], in_step)
 
 
 def _place(model: ActorCritic, device: torch.device) -> None:
@@ -224,27 +168,6 @@ def copied(
         return deepcopy(lm)
     with preserved():
         return load_language_model(args, tokenizer, sharding.of_frozen())[0]
-
-
-def choose_decoding(
-    args: PPOConfig, policy: ActorCritic, precision: Precision
-) -> tuple[StaticDecoding | None, list[str]]:
-    """Static decoding if `rollout.cache` is static, or auto on a GPU, else None; and notes for the user.
-
-    Raises:
-        ConfigError: `rollout.cache` is static, and the model does not support it.
-    """
-    cache = args.rollout.cache
-    if args.rollout.engine != "local" or cache == "dynamic" or (cache == "auto" and precision.device.type != "cuda"):
-        return None, []
-    if is_sharded(policy.lm):
-        return None, ["rollout.cache auto: dynamic, since the policy is sharded"]
-    decoding = static_decoding(policy, precision, compiled=args.model.compile)
-    if not isinstance(decoding, str):
-        return decoding, []
-    if cache == "static":
-        raise ConfigError(f"rollout.cache is static, which this model does not support: {decoding}; set it to dynamic")
-    return None, [f"rollout.cache auto: dynamic, which is slower on a GPU, since {decoding}"]
 
 
 def load_source(source: Source, which: str, processes: Processes, *, reference: bool = False) -> Models:
@@ -269,8 +192,7 @@ def load_source(source: Source, which: str, processes: Processes, *, reference: 
         precision = choose_precision(args.model.dtype, width(lm), processes, None)
         policy, notes = build_policy(lm, tokenizer, args.model, CriticConfig(kind="none"))
     policy.requires_grad_(False).to(precision.device)
-    decoding, more = choose_decoding(args, policy, precision)
-    return Models(policy, None, tokenizer, precision, decoding, [*notes, *more])
+    return Models(policy, None, tokenizer, precision, notes)
 
 
 def with_reference(models: Models, reference: Source, processes: Processes) -> Models:
@@ -342,8 +264,7 @@ def load_run_models(
                 notes = [f"no KL to the model that the run started from: {error}"]
         policy, more = build_policy(lm, tokenizer, model, values)
     policy.requires_grad_(False).to(precision.device)
-    decoding, last = choose_decoding(replace(args, model=model), policy, precision)
-    return Models(policy, base, tokenizer, precision, decoding, [*notes, *more, *last])
+    return Models(policy, base, tokenizer, precision, [*notes, *more])
 
 
 def _load_base(run: Path, model: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

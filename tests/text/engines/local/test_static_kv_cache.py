@@ -15,13 +15,13 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.local.sampling import CachedSteps, Decoding, sample
-from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
+from tokencredit.text.engines.local.sampling import Decoding, sample
+from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_decoding
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.model_checks import static_decoding
+from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.peft_models import adopt
 from tokencredit.text.models.precision import Precision, matrix_layers
 

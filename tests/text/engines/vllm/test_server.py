@@ -35,7 +35,8 @@ from helpers.engines import (
 from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
-from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
+from tokencredit.text.engines.request_engine import RequestEngine
+from tokencredit.text.engines.requests import EngineFailure, Request
 from tokencredit.text.engines.vllm import connection, transfer
 from tokencredit.text.engines.vllm import server as vllm_server
 from tokencredit.text.engines.vllm.answers import COMMAND

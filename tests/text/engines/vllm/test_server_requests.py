@@ -19,7 +19,8 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.settings.training import EvalConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.requests import EngineFailure, Request, RequestEngine
+from tokencredit.text.engines.request_engine import RequestEngine
+from tokencredit.text.engines.requests import EngineFailure, Request
 from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model

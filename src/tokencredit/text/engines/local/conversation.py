@@ -12,16 +12,10 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local.dynamic_kv_cache import (
-    SPARE_TOKENS,
-    RowCache,
-    can_keep_rows,
-    put_rows,
-    take_rows,
-)
-from tokencredit.text.engines.local.sampling import CachedSteps, Decoding, decode
+from tokencredit.text.engines.local.sampling import Decoding, decode
 from tokencredit.text.engines.stop_strings import STOP_CONTEXT, stop_detokenizers
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.kv_cache import SPARE_TOKENS, CachedSteps, RowCache, can_keep_rows, put_rows, take_rows
 from tokencredit.text.models.precision import Precision
 
 

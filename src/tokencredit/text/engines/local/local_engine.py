@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import gathered
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.engines.engine import FAILURES, Rollout
 from tokencredit.text.engines.local.conversation import LocalConversation
-from tokencredit.text.engines.local.sampling import CachedSteps, sample
+from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalEngine:
     """An `Engine` that shares the policy's weights; the same uniforms give bitwise the same rollout."""
 
     policy: ActorCritic
     tokenizer: PreTrainedTokenizerBase
     end_ids: Sequence[int]
-    """Tokens that end a completion."""
     precision: Precision
     budget: int | None = None
-    """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
     decoding: StaticDecoding | None = None
     """Decoding with a static KV cache; None uses a growing one."""
     in_step: Processes | None = None
     """Processes that sample in step, since the policy is sharded over them and gathered layer by layer."""
     keeps_support: bool = False
     """Keep the tokens that filters leave (`Rollout.support`) where `top_k` bounds their number."""
+    processes: Processes = field(default_factory=Processes)
+    notes: Sequence[str] = ()
+
+    longest = None
 
     def generate(
         self,
@@ -49,6 +53,7 @@ class LocalEngine:
         started: Sequence[Tensor] | None = None,
     ) -> Rollout:
         """Sample with a KV cache; in bfloat16, recompute log-probs and values by a full forward pass."""
+        # The policy itself samples, or its copy for a static cache, with the same weights.
         model = nullcontext(self.policy) if self.decoding is None else self.decoding.weights()
         with self.precision.no_grad(), model as policy:
             rollout = sample(
@@ -64,7 +69,8 @@ class LocalEngine:
                 in_step=self.in_step,
                 keeps_support=self.keeps_support,
             )
-        return self.exact(rollout, settings.temperature)
+        # In bfloat16 a pass of one token at a time is rounded in other ways than the update's pass of the whole text.
+        return self.exact(rollout, settings)
 
     def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> LocalConversation:
         """Begin episodes of several turns, with a growing KV cache."""
@@ -77,11 +83,11 @@ class LocalEngine:
             self.tokenizer,
             self.end_ids,
             self.precision,
-            partial(self.exact, temperature=settings.temperature),
+            partial(self.exact, settings=settings),
             keeps_support=self.keeps_support,
         )
 
-    def exact(self, rollout: Rollout, temperature: float) -> Rollout:
+    def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """The rollout with log-probs and values of a full forward pass in bfloat16; in float32 they equal it.
 
         The tokens were drawn with the log-probs of the sampling pass, which become `behavior_logprobs`.
@@ -92,10 +98,22 @@ class LocalEngine:
             rollout = replace(rollout, behavior_logprobs=rollout.logprobs)
         with self.precision.no_grad():
             if rollout.values is None:
-                logprobs = rollout_logprobs(self.policy, rollout, temperature, self.budget, self.in_step)
+                logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget, self.in_step)
                 return replace(rollout, logprobs=logprobs)
-            outputs = evaluate_rollout(self.policy, rollout, temperature, self.budget, self.in_step)
+            outputs = evaluate_rollout(self.policy, rollout, settings.temperature, self.budget, self.in_step)
             return replace(rollout, logprobs=outputs.logprobs, values=outputs.values)
 
     def weights_changed(self) -> None:
         """Do nothing: the weights are shared."""
+
+    def recover(self) -> None:
+        """Do nothing: it cannot be lost."""
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """A context for sampling a rollout, in which a failure of one process is raised in all."""
+        # A process that fails between steps in step leaves the others in one, where they cannot hear of it.
+        return self.processes.agreed(*FAILURES, MemoryError) if self.in_step is None else nullcontext()
+
+    def held(self) -> AbstractContextManager[None]:
+        """A context in which this process holds a sharded policy whole, unless processes sample in step."""
+        return gathered(self.policy.lm) if self.in_step is None else nullcontext()

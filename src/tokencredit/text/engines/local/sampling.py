@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.local.dynamic_kv_cache import sampling_cache
 from tokencredit.text.engines.stop_strings import contains_stop, stop_detokenizers
-from tokencredit.text.models.actor_critic import ActorCritic, positions
+from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.critic import Critic
+from tokencredit.text.models.kv_cache import CachedSteps
 
 CHECK_EVERY = 16
 """Steps between checks for finished completions, on devices other than a CPU; each check is a host sync."""
@@ -213,52 +213,6 @@ class Decoding:
             behavior_logprobs=None if self.behavior_logprobs is None else padded(self.behavior_logprobs),
             support=None if self.support is None else self.support[:, :longest],
         )
-
-
-class CachedSteps:
-    """`Steps` with a growing KV cache."""
-
-    def __init__(self, model: ActorCritic, prompt_mask: Tensor, limit: int):
-        """Prepare for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
-        self.model, self.end = model, prompt_mask.shape[1]
-        self.attention_mask, self.position_ids = positions(prompt_mask, limit)
-        self.cache = sampling_cache(model.lm.config)
-        self.rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
-
-    def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
-        """Prefill, each prompt once per `per_prompt` consecutive rows; returns the last states `[slots, width]`."""
-        first, end = self.rows[::per_prompt], self.end
-        mask, position_ids = self.attention_mask[first, :end], self.position_ids[first, :end]
-        hidden = self.model.hidden(prompt_ids[first], mask, position_ids, self.cache)[:, -1]
-        if per_prompt == 1:
-            return hidden
-        self._select(torch.arange(len(hidden), device=hidden.device).repeat_interleave(per_prompt))
-        return hidden.repeat_interleave(per_prompt, dim=0)
-
-    def next(self, tokens: Tensor) -> Tensor:
-        """Run one token `[slots, 1]` per slot; returns the states after them, `[slots, width]`."""
-        self.end += 1
-        mask, position_ids = self.attention_mask[:, : self.end], self.position_ids[:, self.end - 1 : self.end]
-        return self.model.hidden(tokens, mask[self.rows], position_ids[self.rows], self.cache)[:, -1]
-
-    def repeat(self, step: Callable[[], None], count: int) -> None:
-        """Run `step` `count` times."""
-        for _ in range(count):
-            step()
-
-    def keep(self, active: list[bool]) -> Tensor | None:
-        """Drop all finished slots; returns the indices of those that stay, None if all do."""
-        if all(active):
-            return None
-        slots = torch.tensor(active).nonzero().squeeze(-1).to(self.rows.device)
-        self.rows = self.rows[slots]
-        self._select(slots)
-        return slots
-
-    def _select(self, rows: Tensor) -> None:
-        """Select rows of the cache."""
-        # Layers with a recurrent state have neither `batch_repeat_interleave` nor `batch_select_indices`.
-        self.cache.reorder_cache(cast(torch.LongTensor, rows))
 
 
 @torch.no_grad()

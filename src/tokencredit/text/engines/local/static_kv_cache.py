@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from tokencredit.text.engines.local.sampling import CachedSteps
-from tokencredit.text.models.actor_critic import ActorCritic, trunk_hidden, trunk_inputs
+from tokencredit.distributed.processes import connection_lost
+from tokencredit.learn.rng import preserved
+from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.engines.local.sampling import sample
+from tokencredit.text.models.actor_critic import ActorCritic, cache_argument, trunk_hidden, trunk_inputs
 from tokencredit.text.models.architecture import trunk_of
-from tokencredit.text.models.precision import matrix_layers, rounded
+from tokencredit.text.models.kv_cache import CachedSteps
+from tokencredit.text.models.model_checks import close, error_line, example_inputs, rounding
+from tokencredit.text.models.precision import Precision, matrix_layers, rounded
 
 ATTENTION = "tokencredit_decoding"
 """Name under which `decoding_attention` is registered with Transformers."""
 SEGMENTS = 8
 """Segments by which the visible part of a cache grows, so that attention reads at most an eighth of it in vain."""
+HALF_TOLERANCE = 0.25
+"""Largest mean rounding difference of log-probs in bfloat16, in nats."""
 ALIGNMENT = 64
 """Divisor of the columns of a cache and its segments; attention kernels copy an unaligned mask."""
 
@@ -72,6 +81,53 @@ class StaticDecoding:
     def steps(self, model: ActorCritic, prompt_mask: Tensor, limit: int) -> StaticSteps:
         """`Steps` for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
         return StaticSteps(self.policy, model, self.run, prompt_mask, limit)
+
+
+def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool) -> StaticDecoding | str:
+    """Decoding with a static KV cache, or the reason why a policy does not support it.
+
+    As a check, a few tokens are sampled in float32 and in the run's dtype, on a GPU by CUDA graph. Their log-probs must
+    match a full forward pass.
+    """
+    lm, kind = policy.lm, type(policy.lm).__name__
+    layers = DynamicCache(config=lm.config).layers
+    if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
+        return f"not every layer of {kind} keeps the keys and values of all tokens"
+    if lm.config._attn_implementation != "sdpa":
+        return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
+    if policy.adapter is not None and not policy.adapter.adds:
+        return f"the adapter of {kind} is not plain LoRA, and may need its base weights unrounded"
+    try:
+        with preserved():
+            decoding = StaticDecoding(policy, compiled=compiled)
+            for checked in (replace(precision, dtype="float32"), precision):
+                with checked.no_grad():
+                    static, expected = _sampled(policy, decoding)
+                error = (static - expected).abs()
+                half = checked.bfloat16 and error.mean() < HALF_TOLERANCE
+                if not (half or close(static, expected, rounding(expected))):
+                    return (
+                        f"{kind} then gives other log-probabilities in {checked.dtype}, by up to {error.max():.2g} nats"
+                    )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # model code may raise anything, above all with trust_remote_code
+        if connection_lost(error):
+            raise
+        return f"a step of {kind} ends in {error_line(error)}"
+    return decoding
+
+
+def _sampled(policy: ActorCritic, decoding: StaticDecoding) -> tuple[Tensor, Tensor]:
+    """Log-probs `[4, 6]` of tokens sampled after the example prompts, and the same by a full forward pass."""
+    inputs = example_inputs(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
+    prompts = PromptBatch([], [], inputs["prompt_ids"], inputs["prompt_mask"], {})
+    uniforms = torch.linspace(0.02, 0.98, 24, device=policy.lm.device).view(4, 6)
+    settings = SamplingConfig(max_new_tokens=6, stop_at_eos=False)
+    tokenizer: Any = None  # only stop strings need it
+    with decoding.weights() as model:
+        rollout = sample(model, prompts, uniforms, settings, tokenizer, [0], 2, steps=decoding.steps, every=6)
+    return rollout.logprobs, policy.logprobs(rollout.inputs(), 1.0)[0]
 
 
 class StaticSteps:

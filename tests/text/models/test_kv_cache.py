@@ -1,7 +1,7 @@
 import torch
 from transformers import AutoConfig, DynamicCache
 
-from tokencredit.text.engines.local.dynamic_kv_cache import SPARE_TOKENS, SpareCapacityLayer, sampling_cache
+from tokencredit.text.models.kv_cache import SPARE_TOKENS, SpareCapacityLayer, sampling_cache
 
 
 def states(time, batch=3, seed=0):

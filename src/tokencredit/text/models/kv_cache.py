@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
+
+from tokencredit.text.models.actor_critic import ActorCritic, positions
 
 SPARE_TOKENS = 64
 """Least spare capacity of a new buffer, in tokens; a longer cache gets half its length."""
@@ -112,3 +114,49 @@ class SpareCapacityLayer(DynamicLayer):
                     buffer[slot, :, longest - length : longest] = row[index][:, :length]
             self.buffers[index] = buffer
         self.keys, self.values = (torch.narrow(buffer, -2, 0, longest) for buffer in self.buffers if buffer is not None)
+
+
+class CachedSteps:
+    """Hidden states of completions, one token per step, with a growing KV cache; a `Steps` of sampling."""
+
+    def __init__(self, model: ActorCritic, prompt_mask: Tensor, limit: int):
+        """Prepare for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
+        self.model, self.end = model, prompt_mask.shape[1]
+        self.attention_mask, self.position_ids = positions(prompt_mask, limit)
+        self.cache = sampling_cache(model.lm.config)
+        self.rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
+
+    def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
+        """Prefill, each prompt once per `per_prompt` consecutive rows; returns the last states `[slots, width]`."""
+        first, end = self.rows[::per_prompt], self.end
+        mask, position_ids = self.attention_mask[first, :end], self.position_ids[first, :end]
+        hidden = self.model.hidden(prompt_ids[first], mask, position_ids, self.cache)[:, -1]
+        if per_prompt == 1:
+            return hidden
+        self._select(torch.arange(len(hidden), device=hidden.device).repeat_interleave(per_prompt))
+        return hidden.repeat_interleave(per_prompt, dim=0)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Run one token `[slots, 1]` per slot; returns the states after them, `[slots, width]`."""
+        self.end += 1
+        mask, position_ids = self.attention_mask[:, : self.end], self.position_ids[:, self.end - 1 : self.end]
+        return self.model.hidden(tokens, mask[self.rows], position_ids[self.rows], self.cache)[:, -1]
+
+    def repeat(self, step: Callable[[], None], count: int) -> None:
+        """Run `step` `count` times."""
+        for _ in range(count):
+            step()
+
+    def keep(self, active: list[bool]) -> Tensor | None:
+        """Drop all finished slots; returns the indices of those that stay, None if all do."""
+        if all(active):
+            return None
+        slots = torch.tensor(active).nonzero().squeeze(-1).to(self.rows.device)
+        self.rows = self.rows[slots]
+        self._select(slots)
+        return slots
+
+    def _select(self, rows: Tensor) -> None:
+        """Select rows of the cache."""
+        # Layers with a recurrent state have neither `batch_repeat_interleave` nor `batch_select_indices`.
+        self.cache.reorder_cache(cast(torch.LongTensor, rows))
