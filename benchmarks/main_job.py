@@ -21,9 +21,10 @@ from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.models.run_models import load_run_models
-from tokencredit.text.pipeline import Pipeline, Scored
+from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.ppo_setup import build_pipeline
 from tokencredit.text.rewards.terms import build_terms
 
@@ -55,7 +56,7 @@ def train(seed: int, folder: Path) -> float:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-def write(pipeline: Pipeline, seed: int) -> Scored:
+def write(pipeline: Pipeline, seed: int) -> Batch:
     """Completions of a policy, with their log-probabilities under its reference model."""
     config = PPOConfig()
     prompts = Prompts(config.prompts.texts(), pipeline.tokenizer).batch(0, COMPLETIONS)
@@ -71,13 +72,13 @@ def load(run: Path, which: str) -> Pipeline:
     return build_pipeline(config, models, build_terms(config.reward, processes.device), processes)
 
 
-def fluency(scored: Scored) -> float:
+def fluency(scored: Batch) -> float:
     """Mean log-probability per token under the starting model."""
     assert scored.reference.logprobs is not None
     return float(scored.reference.logprobs[scored.rollout.mask].mean())
 
 
-def length(scored: Scored) -> float:
+def length(scored: Batch) -> float:
     """Mean tokens per completion."""
     return float(scored.rollout.mask.sum(1).float().mean())
 

@@ -85,7 +85,7 @@ class Patient(Callback):
 
     def before_update(self, trainer: Any) -> None:
         """Wait for the batches ahead."""
-        for batch in () if trainer.ahead is None else trainer.ahead.batches:
+        for batch in getattr(trainer.source, "batches", ()):
             batch.sampled.result()
 
 

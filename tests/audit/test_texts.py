@@ -118,7 +118,7 @@ def test_the_audit_is_within_its_standard_error_of_the_exact_values(seeds, tmp_p
         values, actions = exact(trainer, reward, gamma)
         for seed in range(seeds):
             audit = trainer.auditor.audit(25 * number + seed)
-            ids, mask = audit.batch.scored.rollout.response_ids, audit.batch.scored.rollout.mask
+            ids, mask = audit.batch.rollout.response_ids, audit.batch.rollout.mask
             for row in range(len(audit.rows)):
                 tokens = ids[row][mask[row]].tolist()
                 for at, token in enumerate(tokens):
@@ -137,7 +137,7 @@ def test_with_a_bootstrap_a_cut_completion_is_worth_its_rewards_and_the_critics_
     settings = AuditConfig(every=1, completions=20, continuations=2, states=None)
     trainer = trainer_of(tmp_path, dense, advantage=AdvantageConfig(gamma=0.9, bootstrap=True), audit=settings)
     audit = trainer.auditor.audit(1)
-    scored, policy = audit.batch.scored, trainer.policy
+    scored, policy = audit.batch, trainer.policy
     cut = scored.rollout.truncated.nonzero()[:, 0].tolist()
     assert cut
     for row in cut:
@@ -191,7 +191,7 @@ def test_every_kind_of_run_is_audited_and_left_as_it_was(kind, tmp_path):
     assert (found["critic"] is None) == (trainer.policy.critic is None)
     assert found["credit"]["shown"] == shown
     assert found["credit"]["tokens"] == known.sum() > 6
-    assert not (known & ~audit.batch.scored.rollout.mask[audit.rows]).any()
+    assert not (known & ~audit.batch.rollout.mask[audit.rows]).any()
     assert all(x["correlation"].keys() == {"value", "low", "high"} for x in found["credit"]["estimators"].values())
     samples = audit.samples(trainer.tokenizer)
     for row, sample in enumerate(samples):
@@ -206,11 +206,11 @@ def test_every_kind_of_run_is_audited_and_left_as_it_was(kind, tmp_path):
 def test_group_estimators_are_compared_though_the_run_samples_one_completion_per_prompt(tmp_path):
     trainer = trainer_of(tmp_path, rollout=RolloutConfig(batch_size=6, max_new_tokens=LENGTH))
     audit = replace(trainer.auditor, group=4).audit(1)
-    assert len(audit.batch.scored.scores) == 8
+    assert len(audit.batch.scores) == 8
     assert audit.rows == [0, 4]
-    scores = audit.batch.scored.scores.view(2, 4)
+    scores = audit.batch.scores.view(2, 4)
     rest = (scores.sum(1) - scores[:, 0]) / 3
-    kl = trainer.credit._rewards(audit.batch.scored, audit.batch.scored.scores)[1].sum(1).view(2, 4)
+    kl = trainer.credit._rewards(audit.batch, audit.batch.scores)[1].sum(1).view(2, 4)
     rest_kl = (kl.sum(1) - kl[:, 0]) / 3
     expected = scores[:, 0] + kl[:, 0] - rest - rest_kl
     torch.testing.assert_close(audit.advantages["leave_one_out"][:, 0], expected)
@@ -222,7 +222,7 @@ def test_a_running_baseline_is_the_one_that_the_run_would_subtract(tmp_path):
     trainer = trainer_of(tmp_path, **kind)
     trainer.credit.give(trainer.collect())
     audit = trainer.auditor.audit(1)
-    expected = audit.batch.scored.scores - trainer.credit.baseline.mean
+    expected = audit.batch.scores - trainer.credit.baseline.mean
     torch.testing.assert_close(audit.advantages["uniform"][:, 0], expected[audit.rows])
 
 
@@ -233,7 +233,7 @@ def test_the_truth_is_on_the_scale_of_the_runs_scores(normalize, tmp_path):
         for name, shift in (("none", {}), (normalize, {"shift_mean": True}))
     }
     plain, scaled = (trainer.auditor.audit(1) for trainer in trainers.values())
-    scores = plain.batch.scored.scores.double()
+    scores = plain.batch.scores.double()
     mean, deviation = scores.mean(), scores.std(correction=0)
     torch.testing.assert_close(
         scaled.truth.values, (plain.truth.values - mean) / deviation, equal_nan=True, rtol=1e-4, atol=1e-5
@@ -310,7 +310,7 @@ def test_continuations_stay_within_the_context(spare, tmp_path):
     trainer = PPOTrainer(GPTNeoForCausalLM(config).eval(), whole, args, processing_class=tokenizer())
     audit = trainer.auditor.audit(1)
     assert audit.continuations == 8
-    assert not audit.truth.values[audit.batch.scored.rollout.mask[audit.rows]].isnan().any()
+    assert not audit.truth.values[audit.batch.rollout.mask[audit.rows]].isnan().any()
 
 
 def noisy(completion_ids, **_):
@@ -338,7 +338,7 @@ def test_time_that_is_up_leaves_fewer_continuations_of_some_states(tmp_path):
     )
     audit = trainer.auditor.audit(1)
     assert audit.continuations == 4
-    assert 0 < audit.truth.values.isfinite().sum() < audit.batch.scored.rollout.mask[audit.rows].sum()
+    assert 0 < audit.truth.values.isfinite().sum() < audit.batch.rollout.mask[audit.rows].sum()
 
 
 TOGETHER = """
@@ -351,7 +351,7 @@ trainer = trainer_of({run!r}, audit=settings)
 audit = trainer.auditor.audit(2)
 found = audit.judge(trainer.processes)
 values, errors = exact(trainer, whole, 1.0)[0], []
-rollout = audit.batch.scored.rollout
+rollout = audit.batch.rollout
 for row in range(len(audit.rows)):
     tokens = rollout.response_ids[row][rollout.mask[row]].tolist()
     for at in range(len(tokens)):
@@ -395,7 +395,7 @@ def test_targets_are_means_of_continuations_and_the_others_stay(tmp_path):
     trainer = trainer_of(tmp_path / "run", critic=critic, rollout=RolloutConfig(batch_size=64, max_new_tokens=4))
     values, actions = exact(trainer, whole, gamma=1.0)
     batch, before, after, metrics = targets(trainer)
-    ids, mask = batch.scored.rollout.response_ids, batch.scored.rollout.mask
+    ids, mask = batch.rollout.response_ids, batch.rollout.mask
     changed = (after.returns != before.returns) & mask
     assert 0.3 < changed.sum() / mask.sum() < 0.9, "two of up to four states of each completion"
     assert torch.equal(after.advantages, before.advantages)

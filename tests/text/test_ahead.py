@@ -39,7 +39,7 @@ class Patient(Callback):
     """Lets the update begin only when all batches ahead are sampled, so that ages do not depend on timing."""
 
     def before_update(self, trainer):
-        for batch in trainer.ahead.batches:
+        for batch in trainer.source.batches:
             batch.sampled.result()
 
 
@@ -197,7 +197,7 @@ def test_sampling_goes_on_while_rewards_are_computed(tmp_path):
     tokens = []
 
     def slow(completions, **_):
-        sampler = trainer.ahead.engine.sampler
+        sampler = trainer.source.engine.sampler
         before = sum(flight.sampled() for flight in list(sampler.flights.values()))
         time.sleep(0.5)
         flights = list(sampler.flights.values())
@@ -400,7 +400,7 @@ def test_draws_depend_on_the_seed(tmp_path):
 
     class Seeds(Callback):
         def after_rollout(self, trainer, **_):
-            seeds.append(trainer.ahead.engine.sampler.room[0].seed)
+            seeds.append(trainer.source.engine.sampler.room[0].seed)
 
     for seed in (1, 2, 2):
         folder = tmp_path / str(len(seeds))

@@ -21,10 +21,10 @@ from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, RunConfig, UpdateConfig
+from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.pipeline import Scored
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import ReferenceOutputs, rollout_values
 
@@ -55,8 +55,16 @@ def scored_of(tokenizer, scores, *, lengths=None, kl=None, values=None, truncate
     )
     reference = ReferenceOutputs() if kl is None else ReferenceOutputs(zeros, torch.tensor(kl) * mask)
     after = None if bootstrap is None else torch.tensor(bootstrap)
-    scored = Scored(prompts, rollout, [""] * rows, reference, torch.tensor(scores), dense, {}, bootstrap=after)
-    return replace(scored, of_texts=dense is None or any(scores))
+    return Batch(
+        prompts,
+        rollout,
+        [""] * rows,
+        reference=reference,
+        bootstrap=after,
+        scores=torch.tensor(scores),
+        dense=dense,
+        of_texts=dense is None or any(scores),
+    )
 
 
 def grouped(per_prompt=2, batch_size=4, **advantage):
@@ -246,7 +254,7 @@ def test_completions_that_were_cut_off_are_left_out_of_the_loss_and_of_whitening
     expected = (left - left.mean()) / left.std(correction=0)
     torch.testing.assert_close(experience.advantages[kept], expected)
     assert (experience.advantages[2] == 0).all()
-    assert batch.scored.rollout.mask.sum() == 7, "what is written down holds all of them"
+    assert batch.rollout.mask.sum() == 7, "what is written down holds all of them"
 
 
 def test_the_scores_of_completions_that_were_cut_off_count_in_their_groups(tokenizer):
@@ -516,7 +524,7 @@ def test_a_run_with_filters_says_log_ratio_wherever_it_says_kl(tmp_path, capsys)
 def test_the_mean_of_values_is_there_with_a_critic_alone(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", critic=CriticConfig(init="orthogonal")), reward_funcs=vowels)
     batch, _ = trainer.credit.give(trainer.collect())
-    rollout = batch.scored.rollout
+    rollout = batch.rollout
     mean = float(rollout.values[rollout.mask].mean())
     assert batch.metrics(trainer.processes)["value_mean"] == pytest.approx(mean, rel=1e-4, abs=1e-7)
     none = small(tmp_path / "none", critic=NO_CRITIC, advantage=AdvantageConfig(estimator="reward_to_go"))

@@ -23,16 +23,14 @@ from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
-from tokencredit.text.batch import behavior_metrics
+from tokencredit.text.batch import Batch, behavior_metrics
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.models import precision
-from tokencredit.text.pipeline import Scored
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.scoring_passes import ReferenceOutputs
 
 NUCLEUS = RolloutConfig(batch_size=8, max_new_tokens=8, top_p=0.9)
 
@@ -54,7 +52,7 @@ def scored_by_hand(tokenizer):
         truncated=torch.tensor([False, True]),
         behavior_logprobs=logs([[0.2, 0.2, 0.2], [0.2, 1.0, 1.0]]),
     )
-    return Scored(prompts, rollout, ["", ""], ReferenceOutputs(), torch.tensor([1.0, 2.0]), None, {})
+    return Batch(prompts, rollout, ["", ""], scores=torch.tensor([1.0, 2.0]))
 
 
 def given(tokenizer, mask_truncated=False, **settings):
@@ -80,26 +78,26 @@ def test_weights_by_hand(settings, expected, tokenizer):
     batch, experience = given(tokenizer, **settings)
     torch.testing.assert_close(experience.weights, torch.tensor(expected))
     assert experience.weights is batch.weights
-    assert torch.equal(experience.logprobs, batch.scored.rollout.logprobs)
+    assert torch.equal(experience.logprobs, batch.rollout.logprobs)
 
 
 def test_a_completion_out_of_the_loss_keeps_its_weight_in_the_statistics(tokenizer):
     batch, experience = given(tokenizer, mask_truncated=True, correct="clip")
     assert not experience.mask[1].any()
-    metrics = behavior_metrics(batch.scored.rollout, batch.weights, Processes())
+    metrics = behavior_metrics(batch.rollout, batch.weights, Processes())
     assert metrics["weight_mean"] == pytest.approx((0.5 + 2 + 1.5 + 2) / 4)
 
 
 def test_without_a_correction_there_are_no_weights(tokenizer):
     batch, experience = given(tokenizer)
     assert experience.weights is None
-    assert torch.equal(experience.logprobs, batch.scored.rollout.logprobs)
+    assert torch.equal(experience.logprobs, batch.rollout.logprobs)
 
 
 def test_the_proximal_policy_may_be_the_one_that_drew(tokenizer):
     batch, experience = given(tokenizer, proximal="behavior")
     assert experience.weights is None
-    assert torch.equal(experience.logprobs, batch.scored.rollout.behavior_logprobs)
+    assert torch.equal(experience.logprobs, batch.rollout.behavior_logprobs)
 
 
 def test_metrics_by_hand(tokenizer):
@@ -327,7 +325,7 @@ def test_an_interpolated_update_by_hand(tmp_path):
     )
     trainer = PPOTrainer(args=args)
     scored = trainer.collect()
-    trainer.ahead.close()
+    trainer.source.close()
     present, mask = scored.rollout.logprobs, scored.rollout.mask
     age = torch.arange(mask.numel()).view(mask.shape) % 4
     drawn = present + 0.3 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))

@@ -191,7 +191,7 @@ def test_every_estimator_by_its_name(estimator, tmp_path):
     )
     trainer = PPOTrainer(args=args)
     batch, _ = trainer.credit.give(trainer.collect())
-    acted = batch.scored.rollout.mask
+    acted = batch.rollout.mask
     assert batch.advantages[acted].isfinite().all()
     assert (batch.advantages[~acted] == 0).all()
     scores = batch.rewards.sum(1)
@@ -223,7 +223,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
     trainer.iteration(1)
     batch, experience = trainer.credit.give(trainer.collect())
-    scored, rollout = batch.scored, batch.scored.rollout
+    scored, rollout = batch, batch.rollout
     with torch.no_grad():
         policy = trainer.policy.lm(torch.cat([rollout.prompt_ids, rollout.response_ids], 1)).logits
         reference = trainer.reference.lm(torch.cat([rollout.prompt_ids, rollout.response_ids], 1)).logits
@@ -469,7 +469,7 @@ def test_scores_are_normalised_as_asked(normalize, shift, tmp_path):
     args = small(tmp_path / "run", score=ScoreConfig(normalize=normalize, shift_mean=shift), kl=KLConfig(coef=0.0))
     trainer = PPOTrainer(args=args)
     batch, _ = trainer.credit.give(trainer.collect())
-    paid, scores = batch.rewards.sum(1), batch.scored.totals()
+    paid, scores = batch.rewards.sum(1), batch.totals()
     assert float(paid.std(correction=0)) == pytest.approx(1, rel=1e-3)
     assert float(paid.mean()) == pytest.approx(0 if shift else float(scores.mean()), abs=1e-4)
 
@@ -480,9 +480,9 @@ def test_dense_rewards_are_paid_where_they_stand(tmp_path):
 
     trainer = PPOTrainer(reward_funcs=places, args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
     batch, _ = trainer.credit.give(trainer.collect())
-    expected = torch.arange(batch.rewards.shape[1]).expand_as(batch.rewards) * batch.scored.rollout.mask
+    expected = torch.arange(batch.rewards.shape[1]).expand_as(batch.rewards) * batch.rollout.mask
     torch.testing.assert_close(batch.rewards, expected.float())
-    torch.testing.assert_close(batch.scored.totals(), expected.float().sum(1))
+    torch.testing.assert_close(batch.totals(), expected.float().sum(1))
 
 
 def test_the_model_card_says_what_was_trained(run):

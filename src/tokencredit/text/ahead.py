@@ -12,18 +12,19 @@ from torch import Tensor
 
 from tokencredit.errors import EngineLost
 from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.background import BackgroundEngine, start_background
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.pipeline import Pipeline, Sampled
+from tokencredit.text.pipeline import Pipeline
 
 
-class _Batch(NamedTuple):
+class _Begun(NamedTuple):
     state: dict[str, Any]
     """State of the stream before the batch was drawn."""
-    sampled: Future[Sampled]
+    sampled: Future[Batch]
 
 
 class SamplesAhead:
@@ -59,11 +60,11 @@ class SamplesAhead:
         self.engine: BackgroundEngine | None = None
         """Samples in the background; None before the first batch."""
         self.threads: ThreadPoolExecutor | None = None
-        self.batches: deque[_Batch] = deque()
+        self.batches: deque[_Begun] = deque()
         self.proven = False
         """True once a batch has shown that the copy of the weights is the policy."""
 
-    def next(self, later: int) -> Sampled:
+    def sample(self, later: int) -> Batch:
         """The next batch, sampled to its end, with the age of each token, and scored by the policy if `scores`.
 
         After a failure of the sampler, batches that were not taken are sampled anew by another one.
@@ -84,14 +85,14 @@ class SamplesAhead:
         except EngineLost as lost:
             raise EngineLost(f"after a new start, {lost}") from lost
 
-    def _next(self, later: int) -> Sampled:
+    def _next(self, later: int) -> Batch:
         # Begin as many batches as may wait, so that the sampler is never idle.
         while len(self.batches) <= min(self.settings.max_age, later):
             state = self.stream.state_dict()
             prompts, uniforms = self.stream.next_batch()
             self.engine = self.engine or self._start(prompts, uniforms)
             self.threads = self.threads or ThreadPoolExecutor(self.settings.max_age + 1, "sampling")
-            self.batches.append(_Batch(state, self.threads.submit(self._sample, self.engine, prompts, uniforms)))
+            self.batches.append(_Begun(state, self.threads.submit(self._sample, self.engine, prompts, uniforms)))
         # Wait for the oldest one.
         sampled = self.batches[0].sampled.result()
         self.batches.popleft()
@@ -102,9 +103,9 @@ class SamplesAhead:
             scored = self.run.engine.exact(rollout, self.settings)
             self.proven = self.proven or self.engine.proves(scored, self.settings)
             rollout = scored if self.scores else rollout
-        return sampled._replace(rollout=rollout)
+        return replace(sampled, rollout=rollout)
 
-    def _sample(self, engine: BackgroundEngine, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Sampled:
+    def _sample(self, engine: BackgroundEngine, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Batch:
         """Sample a batch, in a thread, and start the calls of slow reward terms."""
         player = None if self.run.player is None else replace(self.run.player, engine=engine)
         pipeline = replace(self.run, engine=engine, player=player)
@@ -123,8 +124,9 @@ class SamplesAhead:
         """State of the stream before the first batch that was not taken, which is sampled again after a resume."""
         return self.batches[0].state if self.batches else self.stream.state_dict()
 
-    def clear(self) -> None:
-        """Drop all batches, since the stream was set back."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the stream back, and drop the batches that it gave since."""
+        self.stream.load_state_dict(state)
         self.batches.clear()
 
     def close(self) -> None:

@@ -1,10 +1,20 @@
-"""An iteration's scored completions with credit, and their metrics and sample records."""
+"""A batch of completions: sampled, scored and given credit; its metrics and sample records.
+
+From engine to loss a token passes six carriers, each with one reason to exist:
+
+1. `PromptBatch`: prompts as token ids, before anything is sampled.
+2. `Rollout`: the tensors that an engine makes, and nothing of texts or rewards.
+3. `Batch`: everything known of completions in the end, for records, metrics and audits; filled step by step.
+4. `Experience`: what an update reads, for text and Gymnasium alike; minibatches and micro-batches are its rows.
+5. `PolicyOutputs`: what the model now says of the rows, with the critic's outputs as the critic gives them.
+6. `Loss`: the policy's and the critic's part of the loss, with gradients, and the terms for the metrics.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -14,49 +24,113 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import moments
 from tokencredit.core.off_policy import CorrectionStats, correction_stats
+from tokencredit.core.rewards import k1
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import critic_metrics
+from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.pipeline import Scored
-from tokencredit.text.rewards.terms import term_metrics
+from tokencredit.text.rewards.terms import PendingCall, term_metrics
 from tokencredit.text.rewards.texts import last_message
+from tokencredit.text.scoring_passes import ReferenceOutputs
 from tokencredit.text.turns.episode_record import episode_metrics, episode_record
+from tokencredit.text.turns.play import Transcript
 
 DECIMALS = 6
 """Decimals of numbers in samples.jsonl."""
+EMPTY = torch.empty(0)
+"""A tensor that a later step fills."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Scored completions with the credit of each token, `[batch, time]`."""
+    """Completions of prompts. `Pipeline.sample` makes a batch; `Pipeline.score` and `Credit.give` each fill their part.
 
-    scored: Scored
-    rewards: Tensor
+    Tensors are `[batch, time]` unless said otherwise.
+    """
+
+    prompts: PromptBatch
+    rollout: Rollout
+    completions: list[str]
+    episodes: list[Transcript] | None = None
+    """Transcripts of episodes of several turns; None if a completion is one turn."""
+    pending: Mapping[str, PendingCall] = field(default_factory=dict)
+    """Calls of reward terms that `Pipeline.start_rewards` has started."""
+
+    # Filled by `Pipeline.score`.
+    reference: ReferenceOutputs = ReferenceOutputs()  # noqa: RUF009  (immutable)
+    bootstrap: Tensor | None = None
+    """`[batch]`, the critic's value of the state after truncated completions, 0 elsewhere; None without a bootstrap."""
+    scores: Tensor = EMPTY
+    """`[batch]`, weighted sum of terms with one number per completion, the reward of its last token."""
+    dense: list[list[float]] | None = None
+    """Weighted sum of terms with one number per token; None if there is none."""
+    terms: dict[str, list[float | None]] = field(default_factory=dict)
+    """Unweighted values of each term; None where it does not apply."""
+    of_texts: bool = True
+    """True if some term gave one number for a whole completion."""
+    filtered: bool = False
+    """True if filters such as top_p truncated the sampling distribution."""
+
+    # Filled by `Credit.give`.
+    rewards: Tensor = EMPTY
     """Reward of each token: scores, at the last token unless dense, less the KL penalty."""
-    advantages: Tensor
-    returns: Tensor
-    in_loss: Tensor
+    advantages: Tensor = EMPTY
+    """Before whitening."""
+    returns: Tensor = EMPTY
+    in_loss: Tensor = EMPTY
     """True at tokens in the loss."""
-    valued: Tensor
+    valued: Tensor = EMPTY
     """True at tokens whose value the critic learns: all, or the first of each turn."""
-    masks: bool = False
-    """Completions may be masked from the loss; adds the metric `masked`, the share of masked tokens."""
     weights: Tensor | None = None
     """Importance weights on the policy loss; None without a correction."""
+    masks: bool = False
+    """Completions may be masked from the loss; adds the metric `masked`, the share of masked tokens."""
+
+    def answers(self) -> list[Prompt]:
+        """Completions as reward terms receive them: texts, or messages, of all turns if there are several."""
+        if self.episodes is None:
+            return self.prompts.answers(self.completions)
+        rows = zip(self.episodes, self.prompts.prompts, self.completions, strict=True)
+        return [episode.completion(prompt, text) for episode, prompt, text in rows]
+
+    def texts(self) -> list[str]:
+        """Each prompt's text followed by its completion."""
+        return self.prompts.continued(self.completions)
+
+    def totals(self) -> Tensor:
+        """Total reward of each completion, `[batch]`."""
+        if self.dense is None:
+            return self.scores
+        return self.scores + torch.tensor([sum(row) for row in self.dense], device=self.scores.device)
+
+    def kl(self) -> tuple[str, Tensor] | None:
+        """Metric name and KL to the reference model at each token, in nats; None without a reference model.
+
+        The exact KL if known, otherwise log π/π_ref of the sampled token, whose mean estimates the KL. With filters
+        such as top_p, and for tokens of earlier updates, it is a biased estimate and called `log_ratio`.
+        """
+        reference = self.reference
+        if reference.exact and reference.kl is not None:
+            return "kl", reference.kl
+        if reference.logprobs is None:
+            return None
+        log_ratio = k1(self.rollout.logprobs, reference.logprobs, self.rollout.mask)
+        return "log_ratio" if self.filtered or self.rollout.age is not None else "kl", log_ratio
 
     def metrics(self, processes: Processes) -> dict[str, float]:
         """The batch's metrics, over the completions of all processes."""
-        scored, rollout, mask = self.scored, self.scored.rollout, self.scored.rollout.mask
-        totals = scored.totals()
-        all_rows = torch.ones_like(totals, dtype=torch.bool)
-        _, reward, variance = moments(totals, all_rows, processes.sum)
-        (rows, tokens, entropy, cut, in_loss), texts = self._sums(processes), text_metrics(scored, processes)
+        rollout, mask, totals = self.rollout, self.rollout.mask, self.totals()
+        _, reward, variance = moments(totals, torch.ones_like(totals, dtype=torch.bool), processes.sum)
+        entropies = -rollout.logprobs if rollout.entropy is None else rollout.entropy
+        counts = (entropies.new_full((), len(mask)), mask.sum(), entropies.sum(), rollout.truncated.sum())
+        rows, tokens, entropy, cut, in_loss = processes.sum(torch.stack([*counts, self.in_loss.sum()])).tolist()
+        texts = text_metrics(self, processes)
         # If no token is in the loss, average over all tokens.
         _, advantage, advantage_variance = moments(self.advantages, self.in_loss if in_loss else mask, processes.sum)
         metrics = {
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
-            **term_metrics(scored.terms, processes.sum, mask.device),
+            **term_metrics(self.terms, processes.sum, mask.device),
             "entropy": entropy / tokens,
             "tokens": tokens,
             "length": tokens / rows,
@@ -65,8 +139,8 @@ class Batch:
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
         }
-        if scored.episodes is not None:
-            metrics |= episode_metrics(scored.episodes, processes, mask.device)
+        if self.episodes is not None:
+            metrics |= episode_metrics(self.episodes, processes, mask.device)
         if rollout.age is not None:
             oldest = float(processes.max(rollout.age.max()))
             metrics |= {"age_mean": float(processes.sum(rollout.age.sum())) / tokens, "age_max": oldest}
@@ -76,20 +150,11 @@ class Batch:
             metrics |= behavior_metrics(rollout, self.weights, processes)
         if rollout.values is not None:
             metrics |= critic_metrics(rollout.values, self.returns, self.valued, processes.sum)
-        if (reference := scored.reference.logprobs) is not None and (distance := scored.kl()) is not None:
+        if (reference := self.reference.logprobs) is not None and (distance := self.kl()) is not None:
             name, kl = distance
             kl_sum, ref_logprobs = processes.sum(torch.stack([kl.sum(), reference.sum()])).tolist()
             metrics |= {name: kl_sum / rows, "ref_logprob": ref_logprobs / tokens}
         return metrics
-
-    def _sums(self, processes: Processes) -> list[float]:
-        """Sums over processes: rows, tokens, entropy, truncated rows, tokens in the loss."""
-        rollout = self.scored.rollout
-        entropy = -rollout.logprobs.sum() if rollout.entropy is None else rollout.entropy.sum()
-        rows = entropy.new_full((), len(rollout.mask))
-        values = (rows, rollout.mask.sum(), entropy, rollout.truncated.sum(), self.in_loss.sum())
-        sums: list[float] = processes.sum(torch.stack(values)).tolist()
-        return sums
 
     def samples(
         self, tokenizer: PreTrainedTokenizerBase, rows: Iterable[int], new_logprobs: Tensor | None = None
@@ -104,43 +169,39 @@ class Batch:
         return [self._sample(row, tokenizer, new_logprobs) for row in rows]
 
     def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor | None) -> dict[str, Any]:
-        scored, rollout = self.scored, self.scored.rollout
-        length, episode = (
-            int(rollout.response_lengths()[row]),
-            None if scored.episodes is None else scored.episodes[row],
-        )
-
-        def numbers(tensor: Tensor) -> list[float]:
-            return [round(x, DECIMALS) for x in tensor[row, :length].tolist()]
-
-        ids = rollout.response_ids[row, :length].tolist()
-        prompt = scored.prompts.prompts[row]
-        sample = {
-            "prompt": scored.prompts.texts[row],
-            **({} if isinstance(prompt, str) else {"message": last_message(prompt)}),
-            "completion": scored.completions[row],
-            "reward": round(float(scored.totals()[row]), DECIMALS),
-            "terms": {name: _rounded(values[row]) for name, values in scored.terms.items()},
-            "truncated": bool(rollout.truncated[row]),
-            "token_ids": ids,
-            "tokens": rollout.tokens(row, tokenizer),
-            "logprobs": numbers(rollout.logprobs),
-            **({} if rollout.behavior_logprobs is None else {"behavior_logprobs": numbers(rollout.behavior_logprobs)}),
-            **({} if new_logprobs is None else {"new_logprobs": numbers(new_logprobs)}),
-            "rewards": numbers(self.rewards),
-            "advantages": numbers(self.advantages),
-            "returns": numbers(self.returns),
+        rollout, prompt = self.rollout, self.prompts.prompts[row]
+        length = int(rollout.response_lengths()[row])
+        per_token = {
+            "logprobs": rollout.logprobs,
+            "behavior_logprobs": rollout.behavior_logprobs,
+            "new_logprobs": new_logprobs,
+            "rewards": self.rewards,
+            "advantages": self.advantages,
+            "returns": self.returns,
+            "values": rollout.values,
+            "ref_logprobs": self.reference.logprobs,
         }
-        if episode is not None:
-            sample |= {"mask": rollout.mask[row, :length].int().tolist(), **episode_record(episode)}
+        sample = {
+            "prompt": self.prompts.texts[row],
+            **({} if isinstance(prompt, str) else {"message": last_message(prompt)}),
+            "completion": self.completions[row],
+            "reward": round(float(self.totals()[row]), DECIMALS),
+            "terms": {
+                name: None if (x := values[row]) is None else round(x, DECIMALS) for name, values in self.terms.items()
+            },
+            "truncated": bool(rollout.truncated[row]),
+            "token_ids": rollout.response_ids[row, :length].tolist(),
+            "tokens": rollout.tokens(row, tokenizer),
+        }
+        for name, numbers in per_token.items():
+            if numbers is not None:
+                sample[name] = [round(x, DECIMALS) for x in numbers[row, :length].tolist()]
+        if self.episodes is not None:
+            sample |= {"mask": rollout.mask[row, :length].int().tolist(), **episode_record(self.episodes[row])}
         if rollout.age is not None:
             sample["age"] = rollout.age[row, :length].tolist()
-        if rollout.values is not None:
-            sample["values"] = numbers(rollout.values)
-        if scored.bootstrap is not None and rollout.truncated[row]:
-            sample["bootstrap"] = round(float(scored.bootstrap[row]), DECIMALS)
-        if scored.reference.logprobs is not None:
-            sample["ref_logprobs"] = numbers(scored.reference.logprobs)
+        if self.bootstrap is not None and rollout.truncated[row]:
+            sample["bootstrap"] = round(float(self.bootstrap[row]), DECIMALS)
         return sample
 
 
@@ -157,24 +218,22 @@ def behavior_metrics(rollout: Rollout, weights: Tensor | None, processes: Proces
     return CorrectionStats(processes.sum(stats.sums), stats.weighted).metrics()
 
 
-def text_metrics(scored: Scored, processes: Processes) -> dict[str, float]:
+def text_metrics(batch: Batch, processes: Processes) -> dict[str, float]:
     """Diversity metrics over the completions of all processes.
 
     Returns:
         `distinct`, the share of distinct texts; `distinct_2`, the share of distinct token bigrams; and `repetition`,
         the share of bigrams that repeat one of the same completion.
     """
-    rollout = scored.rollout
-    hashes = text_hashes(scored.prompts.texts, scored.completions).to(rollout.mask.device)
-    all_pairs, pairs, distinct_in_rows = token_pairs(rollout.response_ids, rollout.mask)
-    counts = torch.tensor(
-        [float(x) for x in (len(rollout.mask), all_pairs, distinct_in_rows)], device=rollout.mask.device
-    )
-    rows, all_pairs_sum, distinct_in_rows_sum = processes.sum(counts).tolist()
+    rollout, device = batch.rollout, batch.rollout.mask.device
+    hashes = text_hashes(batch.prompts.texts, batch.completions).to(device)
+    number, pairs, distinct_in_rows = token_pairs(rollout.response_ids, rollout.mask)
+    counts = [float(x) for x in (len(rollout.mask), number, distinct_in_rows)]
+    rows, all_pairs, distinct_in_all_rows = processes.sum(torch.tensor(counts, device=device)).tolist()
     return {
         "distinct": distinct_over_processes(hashes, processes) / rows,
-        "distinct_2": distinct_over_processes(pairs, processes) / max(all_pairs_sum, 1),
-        "repetition": 1 - distinct_in_rows_sum / max(all_pairs_sum, 1),
+        "distinct_2": distinct_over_processes(pairs, processes) / max(all_pairs, 1),
+        "repetition": 1 - distinct_in_all_rows / max(all_pairs, 1),
     }
 
 
@@ -205,7 +264,3 @@ def distinct_over_processes(numbers: Tensor, processes: Processes) -> int:
     """Number of distinct numbers over all processes, from those of this one, `[n]`, which are not negative."""
     gathered = processes.gather(numbers)
     return len(gathered[gathered >= 0].unique())
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, DECIMALS)

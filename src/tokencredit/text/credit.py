@@ -21,7 +21,6 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.pipeline import Scored
 
 NOISE = math.sqrt(VARIANCE_GUARD)
 """Standard deviation of scores up to which their differences count as noise."""
@@ -58,7 +57,7 @@ class Credit:
         self.baseline = RunningMoments(args.advantage.baseline_decay)
         self.explained = RunningMoments(EXPLAINED_DECAY)
 
-    def give(self, scored: Scored) -> tuple[Batch, Experience]:
+    def give(self, scored: Batch) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
 
         A truncated completion counts as terminal: it gets its full score, and the value of the state after it is 0.
@@ -83,15 +82,23 @@ class Credit:
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
-        valued = self.valued(rollout)
-        weights, masks = self._weights(rollout), args.ppo.mask_truncated
-        batch = Batch(scored, rewards, advantages, returns, in_loss, valued, masks=masks, weights=weights)
+        weights = self._weights(rollout)
+        batch = replace(
+            scored,
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+            in_loss=in_loss,
+            valued=self.valued(rollout),
+            weights=weights,
+            masks=args.ppo.mask_truncated,
+        )
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
         experience = self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
         return batch, replace(experience, weights=weights)
 
-    def monte_carlo(self, scored: Scored) -> Experience:
+    def monte_carlo(self, scored: Batch) -> Experience:
         """The experience for training the critic alone, with sampled returns whatever the estimator.
 
         Raises:
@@ -124,7 +131,7 @@ class Credit:
         """The current KL coefficient and, if it follows the critic, λ."""
         return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam_follows else {})
 
-    def _measure_critic(self, scored: Scored, score_rewards: Tensor, kl_rewards: Tensor) -> None:
+    def _measure_critic(self, scored: Batch, score_rewards: Tensor, kl_rewards: Tensor) -> None:
         """Update the explained variance with a batch that the critic has not learned from yet."""
         values = scored.rollout.values
         assert values is not None, "the estimator needs a critic"
@@ -173,7 +180,7 @@ class Credit:
         turns = self._turns(rollout)
         return rollout.mask if turns is None else turns.first
 
-    def returns(self, scored: Scored, scale: ScoreScale) -> Tensor:
+    def returns(self, scored: Batch, scale: ScoreScale) -> Tensor:
         """Sampled returns `[batch, time]`: the discounted sum of rewards from each token on.
 
         Args:
@@ -185,11 +192,11 @@ class Credit:
         returns, _ = estimate("reward_to_go", score_rewards + kl_rewards, options=options, **self._where(scored))
         return returns
 
-    def advantages(self, scored: Scored, scale: ScoreScale, args: AdvantageConfig) -> Tensor:
+    def advantages(self, scored: Batch, scale: ScoreScale, args: AdvantageConfig) -> Tensor:
         """Unwhitened advantages by another estimator; arguments as in `returns`."""
         return self._estimate(scored, *self._rewards(scored, scale(scored.scores)), args)[0]
 
-    def _rewards(self, scored: Scored, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _rewards(self, scored: Batch, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Rewards per token in two parts, `[batch, time]` each: normalised scores with other penalties, and −β · KL."""
         args, rollout, mask = self.args.score, scored.rollout, scored.rollout.mask
         overlong = None
@@ -212,7 +219,7 @@ class Credit:
         return score_rewards, token_rewards(nothing, mask, kl=scored.reference.kl, kl_coef=self.kl.coef)
 
     def _estimate(
-        self, scored: Scored, score_rewards: Tensor, kl_rewards: Tensor, args: AdvantageConfig
+        self, scored: Batch, score_rewards: Tensor, kl_rewards: Tensor, args: AdvantageConfig
     ) -> tuple[Tensor, Tensor]:
         """Compute advantages and returns.
 
@@ -231,7 +238,7 @@ class Credit:
             return estimate_by_turn(args.estimator, rewards, rollout.values, turns=turns, options=options, **where)
         return estimate(args.estimator, rewards, rollout.values, options=options, **where)
 
-    def _where(self, scored: Scored) -> EpisodeBounds:
+    def _where(self, scored: Batch) -> EpisodeBounds:
         """The mask and, if there is one, the bootstrap of truncated completions."""
         mask = scored.rollout.mask
         where: EpisodeBounds = {"mask": mask}
@@ -242,7 +249,7 @@ class Credit:
             where["bootstrap"] = scored.bootstrap.unsqueeze(1).expand(mask.shape)
         return where
 
-    def _require_dense(self, scored: Scored) -> None:
+    def _require_dense(self, scored: Batch) -> None:
         """Raise `RunStopped`, in every process, if a term scores whole completions."""
         if self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) == 0:
             return
@@ -252,7 +259,7 @@ class Credit:
             "numbers, one per token, or set advantage.bootstrap: false"
         )
 
-    def _require_scores(self, scored: Scored) -> None:
+    def _require_scores(self, scored: Batch) -> None:
         """Raise `RunStopped`, in every process, if settings of scores have none to act on."""
         args = self.args.score
         given = {"score.normalize": args.normalize != "none", "score.clip": args.clip is not None}
@@ -264,7 +271,7 @@ class Credit:
             "turn; leave them out, or scale the reward itself"
         )
 
-    def _experience(self, scored: Scored, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
+    def _experience(self, scored: Batch, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
         """The experience to learn from; the rollout's mask is true at tokens in the loss."""
         reference, inputs = scored.reference, rollout.inputs()
         turns = self._turns(scored.rollout)

@@ -19,12 +19,12 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.training import EvalConfig, KLConfig
-from tokencredit.text.batch import text_metrics
+from tokencredit.text.batch import Batch, text_metrics
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import share_of_rows
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.run_models import Models, load_source, with_reference
-from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.ppo_setup import (
     build_pipeline,
     check_evaluation_size,
@@ -67,7 +67,7 @@ def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig,
     return {f"eval/{name}": value for name, value in measure(scored, settings.best_of, processes).items()}
 
 
-def measure(scored: Scored, best_of: int, processes: Processes) -> dict[str, float]:
+def measure(scored: Batch, best_of: int, processes: Processes) -> dict[str, float]:
     """Metrics of scored completions over all processes."""
     rollout, distance = scored.rollout, scored.kl()
     totals = scored.totals().cpu()

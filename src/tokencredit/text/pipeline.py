@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.core.rewards import k1
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import gathered, is_sharded
 from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
-from tokencredit.text.data.prompts import Prompt, PromptBatch
+from tokencredit.text.batch import Batch
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
-from tokencredit.text.rewards.terms import PendingCall, Scores, score, start_calls
+from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
-from tokencredit.text.turns.play import Player, Transcript, columns
+from tokencredit.text.turns.play import Player, columns
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
@@ -41,71 +40,31 @@ class UnusableBatch(Exception):
         self.rollout, self.texts = rollout, texts
 
 
-class Sampled(NamedTuple):
-    """Completions of a batch."""
+class Source(Protocol):
+    """Where a batch of completions comes from: sampled when it is needed, or ahead of time in the background."""
 
-    prompts: PromptBatch
-    rollout: Rollout
-    completions: list[str]
-    episodes: list[Transcript] | None = None
-    """Transcripts of episodes of several turns; None if a completion is one turn."""
-    pending: Mapping[str, PendingCall] = MappingProxyType({})
-    """Calls of reward terms that `Pipeline.start_rewards` has started."""
+    def sample(self, later: int) -> Batch:
+        """The next batch.
 
-    def answers(self) -> list[Prompt]:
-        """Completions as reward terms receive them: texts, or messages, of all turns if there are several."""
-        if self.episodes is None:
-            return self.prompts.answers(self.completions)
-        rows = zip(self.episodes, self.prompts.prompts, self.completions, strict=True)
-        return [episode.completion(prompt, text) for episode, prompt, text in rows]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Completions with reference log-probs, KL and scores, before credit assignment."""
-
-    prompts: PromptBatch
-    rollout: Rollout
-    completions: list[str]
-    reference: ReferenceOutputs
-    scores: Tensor
-    """`[batch]`, weighted sum of terms with one number per completion, the reward of its last token."""
-    dense: list[list[float]] | None
-    """Weighted sum of terms with one number per token; None if there is none."""
-    terms: dict[str, list[float | None]]
-    """Unweighted values of each term; None where it does not apply."""
-    of_texts: bool = True
-    """True if some term gave one number for a whole completion."""
-    filtered: bool = False
-    """True if filters such as top_p truncated the sampling distribution."""
-    bootstrap: Tensor | None = None
-    """`[batch]`, the critic's value of the state after truncated completions, 0 elsewhere; None without a bootstrap."""
-    episodes: list[Transcript] | None = None
-    """Transcripts of episodes of several turns."""
-
-    def totals(self) -> Tensor:
-        """Total reward of each completion, `[batch]`."""
-        if self.dense is None:
-            return self.scores
-        return self.scores + torch.tensor([sum(row) for row in self.dense], device=self.scores.device)
-
-    def kl(self) -> tuple[str, Tensor] | None:
-        """Metric name and KL to the reference model at each token, in nats; None without a reference model.
-
-        The exact KL if known, otherwise log π/π_ref of the sampled token, whose mean estimates the KL. With filters
-        such as top_p, and for tokens of earlier updates, it is a biased estimate and called `log_ratio`.
+        Args:
+            later: number of batches that are needed after this one; no more are begun.
         """
-        reference = self.reference
-        if reference.exact and reference.kl is not None:
-            return "kl", reference.kl
-        if reference.logprobs is None:
-            return None
-        log_ratio = k1(self.rollout.logprobs, reference.logprobs, self.rollout.mask)
-        return "log_ratio" if self.filtered or self.rollout.age is not None else "kl", log_ratio
 
-    def texts(self) -> list[str]:
-        """Each prompt's text followed by its completion."""
-        return self.prompts.continued(self.completions)
+
+class TrainingSource(Source, Protocol):
+    """The source of a run's batches, whose position a checkpoint keeps."""
+
+    def weights_changed(self) -> None:
+        """Use the policy's weights, which have changed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State before the next batch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
 
 
 @contextmanager
@@ -159,15 +118,15 @@ class Pipeline:
 
     def sample(
         self, prompts: PromptBatch | TaskBatch, settings: SamplingConfig, uniforms: Tensor, per_prompt: int = 1
-    ) -> Sampled:
+    ) -> Batch:
         """Sample a completion, or play an episode, for each row of prompts. Arguments as in `collect`."""
         with self.engine.held():
             if isinstance(prompts, TaskBatch):
                 assert self.player is not None
                 played = self.player.play(prompts, settings, uniforms)
-                return Sampled(played.prompts, played.rollout, played.rollout.texts(self.tokenizer), played.transcripts)
+                return Batch(played.prompts, played.rollout, played.rollout.texts(self.tokenizer), played.transcripts)
             rollout = self.engine.generate(prompts, settings, uniforms, per_prompt)
-            return Sampled(prompts, rollout, rollout.texts(self.tokenizer))
+            return Batch(prompts, rollout, rollout.texts(self.tokenizer))
 
     def collect(
         self,
@@ -179,7 +138,7 @@ class Pipeline:
         values: bool = False,
         bootstrap: bool = False,
         stage: Stage = no_stage,
-    ) -> Scored:
+    ) -> Batch:
         """Sample a completion for each row of prompts and score it.
 
         Args:
@@ -195,55 +154,58 @@ class Pipeline:
             UnusableBatch: a log-probability, value or reward is not finite, in any process.
             RewardError: a reward could not be computed.
         """
-        sample = partial(self.sample, prompts, settings, uniforms, per_prompt)
-        return self.complete(sample, settings, values=values, bootstrap=bootstrap, stage=stage)
+        source = OneBatch(self, prompts, settings, uniforms, per_prompt)
+        return self.complete(source, settings, values=values, bootstrap=bootstrap, stage=stage)
 
     def complete(
         self,
-        sample: Callable[[], Sampled],
+        source: Source,
         settings: SamplingConfig,
+        later: int = 0,
         *,
         values: bool = False,
         bootstrap: bool = False,
         stage: Stage = no_stage,
-    ) -> Scored:
-        """Score the completions that `sample` returns; other arguments and errors as in `collect`."""
+    ) -> Batch:
+        """Take the next batch of a source and score it; `later` is as in `Source.sample`, all else as in `collect`."""
         with stage("rollout") as results:
+            # An engine that was lost is started again before anything is asked of it.
             self.engine.recover()
+            # Sample. If one process fails, all do, as far as the engine allows.
             with self.engine.agreed():
-                sampled = sample()
-            rollout = sampled.rollout
-            if values and rollout.values is None and self.policy.critic is not None:
+                batch = source.sample(later)
+            # The critic's values of the states before tokens, unless the engine has computed them on its way.
+            if values and batch.rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():
-                    rollout = replace(rollout, values=rollout_values(self.policy, rollout, self.budget, self.lockstep))
-            results["rollout"] = rollout
-        return self.score(sampled._replace(rollout=rollout), settings, bootstrap=bootstrap, stage=stage)
+                    estimates = rollout_values(self.policy, batch.rollout, self.budget, self.lockstep)
+                batch = replace(batch, rollout=replace(batch.rollout, values=estimates))
+            results["rollout"] = batch.rollout
+        return self.score(batch, settings, bootstrap=bootstrap, stage=stage)
 
     def score(
         self,
-        sampled: Sampled,
+        batch: Batch,
         settings: SamplingConfig,
         *,
         bootstrap: bool = False,
         stage: Stage = no_stage,
-    ) -> Scored:
+    ) -> Batch:
         """Compute reference log-probs, KL and scores of completions; arguments and errors as in `collect`.
 
         Later episodes may then use the environments of these.
         """
-        over = not sampled.pending  # after an error nobody waits for these calls, which may use the environments
+        over = not batch.pending  # after an error nobody waits for these calls, which may use the environments
         try:
-            scored = self._scored(sampled, settings, bootstrap, stage)
+            scored = self._scored(batch, settings, bootstrap, stage)
             over = True
             return scored
         finally:
-            if over and sampled.episodes is not None and self.player is not None:
-                self.player.environments.release(transcript.episode for transcript in sampled.episodes)
+            if over and batch.episodes is not None and self.player is not None:
+                self.player.environments.release(transcript.episode for transcript in batch.episodes)
 
-    def _scored(self, sampled: Sampled, settings: SamplingConfig, bootstrap: bool, stage: Stage) -> Scored:
-        """As `score`."""
-        prompts, rollout, completions, episodes, *_ = sampled
-        after = None
+    def _scored(self, batch: Batch, settings: SamplingConfig, bootstrap: bool, stage: Stage) -> Batch:
+        rollout, episodes, after = batch.rollout, batch.episodes, None
+        # Passes over the completions: values after truncated ones, log-probs and KL of the reference model.
         with stage("reference") as results, self.precision.no_grad():
             if bootstrap:
                 following = None if episodes is None else [episode.following for episode in episodes]
@@ -251,58 +213,98 @@ class Pipeline:
             reference = results["reference"] = reference_outputs(
                 self.policy, self.reference, rollout, self.kl, settings.temperature, self.budget, self.lockstep
             )
-        texts = prompts.continued(completions)
+        # Nothing that is not finite may reach rewards and the update, whichever process it appears in.
         possible = (rollout.logprobs, rollout.behavior_logprobs, rollout.values, reference.kl, after)
         numbers = [x for x in possible if x is not None]
         if not self.processes.all(bool(torch.stack([x.isfinite().all() for x in numbers]).all())):
-            raise UnusableBatch("a log-probability, value or KL of a completion is not finite", rollout, texts)
+            reason = "a log-probability, value or KL of a completion is not finite"
+            raise UnusableBatch(reason, rollout, batch.texts())
+        # The user's reward comes last: it may read the reference log-probs.
         with stage("reward") as results:
-            scores = results["scores"] = self._score(sampled, reference, texts)
-        totals = torch.tensor(scores.totals, device=self.precision.device)
-        return Scored(
-            prompts,
-            rollout,
-            completions,
-            reference,
-            totals,
-            scores.dense,
-            scores.terms,
+            scores = results["scores"] = self._scores(batch, reference)
+        return replace(
+            batch,
+            reference=reference,
+            bootstrap=after,
+            scores=torch.tensor(scores.totals, device=self.precision.device),
+            dense=scores.dense,
+            terms=scores.terms,
             of_texts=scores.of_texts,
             filtered=bool(settings.filters()),
-            bootstrap=after,
-            episodes=episodes,
         )
 
-    def start_rewards(self, sampled: Sampled) -> Sampled:
+    def start_rewards(self, batch: Batch) -> Batch:
         """Start the calls of reward terms that run in threads of their own and need no reference model.
 
         Raises:
             ConfigError: a function requires a column that does not exist.
         """
-        known, lengths = self._columns(sampled, None), sampled.rollout.mask.sum(1).tolist()
-        questions, answers = sampled.prompts.questions(), sampled.answers()
+        known, lengths = self._columns(batch, None), batch.rollout.mask.sum(1).tolist()
+        questions, answers = batch.prompts.questions(), batch.answers()
         awaited, finite = self.reference is not None, self.finite
         pending = start_calls(self.terms, questions, answers, known, lengths, finite=finite, reference=awaited)
-        return sampled._replace(pending=pending)
+        return replace(batch, pending=pending)
 
-    def _columns(self, sampled: Sampled, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
+    def _columns(self, batch: Batch, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Columns for reward functions."""
-        known = sampled.prompts.columns | sampled.rollout.columns(ref_logprobs)
-        return known if sampled.episodes is None else known | columns(sampled.episodes)
+        known = batch.prompts.columns | batch.rollout.columns(ref_logprobs)
+        return known if batch.episodes is None else known | columns(batch.episodes)
 
-    def _score(self, sampled: Sampled, reference: ReferenceOutputs, texts: list[str]) -> Scores:
+    def _scores(self, batch: Batch, reference: ReferenceOutputs) -> Scores:
         """The reward terms' scores of this process's completions."""
-        prompts, rollout = sampled.prompts, sampled.rollout
-        known = self._columns(sampled, reference.logprobs)
-        lengths = rollout.mask.sum(1).tolist()
+        known, lengths = self._columns(batch, reference.logprobs), batch.rollout.mask.sum(1).tolist()
         scores, reason = None, "a reward term is not finite in another process"
         with self.processes.agreed(RewardError, ConfigError):  # all stop, and save, together
             try:
-                answers = sampled.answers()
-                questions, pending = prompts.questions(), sampled.pending
-                scores = score(self.terms, questions, answers, known, lengths, finite=self.finite, started=pending)
+                questions, answers = batch.prompts.questions(), batch.answers()
+                scores = score(
+                    self.terms, questions, answers, known, lengths, finite=self.finite, started=batch.pending
+                )
             except NonFiniteReward as error:
                 reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:
-            raise UnusableBatch(reason, rollout, texts)
+            raise UnusableBatch(reason, batch.rollout, batch.texts())
         return scores
+
+
+@dataclass(frozen=True)
+class OneBatch:
+    """The source of one batch, of these prompts; arguments as in `Pipeline.collect`."""
+
+    pipeline: Pipeline
+    prompts: PromptBatch | TaskBatch
+    settings: SamplingConfig
+    uniforms: Tensor
+    per_prompt: int = 1
+
+    def sample(self, later: int) -> Batch:  # noqa: ARG002  (the Source protocol)
+        """Sample the batch."""
+        return self.pipeline.sample(self.prompts, self.settings, self.uniforms, self.per_prompt)
+
+
+@dataclass(frozen=True)
+class CurrentPolicy:
+    """The source of a stream's batches, each sampled from the current policy when it is needed."""
+
+    pipeline: Pipeline
+    stream: BatchStream
+
+    def sample(self, later: int) -> Batch:  # noqa: ARG002  (the Source protocol)
+        """Sample the next batch."""
+        prompts, uniforms = self.stream.next_batch()
+        settings = self.stream.settings
+        return self.pipeline.sample(prompts, settings, uniforms, settings.per_prompt)
+
+    def weights_changed(self) -> None:
+        """Do nothing: the engine has the weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the stream."""
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
+        self.stream.load_state_dict(state)
+
+    def close(self) -> None:
+        """Do nothing."""

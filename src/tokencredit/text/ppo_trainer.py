@@ -47,7 +47,7 @@ from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.model_loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.sharded_loading import Sharding
-from tokencredit.text.pipeline import Sampled, Scored, UnusableBatch
+from tokencredit.text.pipeline import CurrentPolicy, TrainingSource, UnusableBatch
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
 from tokencredit.text.stages import Stages, count_step
@@ -142,15 +142,14 @@ class PPOTrainer:
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
-        self.ahead: SamplesAhead | None = None
-        """Sampling in the background; None samples when a batch is needed."""
+        self.source: TrainingSource = CurrentPolicy(self.pipeline, self.stream)
         if args.rollout.max_age:
             recompute = args.off_policy.proximal == "recomputed"
-            self.ahead = SamplesAhead(self.pipeline, self.stream, args.rollout, self.record.event, recompute=recompute)
+            self.source = SamplesAhead(self.pipeline, self.stream, args.rollout, self.record.event, recompute=recompute)
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
-        self.told: set[str] = set()
-        """Metrics of problems with episodes that an event has told of."""
+        self.reported: set[str] = set()
+        """Metrics of problems with episodes that an event has reported."""
         self.before: State | None = None
         """Resumable state other than weights when the iteration began; None once it changes weights."""
 
@@ -175,8 +174,7 @@ class PPOTrainer:
             try:
                 return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
             finally:
-                if self.ahead is not None:
-                    self.ahead.close()
+                self.source.close()
 
     def overview(self) -> Iterator[tuple[str, str]]:
         """Model, prompts, reward, device and folder: pairs of a label and a text."""
@@ -231,7 +229,7 @@ class PPOTrainer:
         metrics["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
         return metrics, samples
 
-    def collect(self) -> Scored:
+    def collect(self) -> Batch:
         """Sample the next batch from the current policy, and score it.
 
         Raises:
@@ -239,23 +237,15 @@ class PPOTrainer:
             RewardError: a reward could not be computed.
         """
         later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
+        bootstrap = self.args.advantage.bootstrap
         scored = self.pipeline.complete(
-            self._sample if self.ahead is None else partial(self.ahead.next, later),
-            self.args.rollout,
-            values=True,
-            bootstrap=self.args.advantage.bootstrap,
-            stage=self.stages,
+            self.source, self.args.rollout, later, values=True, bootstrap=bootstrap, stage=self.stages
         )
         for metric, line in episode_events(scored.episodes or ()).items():
-            if metric not in self.told:
-                self.told.add(metric)
+            if metric not in self.reported:
+                self.reported.add(metric)
                 self.record.event(line)
         return scored
-
-    def _sample(self) -> Sampled:
-        """Sample the next batch from the current policy."""
-        prompts, uniforms = self.stream.next_batch()
-        return self.pipeline.sample(prompts, self.args.rollout, uniforms, self.args.rollout.per_prompt)
 
     def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
         """Train policy and critic on a batch, only the critic during its warm-up; returns the update's metrics."""
@@ -265,11 +255,10 @@ class PPOTrainer:
         frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
         with self.stages("update") as results, self.pipeline.precision.updates():
             metrics = results["metrics"] = self.learner.update(
-                experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch.scored)
+                experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch)
             )
         self.pipeline.weights_changed(self.record.event)
-        if self.ahead is not None:
-            self.ahead.weights_changed()
+        self.source.weights_changed()
         return metrics
 
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
@@ -277,7 +266,7 @@ class PPOTrainer:
         run = self.args.run
         if not run.samples or (number % run.samples_every and number not in (1, run.iterations)):
             return []
-        rollout = batch.scored.rollout.head(max(run.samples - self.credit.first, 0))
+        rollout = batch.rollout.head(max(run.samples - self.credit.first, 0))
         logprobs: Tensor = rollout.logprobs
         if len(rollout.mask) or self.pipeline.lockstep is not None:
             with self.pipeline.precision.no_grad():
@@ -317,7 +306,7 @@ class PPOTrainer:
     def _loop_state(self) -> State:
         """Resumable state other than the learner's."""
         return {
-            **(self.ahead or self.stream).state_dict(),
+            **self.source.state_dict(),
             "pretrained": self.pretrained or {},
             "credit": self.credit.state_dict(),
             "random": rng.random_state(),
@@ -346,9 +335,7 @@ class PPOTrainer:
 
     def _restore(self, state: State) -> None:
         """Restore the state from `_loop_state`."""
-        self.stream.load_state_dict(state)
-        if self.ahead is not None:
-            self.ahead.clear()
+        self.source.load_state_dict(state)
         self.pretrained = state.get("pretrained", {})
         self.credit.load_state_dict(state["credit"])
         rng.set_random_state(state["random"])

@@ -17,7 +17,7 @@ from tokencredit.runs.summary import duration, figure
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.stream import BatchStream
-from tokencredit.text.pipeline import Pipeline, UnusableBatch
+from tokencredit.text.pipeline import CurrentPolicy, Pipeline, UnusableBatch
 from tokencredit.text.stages import Stages, count_step
 
 FILE = "pretrain.jsonl"
@@ -45,7 +45,7 @@ class Pretraining:
         record: RunRecord,
     ):
         """Prepare for pretraining; `stream` must not be that of the iterations, which would be advanced."""
-        self.args, self.stream, self.pipeline = args, stream, pipeline
+        self.args, self.source, self.pipeline = args, CurrentPolicy(pipeline, stream), pipeline
         self.credit, self.learner, self.record = credit, learner, record
         self.stages = Stages(self, ())  # callbacks are for iterations
 
@@ -89,16 +89,9 @@ class Pretraining:
         row: dict[str, float] = {"batch": number}
         began = time.perf_counter()
         settings, advantage, processes = self.args.rollout, self.args.advantage, self.pipeline.processes
-        prompts, uniforms = self.stream.next_batch()
         try:
-            scored = self.pipeline.collect(
-                prompts,
-                settings,
-                uniforms,
-                settings.per_prompt,
-                values=True,
-                bootstrap=advantage.bootstrap,
-                stage=self.stages,
+            scored = self.pipeline.complete(
+                self.source, settings, values=True, bootstrap=advantage.bootstrap, stage=self.stages
             )
         except UnusableBatch as bad:
             self.record.bad_step(0, str(bad), bad.rollout.inputs(), texts=bad.texts)

@@ -18,7 +18,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.update import NonFiniteUpdate
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.untrusted import visible
-from tokencredit.text.pipeline import Scored
+from tokencredit.text.batch import Batch
 
 MEMORY_ADVICE = {
     "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
@@ -75,7 +75,7 @@ class Stages:
 
 
 def count_step(
-    record: RunRecord, number: int, scored: Scored, minibatch: Experience, error: NonFiniteUpdate | None
+    record: RunRecord, number: int, scored: Batch, minibatch: Experience, error: NonFiniteUpdate | None
 ) -> None:
     """Count skipped optimizer steps in a row, and save their minibatches.
 
@@ -97,7 +97,7 @@ def count_step(
     record.bad_step(number, reason, minibatch.tensors(), text=text)
 
 
-def text_of_row(scored: Scored, row: int, processes: Processes) -> str:
+def text_of_row(scored: Batch, row: int, processes: Processes) -> str:
     """The text of a row, counted over all processes, in each of them; collective."""
     texts = scored.texts()
     ends = list(accumulate(processes.gather(torch.tensor([len(texts)], device=processes.device)).tolist()))

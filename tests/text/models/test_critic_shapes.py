@@ -309,7 +309,7 @@ def test_completions_of_a_prompt_are_divided_among_the_members(tmp_path):
     trainer = PPOTrainer(args=args)
     batch, experience = trainer.credit.give(trainer.collect())
     assert experience.inputs["member"].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert "member" not in batch.scored.rollout.inputs()
+    assert "member" not in batch.rollout.inputs()
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_credit_by_turn_is_shared_by_the_tokens_of_a_turn(tmp_path):
     args = from_python(tmp_path / "run", kl=KLConfig(coef=0), advantage=AdvantageConfig(unit="turn", lam=1.0))
     trainer = PPOTrainer(args=args, environment_factory=Dice)
     batch, experience = trainer.credit.give(trainer.collect())
-    for row, episode in enumerate(batch.scored.episodes):
+    for row, episode in enumerate(batch.episodes):
         spans = [span for span in episode.spans if span.role == "assistant"]
         for span, expected in zip(spans, (1110, 1100, 1000), strict=True):
             assert batch.advantages[row, span.start : span.end].tolist() == [expected] * (span.end - span.start)
@@ -105,7 +105,7 @@ def test_estimators_without_a_critic_compare_whole_episodes(estimator, tmp_path)
     )
     trainer = PPOTrainer(args=args)
     batch, experience = trainer.credit.give(trainer.collect())
-    scores = batch.scored.totals()
+    scores = batch.totals()
     if estimator == "leave_one_out":
         groups = scores.view(2, 8)
         expected = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
@@ -114,7 +114,7 @@ def test_estimators_without_a_critic_compare_whole_episodes(estimator, tmp_path)
             torch.testing.assert_close(experience.advantages[row][mask], expected[row].expand(int(mask.sum())))
     assert not experience.advantages[~experience.mask].any()
     for group in range(0, 16, 8 if estimator != "uniform" else 1):
-        prompts = batch.scored.prompts.texts[group : group + (8 if estimator != "uniform" else 1)]
+        prompts = batch.prompts.texts[group : group + (8 if estimator != "uniform" else 1)]
         assert len(set(prompts)) == 1, "the episodes of a group begin alike"
 
 

@@ -27,7 +27,7 @@ from tokencredit.text.audit.continuations import Continuations, States, run_in_a
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.stages import Stages
 
 
@@ -147,7 +147,7 @@ class Auditor:
         metrics: dict[str, float] = findings["metrics"]
         return metrics
 
-    def _collect(self, place: int, group: int, random: torch.Generator) -> Scored:
+    def _collect(self, place: int, group: int, random: torch.Generator) -> Batch:
         """Collect this process's fresh completions, in whole groups."""
         args = self.credit.args
         count = -(-self.settings.completions // self.pipeline.processes.count) * group
@@ -155,7 +155,7 @@ class Auditor:
         prompts, bootstrap = self.prompts.batch(place * count, count, group), args.advantage.bootstrap
         return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
 
-    def _sample(self, returns: Returns, sampler: Continuations, scored: Scored, rows: Tensor, started: float) -> None:
+    def _sample(self, returns: Returns, sampler: Continuations, scored: Batch, rows: Tensor, started: float) -> None:
         """Sample continuations into `returns` up to the configured number or time limit."""
         seconds, random = self.settings.seconds, sampler.generator
         # Independent positions for each row; shared ones would correlate rows, which the confidence intervals exclude.
@@ -169,7 +169,7 @@ class Auditor:
                 if seconds is not None and number > 1 and time.perf_counter() > started + seconds:
                     return
 
-    def _estimates(self, credit: Credit, scored: Scored, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
+    def _estimates(self, credit: Credit, scored: Batch, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
         """Label and unwhitened advantages of each estimator."""
         args, values = credit.advantage_now(), scored.rollout.values
         options, texts = args.options(), scored.dense is None and scored.bootstrap is None

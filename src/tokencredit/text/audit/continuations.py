@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.models.model_loading import max_prompt_length
-from tokencredit.text.pipeline import Pipeline, Sampled, Scored, UnusableBatch
+from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.rewards.calls import RewardError
 
 
@@ -78,7 +79,7 @@ class Continuations:
 
     @classmethod
     def of(
-        cls, pipeline: Pipeline, credit: Credit, scored: Scored, generator: torch.Generator, most: int
+        cls, pipeline: Pipeline, credit: Credit, scored: Batch, generator: torch.Generator, most: int
     ) -> Continuations:
         """Continuations of completions after `credit.give`."""
         scale = credit.score_scale(scored.scores)
@@ -86,7 +87,7 @@ class Continuations:
         alone.load_state_dict(credit.state_dict())
         return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator, most)
 
-    def returns(self, scored: Scored, states: States, count: int) -> Iterator[Continued]:
+    def returns(self, scored: Batch, states: States, count: int) -> Iterator[Continued]:
         """Sample continuations from states and yield their returns, batched by position.
 
         Args:
@@ -111,7 +112,7 @@ class Continuations:
             tokens = int(sampled.rollout.mask.sum()) - count * int(part.at.sum())
             yield Continued(part, returns.gather(2, at).squeeze(2), returns.gather(2, before).squeeze(2), tokens)
 
-    def _sample(self, scored: Scored, states: States, count: int) -> Scored:
+    def _sample(self, scored: Batch, states: States, count: int) -> Batch:
         rollout, device, args = scored.rollout, self.pipeline.precision.device, self.credit.args
         repeated, at = (x.repeat_interleave(count).to(device) for x in (states.rows, states.at))
         prompts = scored.prompts.select(repeated.tolist())
@@ -123,10 +124,10 @@ class Continuations:
         )
         sampled.logprobs[target] = rollout.logprobs[repeated][source]
         texts = sampled.texts(self.pipeline.tokenizer)
-        return self.pipeline.score(Sampled(prompts, sampled, texts), args.rollout, bootstrap=args.advantage.bootstrap)
+        return self.pipeline.score(Batch(prompts, sampled, texts), args.rollout, bootstrap=args.advantage.bootstrap)
 
 
-def run_in_all(processes: Processes, scored: Scored, work: Callable[[], None]) -> None:
+def run_in_all(processes: Processes, scored: Batch, work: Callable[[], None]) -> None:
     """Run a function in every process, and let all fail if one does.
 
     Raises:

@@ -40,22 +40,22 @@ def continuation_targets(
         UnusableBatch: a log-probability, KL or reward is not finite, in any process.
         RewardError: a reward could not be computed.
     """
-    args, processes, scored = credit.args, pipeline.processes, batch.scored
+    args, processes = credit.args, pipeline.processes
     place = number * processes.count + processes.rank
     random = generator(STREAM, args.seed, place)
-    lengths, most = scored.rollout.mask.sum(1).cpu(), args.rollout.batch_size // processes.count
-    sampler = Continuations.of(pipeline, credit, scored, random, most)
-    sampled, tokens = Returns(len(lengths), scored.rollout.mask.shape[1]), 0
+    lengths, most = batch.rollout.mask.sum(1).cpu(), args.rollout.batch_size // processes.count
+    sampler = Continuations.of(pipeline, credit, batch, random, most)
+    sampled, tokens = Returns(len(lengths), batch.rollout.mask.shape[1]), 0
 
     def sample() -> None:
         nonlocal tokens
         positions = [spread(length, args.critic.continued_states, random) for length in lengths.tolist()]
-        for part in sampler.returns(scored, states_of(positions), args.critic.continuations):
+        for part in sampler.returns(batch, states_of(positions), args.critic.continuations):
             sampled.add(*part.states, part.values, part.actions)
             tokens += part.tokens
 
     with pipeline.held():
-        run_in_all(processes, scored, sample)
+        run_in_all(processes, batch, sample)
     means = sampled.means().to(experience.returns.device, experience.returns.dtype)
     returns = torch.where(means.isnan(), experience.returns, means)
     total = processes.sum(torch.tensor(float(tokens), device=processes.device))

@@ -17,12 +17,12 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.options import with_engine
 from tokencredit.settings.source import read_policy_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.batch import Batch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.peft_models import attached, merge
 from tokencredit.text.models.run_models import load_run_models
-from tokencredit.text.pipeline import Sampled, UnusableBatch
+from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.policy import Policy
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.tools.inspect.parts import Parts, read_parts
@@ -73,9 +73,9 @@ def inspect_run(
     base, other = _other(run, config, against, no_code)
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{against!r} has another vocabulary than {str(run)!r}; --against needs the same tokenizer")
-    prompts, rollout, completions = _sample(policy, config, prompt, seed)
-    texts = _texts(rollout)
-    score, reason = _score(policy, config, prompts, rollout, completions)
+    batch = _sample(policy, config, prompt, seed)
+    texts = _texts(batch.rollout)
+    score, reason = _score(policy, config, batch)
     tuned = _merged(policy.model.lm)
     torch.nn.Module.to(base, tuned.device)
     name = str(run)
@@ -88,23 +88,22 @@ def inspect_run(
         "run": run.resolve().name,
         "base": (config.model.name or "the model that the run started from") if against == "base" else against,
         "tuned": name,
-        "prompt": prompts.texts[0],
-        "completion": completions[0],
+        "prompt": batch.prompts.texts[0],
+        "completion": batch.completions[0],
         "seed": seed,
         "seconds": rounded(time.perf_counter() - started),
         "model": _describe(pair.tuned),
     } | result
 
 
-def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) -> tuple[PromptBatch, Rollout, list[str]]:
+def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) -> Batch:
     """Prompts and their completions, sampled as in the run."""
     own = config.rollout
     longest = min(own.max_new_tokens, LONGEST)
     sampling = replace(own, max_new_tokens=longest, min_new_tokens=min(own.min_new_tokens, longest))
     prompts = policy.prompts(prompt, SAMPLES, longest)
     uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
-    _, rollout, completions, *_ = policy.pipeline.sample(prompts, sampling, uniforms)
-    return prompts, rollout, completions
+    return policy.pipeline.sample(prompts, sampling, uniforms)
 
 
 def _describe(parts: Parts) -> dict[str, Any]:
@@ -130,9 +129,7 @@ def _texts(rollout: Rollout) -> list[Text]:
     return texts
 
 
-def _score(
-    policy: Policy, config: PPOConfig, prompts: PromptBatch, rollout: Rollout, completions: list[str]
-) -> tuple[float | None, str]:
+def _score(policy: Policy, config: PPOConfig, batch: Batch) -> tuple[float | None, str]:
     """The first completion's reward and nothing, or None and the reason, as a part of a note."""
     if policy.model.critic is None:
         return None, ""
@@ -140,7 +137,7 @@ def _score(
         return None, "; no score: the reward came from Python (reward_funcs), and the run's folder does not hold it"
     try:
         terms = build_terms(config.reward, policy.pipeline.precision.device)
-        scored = replace(policy.pipeline, terms=terms).score(Sampled(prompts, rollout, completions), config.rollout)
+        scored = replace(policy.pipeline, terms=terms).score(batch, config.rollout)
         return rounded(float(scored.totals()[0])), ""
     except (ConfigError, RunStopped, UnusableBatch) as error:
         return None, f"; no score: {error}"

@@ -22,11 +22,12 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.options import PairsOptions
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.source import Source
+from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import PromptBatch, Prompts, load_prompts
 from tokencredit.text.evaluation import describe, load_pipeline
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_source
-from tokencredit.text.pipeline import Pipeline, Scored, UnusableBatch
+from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.ppo_setup import build_pipeline
 
 COUNTS = (
@@ -172,7 +173,8 @@ def collect_pairs(
         shape = (options.samples, sampling.max_new_tokens)
         numbers = torch.cat([torch.rand(shape, generator=uniforms) for _ in range(count)])
         if options.pairs == "unranked":
-            _, rollout, completions, *_ = pipeline.sample(batch, sampling, numbers, options.samples)
+            sampled = pipeline.sample(batch, sampling, numbers, options.samples)
+            rollout, completions = sampled.rollout, sampled.completions
             rewards: list[float | None] = [0.0] * len(completions)
         else:
             scored = scored_completions(pipeline, batch, sampling, numbers, options.samples)
@@ -185,7 +187,7 @@ def collect_pairs(
 
 def scored_completions(
     pipeline: Pipeline, batch: PromptBatch, sampling: SamplingConfig, uniforms: torch.Tensor, samples: int
-) -> Scored:
+) -> Batch:
     """As `Pipeline.collect`; raises `RunStopped` for a model whose log-probs are not finite."""
     try:
         return pipeline.collect(batch, sampling, uniforms, samples)
@@ -193,7 +195,7 @@ def scored_completions(
         raise RunStopped(str(error)) from error
 
 
-def rewards_of(scored: Scored) -> list[float | None]:
+def rewards_of(scored: Batch) -> list[float | None]:
     """The reward of each completion; None where no term applies."""
     applies = [any(value is not None for value in values) for values in zip(*scored.terms.values(), strict=True)]
     return [reward if some else None for reward, some in zip(scored.totals().tolist(), applies, strict=True)]
