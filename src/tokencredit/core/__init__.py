@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from tokencredit.core.vocab_projection import *
 
 _NAMES = {
-    "advantages": "EpisodeBounds decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
+    "advantages": "decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
     "argument_checks": "empty_rows require_acted require_choice require_finite require_flags require_fraction "
     "require_not_negative require_positive require_rows require_shape require_tensors",
     "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
-    "episodes": "Steps prepare_steps reverse_scan",
+    "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator",
     "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "

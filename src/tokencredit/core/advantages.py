@@ -14,7 +14,7 @@ and the critic's regression target. `estimate` calls any of them by name. All of
 """
 
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -22,17 +22,8 @@ from torch.nn.functional import pad
 
 from tokencredit.core import critic_free
 from tokencredit.core.argument_checks import require_choice, require_fraction, require_positive
-from tokencredit.core.episodes import Steps, prepare_steps, reverse_scan
+from tokencredit.core.episodes import EpisodeBounds, Steps, prepare_steps, reverse_scan
 from tokencredit.core.estimator_table import ESTIMATORS
-
-
-class EpisodeBounds(TypedDict, total=False):
-    """Padding mask, episode flags and bootstrap values: the arguments of `gae` of these names, all [batch, time]."""
-
-    mask: Tensor | None
-    terminated: Tensor | None
-    truncated: Tensor | None
-    bootstrap: Tensor | None
 
 
 def gae(
@@ -75,8 +66,7 @@ def gae(
     require_fraction("lam", lam)
     steps = prepare_steps(rewards, values, mask, terminated, truncated, bootstrap)
     returns = _lambda_returns(steps, gamma, lam)
-    advantages, returns = steps.restore(returns - steps.values, returns)
-    return advantages, returns
+    return steps.restore(returns - steps.values, returns)
 
 
 def td(rewards: Tensor, values: Tensor, *, gamma: float, **where: Unpack[EpisodeBounds]) -> tuple[Tensor, Tensor]:
@@ -112,18 +102,7 @@ def n_step(
 
     Takes O(log n) passes: a window of a + b steps is a window of a followed by one of b.
 
-    Args:
-        rewards: as in `gae`.
-        values: as in `gae`.
-        gamma: as in `gae`.
-        n: number of steps, at least 1.
-        where: as in `gae`.
-
-    Returns:
-        Advantages and returns (the n-step targets).
-
-    Raises:
-        ValueError: `n` is below 1; and as `gae`.
+    `n` is at least 1, the returns are the n-step targets. Other arguments and errors as in `gae`.
     """
     require_fraction("gamma", gamma)
     if n < 1:
@@ -143,8 +122,7 @@ def n_step(
         window_decay = window_decay * _shifted(window_decay, width)
         width *= 2
     returns = total + decay * _shifted(steps.values, covered)
-    advantages, returns = steps.restore(returns - steps.values, returns)
-    return advantages, returns
+    return steps.restore(returns - steps.values, returns)
 
 
 def decoupled_gae(
@@ -162,24 +140,13 @@ def decoupled_gae(
     gets advantages of low variance. Yuan et al. 2025 (VC-PPO, arXiv 2503.01491) and Yue et al. 2025 (VAPO, arXiv
     2504.05118, section 4.1), both with 1 for the returns.
 
-    Args:
-        rewards: as in `gae`.
-        values: as in `gae`.
-        gamma: as in `gae`.
-        lam: λ of the advantages, in [0, 1].
-        lam_returns: λ of the returns, in [0, 1].
-        where: as in `gae`.
+    Arguments and errors as in `gae`.
 
     Returns:
         Advantages by `lam`, returns by `lam_returns`; their difference is not V unless both are equal.
-
-    Raises:
-        ValueError: a λ lies outside [0, 1]; and as `gae`.
     """
-    require_fraction("gamma", gamma)
     require_fraction("lam", lam)
-    steps = prepare_steps(rewards, values, **where)
-    return _decoupled(steps, gamma, lam, lam_returns)
+    return _decoupled(prepare_steps(rewards, values, **where), gamma, lam, lam_returns)
 
 
 def length_adaptive_gae(
@@ -198,21 +165,9 @@ def length_adaptive_gae(
     completion. Yue et al. 2025 (VAPO, arXiv 2504.05118, section 4.2), α = 0.05. At lengths below 1 / α, where the
     formula is negative, λ is 0.
 
-    Args:
-        rewards: as in `gae`.
-        values: as in `gae`.
-        gamma: as in `gae`.
-        alpha: α, above 0. The length is the number of acted steps in the row, over all its episodes.
-        lam_returns: λ of the returns, in [0, 1].
-        where: as in `gae`.
-
-    Returns:
-        Advantages and returns, as `decoupled_gae`.
-
-    Raises:
-        ValueError: `alpha` is not above 0; `lam_returns` lies outside [0, 1]; and as `gae`.
+    α is above 0; the length is the number of acted steps in the row, over all its episodes. Other arguments, results
+    and errors as in `decoupled_gae`.
     """
-    require_fraction("gamma", gamma)
     require_positive("alpha", alpha)
     steps = prepare_steps(rewards, values, **where)
     lam = (1 - 1 / (alpha * steps.lengths.to(steps.rewards.dtype))).clamp(min=0.0)
@@ -270,10 +225,9 @@ def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:
 
 
 def _decoupled(steps: Steps, gamma: float, lam: float | Tensor, lam_returns: float) -> tuple[Tensor, Tensor]:
+    require_fraction("gamma", gamma)
     require_fraction("lam_returns", lam_returns)
-    advantages = _lambda_returns(steps, gamma, lam) - steps.values
-    advantages, returns = steps.restore(advantages, _lambda_returns(steps, gamma, lam_returns))
-    return advantages, returns
+    return steps.restore(_lambda_returns(steps, gamma, lam) - steps.values, _lambda_returns(steps, gamma, lam_returns))
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:

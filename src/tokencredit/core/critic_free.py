@@ -6,12 +6,13 @@ is one episode.
 """
 
 import math
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from tokencredit.core.argument_checks import require_fraction
-from tokencredit.core.episodes import Steps, prepare_steps, reverse_scan
+from tokencredit.core.episodes import EpisodeBounds, Steps, prepare_steps, reverse_scan
 from tokencredit.core.masked import inverse_deviation
 
 DEVIATION_GUARD = 1e-4
@@ -23,35 +24,18 @@ def reward_to_go(
     values: Tensor | None = None,
     *,
     gamma: float,
-    mask: Tensor | None = None,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    bootstrap: Tensor | None = None,
+    **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
     """Discounted reward-to-go: Gₜ = Σₖ γᵏ rₜ₊ₖ, and Aₜ = Gₜ, or Gₜ − Vₜ with `values`, which is `monte_carlo`.
 
     A step gets no credit for earlier rewards, which it could not have caused (Williams 1992, "Simple statistical
     gradient-following algorithms", with the causality of Sutton et al. 2000's policy gradient theorem).
 
-    Args:
-        rewards: [batch, time].
-        values: [batch, time], a baseline; None for no baseline.
-        gamma: γ, in [0, 1].
-        mask: bool [batch, time].
-        terminated: bool [batch, time].
-        truncated: bool [batch, time].
-        bootstrap: [batch, time]; optional without `values`, and then 0.
-
-    Returns:
-        Advantages A and returns G.
-
-    Raises:
-        ValueError: as `advantages.gae`.
+    Without `values`, `bootstrap` is optional, and then 0. Arguments, results and errors as in `advantages.gae`.
     """
-    steps = prepare_steps(rewards, values, mask, terminated, truncated, bootstrap)
+    steps = prepare_steps(rewards, values, **where)
     returns = _to_go(steps, gamma)
-    advantages, returns = steps.restore(returns - steps.values, returns)
-    return advantages, returns
+    return steps.restore(returns - steps.values, returns)
 
 
 def total_return(
@@ -59,10 +43,7 @@ def total_return(
     values: Tensor | None = None,
     *,
     gamma: float,
-    mask: Tensor | None = None,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    bootstrap: Tensor | None = None,
+    **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
     """Whole-episode return for every step, R = Σₖ γᵏ rₖ from the first step: A = R, or R − Vₜ with `values`.
 
@@ -71,13 +52,12 @@ def total_return(
 
     Arguments, results and errors as in `reward_to_go`; the returns are R.
     """
-    steps = prepare_steps(rewards, values, mask, terminated, truncated, bootstrap)
+    steps = prepare_steps(rewards, values, **where)
     # A forward scan copies the return of each episode's first step to all its steps.
     carries = torch.nn.functional.pad(steps.inside[:, :-1], (1, 0))
     first = _to_go(steps, gamma) * (1 - carries)
     returns = reverse_scan(first.flip(-1), carries.flip(-1)).flip(-1)
-    advantages, returns = steps.restore(returns - steps.values, returns)
-    return advantages, returns
+    return steps.restore(returns - steps.values, returns)
 
 
 def uniform(
@@ -85,10 +65,7 @@ def uniform(
     values: Tensor | None = None,
     *,
     baseline: float = 0.0,
-    mask: Tensor | None = None,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    bootstrap: Tensor | None = None,
+    **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
     """The row's score minus a constant baseline, the same for every token: A = Σₜ rₜ − baseline.
 
@@ -96,26 +73,18 @@ def uniform(
     reinforcement comparison (Williams 1992; Sutton and Barto 2018, section 13.4). Update the mean with this batch's
     scores only afterwards, or it takes part of the credit away.
 
-    Args:
-        rewards: [batch, time].
-        values: ignored.
-        baseline: a finite number.
-        mask: bool [batch, time].
-        terminated: bool [batch, time]; checked, otherwise ignored.
-        truncated: bool [batch, time]; checked, otherwise ignored.
-        bootstrap: ignored.
+    Arguments as in `advantages.gae`; `values` and `bootstrap` are ignored, the flags only checked.
 
     Returns:
         Advantages, and the scores as returns.
 
     Raises:
-        ValueError: `baseline` is not finite; an episode ends before the last acted step of its row; and as
-            `advantages.gae`.
+        ValueError: `baseline` is not finite; an episode ends before the last acted step of its row; and as `gae`.
     """
     if not math.isfinite(baseline):
         raise ValueError(f"baseline is {baseline}; it must be finite")
-    scores = _scores(rewards, mask, terminated, truncated)
-    return _broadcast(scores - baseline, mask, rewards), _broadcast(scores, mask, rewards)
+    scores = _scores(rewards, where)
+    return _broadcast(scores - baseline, where, rewards), _broadcast(scores, where, rewards)
 
 
 def group_relative(
@@ -124,10 +93,7 @@ def group_relative(
     *,
     group_size: int,
     scale: bool = True,
-    mask: Tensor | None = None,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    bootstrap: Tensor | None = None,
+    **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
     """The row's score, standardised within its group (completions of one prompt): A = (s − mean) / (deviation + 1e-4).
 
@@ -142,28 +108,24 @@ def group_relative(
 
     Args:
         rewards: [batch, time].
-        values: ignored.
+        values: ignored, as is `bootstrap`.
         group_size: rows i · group_size … (i + 1) · group_size − 1 are one group; at least 2.
         scale: divide by the deviation plus the guard.
-        mask: bool [batch, time].
-        terminated: bool [batch, time]; checked, otherwise ignored.
-        truncated: bool [batch, time]; checked, otherwise ignored.
-        bootstrap: ignored.
+        where: as in `advantages.gae`; the flags are only checked.
 
     Returns:
         Advantages, and the scores as returns.
 
     Raises:
-        ValueError: `group_size` is below 2 or does not divide the batch; an episode ends before the last acted step of
-            its row; and as `advantages.gae`.
+        ValueError: `group_size` is below 2 or does not divide the batch; and as `uniform`.
     """
-    scores = _scores(rewards, mask, terminated, truncated)
+    scores = _scores(rewards, where)
     groups = _groups(scores, group_size)
     mean = groups.mean(dim=-1, keepdim=True)
     credit = groups - mean
     if scale:
         credit = credit * inverse_deviation(groups.std(dim=-1, keepdim=True), mean, DEVIATION_GUARD)
-    return _broadcast(credit.flatten(), mask, rewards), _broadcast(scores, mask, rewards)
+    return _broadcast(credit.flatten(), where, rewards), _broadcast(scores, where, rewards)
 
 
 def leave_one_out(
@@ -171,10 +133,7 @@ def leave_one_out(
     values: Tensor | None = None,
     *,
     group_size: int,
-    mask: Tensor | None = None,
-    terminated: Tensor | None = None,
-    truncated: Tensor | None = None,
-    bootstrap: Tensor | None = None,
+    **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
     """The row's score minus the mean score of the others in its group: Aᵢ = sᵢ − Σ_{j≠i} sⱼ / (group_size − 1).
 
@@ -184,10 +143,10 @@ def leave_one_out(
 
     Arguments, results and errors as in `group_relative`.
     """
-    scores = _scores(rewards, mask, terminated, truncated)
+    scores = _scores(rewards, where)
     groups = _groups(scores, group_size)
     credit = (groups - groups.mean(dim=-1, keepdim=True)) * (group_size / (group_size - 1))
-    return _broadcast(credit.flatten(), mask, rewards), _broadcast(scores, mask, rewards)
+    return _broadcast(credit.flatten(), where, rewards), _broadcast(scores, where, rewards)
 
 
 def _to_go(steps: Steps, gamma: float) -> Tensor:
@@ -195,9 +154,10 @@ def _to_go(steps: Steps, gamma: float) -> Tensor:
     return reverse_scan(steps.bootstrapped_rewards(gamma), gamma * steps.inside)
 
 
-def _scores(rewards: Tensor, mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor:
-    """The sum of each row's rewards, [batch]."""
-    return prepare_steps(rewards, None, mask, terminated, truncated, one_episode=True).rewards.sum(dim=-1)
+def _scores(rewards: Tensor, where: EpisodeBounds) -> Tensor:
+    """The sum of each row's rewards, [batch]; the bootstrap is ignored."""
+    bounds: EpisodeBounds = {**where, "bootstrap": None}
+    return prepare_steps(rewards, None, **bounds, one_episode=True).rewards.sum(dim=-1)
 
 
 def _groups(scores: Tensor, group_size: int) -> Tensor:
@@ -206,7 +166,8 @@ def _groups(scores: Tensor, group_size: int) -> Tensor:
     return scores.view(-1, group_size)
 
 
-def _broadcast(credit: Tensor, mask: Tensor | None, like: Tensor) -> Tensor:
+def _broadcast(credit: Tensor, where: EpisodeBounds, like: Tensor) -> Tensor:
     """[batch] → [batch, time], 0 outside the mask."""
+    mask = where.get("mask")
     expanded = credit[:, None].expand(like.shape)
     return expanded.clone() if mask is None else expanded * mask

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -15,7 +16,16 @@ from tokencredit.core.argument_checks import (
     require_shape,
     require_tensors,
 )
-from tokencredit.core.masked import at_least_float32, extents
+from tokencredit.core.masked import at_least_float32, extents, zero_outside
+
+
+class EpisodeBounds(TypedDict, total=False):
+    """Padding mask, episode flags and bootstrap values: the arguments of `gae` of these names, all [batch, time]."""
+
+    mask: Tensor | None
+    terminated: Tensor | None
+    truncated: Tensor | None
+    bootstrap: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,12 @@ class Steps:
             return self.rewards
         return self.rewards + gamma * self.cut_values
 
-    def restore(self, *results: Tensor) -> tuple[Tensor, ...]:
+    def restore(self, advantages: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
         """Scatter every step back to its original position. Steps that are not acted must be 0 and stay 0."""
         if self.order is None:
-            return results
-        return tuple(torch.empty_like(result).scatter_(-1, self.order, result) for result in results)
+            return advantages, returns
+        advantages = torch.empty_like(advantages).scatter_(-1, self.order, advantages)
+        return advantages, torch.empty_like(returns).scatter_(-1, self.order, returns)
 
 
 def prepare_steps(
@@ -73,7 +84,7 @@ def prepare_steps(
     if values is None:
         values = torch.zeros_like(rewards)
         bootstrap = values if bootstrap is None else bootstrap
-    _require_shapes(rewards, values, mask, terminated, truncated, bootstrap)
+    _require_shapes(rewards, values, {"mask": mask, "terminated": terminated, "truncated": truncated}, bootstrap)
     dtype = torch.promote_types(at_least_float32(rewards).dtype, at_least_float32(values).dtype)
     all_rewards, all_values = rewards.detach().to(dtype), values.detach().to(dtype)
     acted = None if mask is None else mask.to(dtype)
@@ -100,9 +111,11 @@ def prepare_steps(
     if no_acted and mask is not None:
         require_acted(mask)
     if bad_rewards:
-        rewards = _finite("rewards", all_rewards, mask)
+        rewards = zero_outside(all_rewards, mask)
+        require_finite("rewards", rewards)
     if bad_values:
-        values = _finite("values", all_values, mask)
+        values = zero_outside(all_values, mask)
+        require_finite("values", values)
     if any_cut and cut_values is None:
         raise ValueError("bootstrap is None; where truncated is set it must hold the value of the state after the step")
     if bad_cut_values and cut_values is not None:
@@ -117,8 +130,10 @@ def prepare_steps(
         rewards, values = rewards.gather(-1, order), values.gather(-1, order)
         cut_values = None if cut_values is None else cut_values.gather(-1, order)
         flagged = None if flagged is None else flagged.gather(-1, order)
-    lengths = _lengths(mask, rewards)
-    inside = _inside(flagged, lengths, rewards)
+    length = rewards.shape[1]
+    lengths = mask.sum(-1, keepdim=True) if mask is not None else torch.full((1, 1), length, device=rewards.device)
+    inside = rewards.new_ones(len(lengths), length) if flagged is None else (~flagged).to(dtype)
+    inside = inside.scatter_(-1, (lengths - 1).expand(len(inside), 1), 0.0)
     return Steps(rewards, values, inside, cut_values if any_cut else None, lengths, order)
 
 
@@ -161,28 +176,15 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
     return sums.view(blocks * steps, -1)[:time].t().contiguous().view(deltas.shape)
 
 
-def _require_shapes(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    terminated: Tensor | None,
-    truncated: Tensor | None,
-    bootstrap: Tensor | None,
-) -> None:
+def _require_shapes(rewards: Tensor, values: Tensor, flags: dict[str, Tensor | None], bootstrap: Tensor | None) -> None:
     if rewards.shape[1] == 0:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time] with time above 0")
     require_shape("values", values, rewards.shape)
-    for name, flags in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
-        if flags is not None:
-            require_flags(name, flags, rewards.shape)
-    if truncated is not None and bootstrap is not None:
+    for name, flag in flags.items():
+        if flag is not None:
+            require_flags(name, flag, rewards.shape)
+    if flags["truncated"] is not None and bootstrap is not None:
         require_shape("bootstrap", bootstrap, rewards.shape)
-
-
-def _lengths(mask: Tensor | None, like: Tensor) -> Tensor:
-    if mask is None:
-        return torch.full((1, 1), like.shape[1], device=like.device)
-    return mask.sum(dim=-1, keepdim=True)
 
 
 def _flagged(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
@@ -194,23 +196,11 @@ def _flagged(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor |
     return flagged if mask is None else flagged & mask
 
 
-def _inside(flagged: Tensor | None, lengths: Tensor, like: Tensor) -> Tensor:
-    inside = like.new_ones(len(lengths), like.shape[1]) if flagged is None else (~flagged).to(like.dtype)
-    return inside.scatter_(-1, (lengths - 1).expand(len(inside), 1), 0.0)
-
-
 def _any_true(*checks: Tensor | None) -> list[bool]:
     """True for each bool tensor with a true element, in one transfer; False for None."""
     present = [check.any() for check in checks if check is not None]
     results = iter(torch.stack(present).tolist())
     return [False if check is None else next(results) for check in checks]
-
-
-def _finite(name: str, x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return `x` with 0 outside the mask; raise on NaN and infinities within it."""
-    kept = x if mask is None else x.masked_fill(~mask, 0.0)
-    require_finite(name, kept)
-    return kept
 
 
 def _cut(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:

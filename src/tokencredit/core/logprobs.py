@@ -6,14 +6,22 @@ gradient in the forward pass. `core.vocab_projection` implements both.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from tokencredit.core.argument_checks import require_flags, require_positive, require_shape, require_tensors
 from tokencredit.core.masked import at_least_float32
-from tokencredit.core.vocab_projection import ChunkedLoss, ChunkedStats, Linear, LogitTransform, TokenLoss, TokenStats
+from tokencredit.core.vocab_projection import (
+    ChunkedLoss,
+    ChunkedStats,
+    Linear,
+    LogitTransform,
+    Request,
+    TokenLoss,
+    TokenStats,
+)
 
 CHUNK_LOGITS = 2**22
 """Logits per chunk on a CPU, where chunks that fit the caches are fastest: 17 MB in float32."""
@@ -25,17 +33,23 @@ MIN_CHUNK = 128
 """Fewest tokens per chunk, however large the vocabulary: each chunk reads the whole projection once more."""
 
 
+class ProjectionOptions(TypedDict, total=False):
+    """How the functions below form logits, and at which tokens; described in `token_logprobs`."""
+
+    bias: Tensor | None
+    mask: Tensor | None
+    temperature: float
+    softcap: float | None
+    chunk: int | None
+
+
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    chunk: int | None = None,
     entropy: bool = False,
+    **projection: Unpack[ProjectionOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, on request, the entropy of its distribution.
 
@@ -61,17 +75,7 @@ def token_logprobs(
         ValueError: shapes do not match; a target outside the vocabulary, on a CPU (on a GPU the kernel asserts); a
             temperature, softcap or chunk not above 0.
     """
-    stats = token_stats(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        mask=mask,
-        temperature=temperature,
-        softcap=softcap,
-        chunk=chunk,
-        entropy=entropy,
-    )
+    stats = token_stats(hidden, weight, targets, entropy=entropy, **projection)
     assert stats.logprobs is not None
     return stats.logprobs, stats.entropy
 
@@ -82,12 +86,8 @@ def token_kl(
     ref_hidden: Tensor,
     ref_weight: Tensor,
     *,
-    bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    chunk: int | None = None,
+    **projection: Unpack[ProjectionOptions],
 ) -> Tensor:
     """Exact KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)) at each token, over the whole vocabulary, in nats.
 
@@ -99,12 +99,8 @@ def token_kl(
         weight: its output projection, [vocabulary, D].
         ref_hidden: the reference's last hidden states, [..., D_ref].
         ref_weight: its output projection, [vocabulary, D_ref].
-        bias: bias of the policy's projection, [vocabulary].
         ref_bias: bias of the reference's projection, [vocabulary].
-        mask: as in `token_logprobs`.
-        temperature: as in `token_logprobs`.
-        softcap: as in `token_logprobs`.
-        chunk: as in `token_logprobs`.
+        projection: as in `token_logprobs`; `bias` is the policy's.
 
     Returns:
         [...], differentiable in the policy's hidden states, weight and bias; the reference gets no gradient.
@@ -112,17 +108,7 @@ def token_kl(
     Raises:
         ValueError: as `token_logprobs`.
     """
-    stats = token_stats(
-        hidden,
-        weight,
-        None,
-        bias=bias,
-        ref=(ref_hidden, ref_weight, ref_bias),
-        mask=mask,
-        temperature=temperature,
-        softcap=softcap,
-        chunk=chunk,
-    )
+    stats = token_stats(hidden, weight, None, ref=(ref_hidden, ref_weight, ref_bias), **projection)
     assert stats.kl is not None
     return stats.kl
 
@@ -132,36 +118,19 @@ def token_stats(
     weight: Tensor,
     targets: Tensor | None,
     *,
-    bias: Tensor | None = None,
     ref: Linear | None = None,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    chunk: int | None = None,
     entropy: bool = False,
+    **projection: Unpack[ProjectionOptions],
 ) -> TokenStats:
     """Log-probability, entropy and exact KL from one projection, for a loss that needs more than one of them.
 
-    Args:
-        hidden: as in `token_logprobs`.
-        weight: as in `token_logprobs`.
-        targets: the tokens; None skips the log-probabilities.
-        bias: as in `token_logprobs`.
-        ref: (ref_hidden, ref_weight, ref_bias) of `token_kl`; None skips the KL.
-        mask: as in `token_logprobs`.
-        temperature: as in `token_logprobs`.
-        softcap: as in `token_logprobs`.
-        chunk: as in `token_logprobs`.
-        entropy: compute the entropy too.
-
-    Raises:
-        ValueError: as `token_logprobs`.
+    Without `targets` there are no log-probabilities. `ref` is (ref_hidden, ref_weight, ref_bias) of `token_kl`; None
+    skips the KL. Other arguments and errors as in `token_logprobs`.
     """
-    kept, inputs = _kernel_inputs(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
-    shape = hidden.shape[:-1]
-    with _targets_in_range(inputs[3], weight):
-        results = ChunkedStats.apply(*inputs, entropy)  # type: ignore[no-untyped-call]
-    return TokenStats(*(None if x is None else _scatter(x, kept, shape) for x in results))
+    kept, linear, request = _kernel_inputs(hidden, weight, targets, ref, entropy, **projection)
+    with _targets_in_range(request.targets, weight):
+        results = ChunkedStats.apply(*linear, request)  # type: ignore[no-untyped-call]
+    return TokenStats(*(None if x is None else _scatter(x, kept, hidden.shape[:-1]) for x in results))
 
 
 def token_loss(
@@ -170,15 +139,11 @@ def token_loss(
     targets: Tensor,
     loss: TokenLoss,
     *,
-    bias: Tensor | None = None,
     ref: Linear | None = None,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    chunk: int | None = None,
     entropy: bool = False,
     additive: bool = True,
     support: Tensor | None = None,
+    **projection: Unpack[ProjectionOptions],
 ) -> tuple[Tensor, TokenStats]:
     """A loss of the statistics of `token_stats`, with its gradient formed in the forward pass.
 
@@ -187,24 +152,17 @@ def token_loss(
     2024, arXiv 2410.10989, section 3.2). Without autograd only the loss and the statistics are computed.
 
     Args:
-        hidden: as in `token_logprobs`.
-        weight: as in `token_logprobs`.
-        targets: as in `token_logprobs`.
+        hidden: as in `token_logprobs`, like `weight`, `targets` and the options.
         loss: called with the statistics of some tokens and their slice among all tokens that the mask keeps; returns
             their part of the loss, a scalar.
-        bias: as in `token_logprobs`.
         ref: as in `token_stats`.
-        mask: as in `token_logprobs`.
-        temperature: as in `token_logprobs`.
-        softcap: as in `token_logprobs`.
-        chunk: as in `token_logprobs`.
         entropy: the loss needs the entropy.
         additive: the loss is a sum over tokens, so that chunks are independent. If false, `loss` is called once with
             all tokens and may combine them in any way, such as a nonlinear function of a sequence's log-probability;
             if there are several chunks, each is then projected twice.
         support: token ids [..., k], int32 or int64, padded with −1, over which π and all its statistics are
-            normalised, as in `core.logprobs.truncated_logprobs`; the target always counts as one of them. None for
-            the whole vocabulary.
+            normalised, as in `truncated_logprobs`; the target always counts as one of them. None for the whole
+            vocabulary.
 
     Returns:
         The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], without gradient.
@@ -212,18 +170,17 @@ def token_loss(
     Raises:
         ValueError: as `token_logprobs`.
     """
-    kept, inputs = _kernel_inputs(hidden, weight, targets, bias, ref, mask, temperature, softcap, chunk)
+    kept, linear, request = _kernel_inputs(hidden, weight, targets, ref, entropy, **projection)
     shape = hidden.shape[:-1]
     if support is not None:
         require_tensors(support=support)
         require_shape("support", support, (*shape, support.shape[-1] if support.dim() else 0))
         if support.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"support has dtype {support.dtype}; it must be torch.int32 or torch.int64, token ids")
-        support = _gather(support, kept)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:3])
-    options = entropy, loss, additive, needs_grad, support
-    with _targets_in_range(inputs[3], weight):
-        total, *stats = ChunkedLoss.apply(*inputs, *options)  # type: ignore[no-untyped-call]
+        request = request._replace(support=_gather(support, kept))
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in linear)
+    with _targets_in_range(request.targets, weight):
+        total, *stats = ChunkedLoss.apply(*linear, request, loss, additive, needs_grad)  # type: ignore[no-untyped-call]
     return total, TokenStats(*(None if x is None else _scatter(x, kept, shape) for x in stats))
 
 
@@ -275,14 +232,16 @@ def _kernel_inputs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor | None,
-    bias: Tensor | None,
     ref: Linear | None,
-    mask: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    chunk: int | None,
-) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """Check the arguments; returns the indices of the rows that the mask keeps, and the arguments for those rows."""
+    entropy: bool,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor | None, Linear, Request]:
+    """Check the arguments; returns the indices of the rows that the mask keeps, and the request for those rows."""
     require_positive("temperature", temperature)
     if chunk is not None:
         require_positive("chunk", chunk)
@@ -305,8 +264,10 @@ def _kernel_inputs(
         ref_bias = None if ref[2] is None else ref[2].detach()
         ref = _gather(ref[0].detach(), kept), ref[1].detach(), ref_bias
     transform = LogitTransform(float(temperature), None if softcap is None else float(softcap), _dtype(hidden, weight))
-    chunk = _default_chunk(weight) if chunk is None else int(chunk)
-    return kept, (_gather(hidden, kept), weight, bias, targets, ref, transform, chunk)
+    if chunk is None:
+        logits = CHUNK_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS_ON_ACCELERATORS
+        chunk = max(logits // max(weight.shape[0], 1), MIN_CHUNK)
+    return kept, (_gather(hidden, kept), weight, bias), Request(targets, ref, transform, int(chunk), entropy)
 
 
 def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -317,11 +278,6 @@ def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tenso
         raise ValueError(f"{prefix}hidden has shape {tuple(hidden.shape)}; its last axis must be {weight.shape[1]}")
     if bias is not None:
         require_shape(f"{prefix}bias", bias, weight.shape[:1])
-
-
-def _default_chunk(weight: Tensor) -> int:
-    logits = CHUNK_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS_ON_ACCELERATORS
-    return max(logits // max(weight.shape[0], 1), MIN_CHUNK)
 
 
 @contextmanager

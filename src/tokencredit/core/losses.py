@@ -141,17 +141,12 @@ def value_loss(
 
 
 def smoothed_histogram(targets: Tensor, edges: Tensor) -> Tensor:
-    """Probability mass per bin of a Gaussian around each target, truncated at the outer edges.
+    """Probability mass per bin, `[..., bins]`, of a Gaussian around each target, truncated at the outer edges.
 
     Its deviation is 0.75 bin widths: Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950). Where a target is 4
     deviations or more inside the outer edges, the mean Σ mass · centre is the target to 1e-4 bin widths.
 
-    Args:
-        targets: `[...]`; clamped to the outer edges.
-        edges: `[bins + 1]`, ascending, equally spaced.
-
-    Returns:
-        Masses `[..., bins]`, which sum to 1.
+    `edges`, `[bins + 1]`, ascend and are equally spaced; the targets `[...]` are clamped to the outer ones.
     """
     require_tensors(targets=targets, edges=edges)
     targets = targets.clamp(edges[0], edges[-1]).unsqueeze(-1)
@@ -166,13 +161,8 @@ def histogram_loss(logits: Tensor, returns: Tensor, edges: Tensor) -> Tensor:
     Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950); Imani and White 2018 (arXiv 1806.04613). The minimum is at p
     equal to the mean of m over a state's returns, where Σ p_b · centre_b is the mean return.
 
-    Args:
-        logits: `[..., bins]`.
-        returns: `[...]`, the targets; no gradient flows into them.
-        edges: `[bins + 1]`, as in `smoothed_histogram`.
-
-    Returns:
-        The loss of each token `[...]`, in nats.
+    Logits `[..., bins]`, returns `[...]`, which get no gradient, and edges `[bins + 1]` give the loss of each token
+    `[...]`, in nats.
 
     Raises:
         ValueError: shapes differ.
@@ -199,12 +189,8 @@ def sparse_mask(mask: Tensor, places: Sequence[float]) -> Tensor:
     (SP³O, arXiv 2609.18708), with places 0.3, 0.6 and 0.9: neighbouring states are nearly the same, so a loss on all of
     them repeats one update, and with the same return for all it also penalises every difference between their values.
 
-    Args:
-        mask: bool `[batch, time]`.
-        places: from 0, the first acted token, to 1, the last.
-
-    Returns:
-        Bool `[batch, time]`, true at one token per place in each row, or fewer in a short row.
+    Places run from 0, the first acted token, to 1, the last. Mask and result are bool `[batch, time]`; a short row may
+    have fewer tokens than places.
     """
     require_rows("mask", mask)
     last = (mask.sum(1, keepdim=True) - 1).double()
@@ -216,19 +202,11 @@ def sparse_mask(mask: Tensor, places: Sequence[float]) -> Tensor:
 
 
 def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None) -> Tensor:
-    """The divisor of `token_weights` for this mask.
+    """The divisor of `token_weights` for this mask, a scalar int64 tensor.
 
-    By token: acted tokens. By sequence: rows with an acted token. By constant: batch × horizon, the token budget. Sum
-    it over micro-batches and processes to get the global count.
-
-    Args:
-        mask: bool [batch, time], or [batch] with one step per row.
-        by: one of `REDUCTIONS`.
-        horizon: most tokens that a row may have, for the constant reduction; None for the time axis of this mask,
-            which is the longest row's length.
-
-    Returns:
-        A scalar int64 tensor.
+    By token: acted tokens. By sequence: rows with an acted token. By constant: batch × horizon, the token budget, where
+    `horizon` is the most tokens that a row may have; None for the time axis of this mask. Sum it over micro-batches and
+    processes to get the global count. Arguments as in `token_weights`.
     """
     require_tensors(mask=mask)
     require_choice("by", by, REDUCTIONS)
@@ -353,12 +331,8 @@ def ratio_stats(
 ) -> RatioStats:
     """Statistics of r = π / π_old over the acted tokens, see `RatioStats`.
 
-    Args:
-        logprobs: as in `clipped_surrogate`, like `old_logprobs`, `mask` and `clip`.
-        old_logprobs: log π_old.
-        mask: bool.
-        clip: the clip range outside which a token counts as clipped.
-        clipped: bool, the tokens that another loss has clipped; None for those outside the clip range.
+    Clipped are the tokens outside the range `clip`, or those that another loss has `clipped`, bool. Other arguments as
+    in `clipped_surrogate`.
     """
     require_tensors(logprobs=logprobs, mask=mask, clipped=clipped)
     low, high = clip_range(clip)

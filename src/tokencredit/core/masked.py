@@ -28,11 +28,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 def zero_outside(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return `x` in float32 at least, with 0 wherever `mask` is false; the gradient there is 0 too.
 
-    Fills instead of multiplying, because 0 · NaN is NaN.
-
-    Args:
-        x: any shape.
-        mask: bool of the same shape; None keeps everything.
+    Fills instead of multiplying, because 0 · NaN is NaN. Without a mask, keeps everything.
 
     Raises:
         ValueError: `mask` is not bool or has another shape than `x`.
@@ -52,14 +48,8 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
     """Mean of `x` where `mask` is true: Σ mₜ xₜ / count.
 
-    Args:
-        x: any shape.
-        mask: bool of the same shape.
-        count: the divisor, for a mean over more than this tensor: acted positions in all micro-batches and processes.
-            The parts then add up to the mean of the whole. Default: the count of `mask`.
-
-    Returns:
-        A scalar.
+    `count` is the divisor of a mean over more than this tensor: acted positions in all micro-batches and processes. The
+    parts then add up to the mean of the whole. Default: the count of `mask`. Returns a scalar.
 
     Raises:
         ValueError: `mask` has no true element and there is no `count`.
@@ -86,11 +76,8 @@ def moments(
     Args:
         x: any shape.
         mask: bool of the same shape.
-        reduce: sums a tensor over processes; the moments are then over all processes.
+        reduce: sums a tensor over processes; the three scalars are then over all processes, and the same on each.
         count: n over all processes, if known and above 0; avoids waiting for a GPU. Default: the count of `mask`.
-
-    Returns:
-        Three scalars, the same on every process.
 
     Raises:
         ValueError: no element is true, here or (with `reduce`) on any process.
@@ -119,14 +106,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
     1 is a perfect critic; 0 is no better than a constant; below 0 is worse. NaN if the returns do not vary, because
     there is then nothing to explain.
 
-    Args:
-        values: any shape.
-        returns: the same shape.
-        mask: bool of the same shape.
-        reduce: sums a tensor over processes.
-
-    Returns:
-        A scalar.
+    All three of the same shape; `reduce` sums a tensor over processes. Returns a scalar.
     """
     require_tensors(values=values, returns=returns, mask=mask)
     count, _, total = moments(returns, mask, reduce)
@@ -170,15 +150,7 @@ def whiten(
     KL where all scores are equal, end about 1e-3 apart instead of 1. If `x` is constant up to rounding of its mean,
     (x − μ) becomes exactly 0.
 
-    Args:
-        x: any shape.
-        mask: bool of the same shape.
-        shift_mean: true gives mean 0 (advantages); false keeps the mean (rewards, whose sign matters).
-        reduce: sums a tensor over processes; μ and σ are then over all processes.
-        count: as in `moments`.
-
-    Returns:
-        A tensor with the shape of `x`.
+    `shift_mean` false suits rewards, whose sign matters. Other arguments as in `moments`.
 
     Raises:
         ValueError: no element of the mask is true.

@@ -50,11 +50,8 @@ def importance_ratios(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor,
     Args:
         logprobs: log π, `[batch, time]`; carries its gradient into the ratios.
         behavior_logprobs: log μ of the same tokens.
-        mask: bool `[batch, time]`, true at acted tokens.
-        level: one of `LEVELS`.
-
-    Returns:
-        `[batch, time]`, 1 outside the mask. The exponent is clamped to ± `MAX_LOG_RATIO`.
+        mask: bool; outside it, ratios are 1.
+        level: one of `LEVELS`. The exponent is clamped to ± `MAX_LOG_RATIO`.
 
     Raises:
         ValueError: shapes differ, or the level is none of the three.
@@ -71,6 +68,7 @@ def importance_ratios(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor,
     return differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+@torch.no_grad()
 def correction(
     logprobs: Tensor,
     behavior_logprobs: Tensor,
@@ -90,17 +88,8 @@ def correction(
     - `outside="mask"` at the level "geometric": 1 where low ≤ r ≤ high, else 0. The mean ratio of a completion says
       whether its tokens are kept; it is an importance weight of neither a token nor the completion.
 
-    Args:
-        logprobs: log π of the policy to correct for, such as π_prox.
-        behavior_logprobs: log μ.
-        mask: as in `importance_ratios`.
-        level: as in `importance_ratios`.
-        outside: one of `OUTSIDE`.
-        low: lower bound, at least 0.
-        high: upper bound, above `low`.
-
-    Returns:
-        `[batch, time]`, 0 outside the mask.
+    π is the policy to correct for, such as π_prox; 0 ≤ `low` < `high`. Other arguments as in `importance_ratios`.
+    Returns `[batch, time]`, 0 outside the mask.
 
     Raises:
         ValueError: as `importance_ratios`, or the bounds are out of order.
@@ -109,8 +98,7 @@ def correction(
     require_not_negative("low", low)
     if not high > low:
         raise ValueError(f"high is {high}; it must be above low, {low}")
-    require_rows("logprobs", logprobs)
-    ratios = importance_ratios(logprobs.detach(), behavior_logprobs, mask, level=level)
+    ratios = importance_ratios(logprobs, behavior_logprobs, mask, level=level)
     if outside == "clip":
         return zero_outside(ratios.clamp(low, high), mask)
     kept = torch.ones_like(ratios) if level == "geometric" else ratios
@@ -125,10 +113,8 @@ def interpolated_logprobs(behavior_logprobs: Tensor, logprobs: Tensor, age: Tens
     d = 0 the paper has log π, which is log μ in the first minibatch; in later ones such a token would have no trust
     region. Its implementation in AReaL has log μ.
 
-    Args:
-        behavior_logprobs: log μ; any shape.
-        logprobs: log π of the same tokens; no gradient flows into it.
-        age: int64, versions of the policy between the drawing of a token and its use, at least 0; the same shape.
+    `age` d is int64: versions of the policy between the drawing of a token and its use. All tensors have one shape; no
+    gradient flows into them.
 
     Raises:
         ValueError: shapes differ.
@@ -148,14 +134,7 @@ def weighted_policy_gradient(logprobs: Tensor, advantages: Tensor, weights: Tens
     a clipped token keeps its gradient. With `outside="mask"`, low = 1 − ε₋ and high = 1 + ε₊ it is the double-sided
     masking of SAO (arXiv 2607.07508). With w = `divergence_mask` it is DPPO.
 
-    Args:
-        logprobs: log π, `[batch, time]`.
-        advantages: A.
-        weights: w, at least 0.
-        mask: bool; the loss is 0 where it is false.
-
-    Returns:
-        The loss of each token, `[batch, time]`.
+    All tensors are `[batch, time]`. Returns the loss of each token, 0 where the bool mask is false.
 
     Raises:
         ValueError: shapes differ.
@@ -177,15 +156,8 @@ def sequence_surrogate(
     value of s is the row's, its gradient at a token is s ∇ log π of this token. If all tokens of a row share one
     advantage, the mean over them is GSPO's loss of the row, with the same gradient.
 
-    Args:
-        logprobs: log π, `[batch, time]`.
-        old_logprobs: log π_old.
-        advantages: A; no gradient flows into it.
-        mask: bool, true at acted tokens.
-        clip: ε, or (ε₋, ε₊); s is far closer to 1 than the ratio of a token.
-
-    Returns:
-        The loss of each token, 0 outside the mask. Reduce it by sequence.
+    Arguments as in `losses.clipped_surrogate`, all tensors `[batch, time]`; s is far closer to 1 than the ratio of a
+    token. Returns the loss of each token, 0 outside the mask. Reduce it by sequence.
     """
     low, high = clip_range(clip)
     require_rows("logprobs", logprobs)
@@ -198,6 +170,7 @@ def sequence_surrogate(
     return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
 
+@torch.no_grad()
 def divergence_mask(
     logprobs: Tensor,
     behavior_logprobs: Tensor,
@@ -216,7 +189,7 @@ def divergence_mask(
     Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879).
 
     Args:
-        logprobs: log π, `[batch, time]`.
+        logprobs: log π, `[batch, time]`, as all tensors here.
         behavior_logprobs: log μ.
         advantages: A.
         mask: bool, true at acted tokens.
@@ -234,11 +207,10 @@ def divergence_mask(
     below, above = limit if isinstance(limit, tuple) else (limit, limit)
     require_not_negative("limit", below)
     require_not_negative("limit", above)
-    require_rows("logprobs", logprobs)
+    ratios = importance_ratios(logprobs, behavior_logprobs, mask)
     require_shape("advantages", advantages, logprobs.shape)
-    ratios = importance_ratios(logprobs.detach(), behavior_logprobs, mask)
     now, then = (
-        zero_outside(x.detach(), mask).exp().clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY)
+        zero_outside(x, mask).exp().clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY)
         for x in (logprobs, behavior_logprobs)
     )
     if divergence == "tv":
@@ -283,10 +255,9 @@ def correction_stats(
     weights: Tensor | None, logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> CorrectionStats:
     """Statistics of weights from `correction`, or of ratios alone, see `CorrectionStats`; all `[batch, time]`."""
-    require_rows("logprobs", logprobs)
+    ratios = importance_ratios(logprobs, behavior_logprobs, mask)
     if weights is not None:
         require_shape("weights", weights, logprobs.shape)
-    ratios = importance_ratios(logprobs, behavior_logprobs, mask)
     weighted, weights = weights is not None, zero_outside(torch.ones_like(ratios) if weights is None else weights, mask)
     log_ratios = zero_outside(ratios.log(), mask)
     numbers = (mask, weights, weights.square(), mask & ~(weights > 0), zero_outside(ratios, mask), -log_ratios)

@@ -29,12 +29,9 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Te
     Its expected gradient as a loss is 0, so it belongs in the reward and not in the loss.
 
     Args:
-        logprobs: log π of tokens sampled from π; any shape.
-        ref_logprobs: log ρ of the same tokens; the same shape.
-        mask: bool, the same shape; the result is 0 where it is false.
-
-    Returns:
-        Nats per token, the same shape.
+        logprobs: log π of tokens sampled from π; any shape, which the other tensors and the result share.
+        ref_logprobs: log ρ of the same tokens.
+        mask: bool; the result, in nats per token, is 0 where it is false.
 
     Raises:
         ValueError: the shapes differ.
@@ -71,11 +68,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {"
 
 
 def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Apply the estimator `name` (k1, k2 or k3); arguments and result as there.
-
-    Raises:
-        ValueError: unknown estimator, or the shapes differ.
-    """
+    """The estimator `name`, one of `KL_ESTIMATORS`; arguments, result and errors as in `k1`."""
     require_choice("kl estimator", name, KL_ESTIMATORS)
     return KL_ESTIMATORS[name](logprobs, ref_logprobs, mask)
 
@@ -86,12 +79,7 @@ def exact_kl(log_policy: Tensor, log_reference: Tensor) -> Tensor:
     A token with π(v) = 0 adds 0; a token with ρ(v) = 0 and π(v) > 0 makes the divergence infinite. For a language
     model's vocabulary use `logprobs.token_kl`, which never holds all logits at once.
 
-    Args:
-        log_policy: log π, normalised over the last axis, [..., vocabulary].
-        log_reference: log ρ, the same shape.
-
-    Returns:
-        Nats, [...].
+    Both are normalised over the last axis, [..., vocabulary]; returns nats, [...].
 
     Raises:
         ValueError: the shapes differ.

@@ -15,8 +15,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from tokencredit.core.advantages import EpisodeBounds, estimate
+from tokencredit.core.advantages import estimate
 from tokencredit.core.argument_checks import require_flags, require_rows, require_shape, require_tensors
+from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.masked import at_least_float32
 
 
@@ -33,14 +34,9 @@ class Turns:
 
     @classmethod
     def of(cls, mask: Tensor, ends: Tensor) -> Turns:
-        """The turns of rows.
+        """The turns of rows, from the mask and the last token of each turn, both bool `[batch, time]`.
 
-        Args:
-            mask: bool `[batch, time]`, true where the policy acted.
-            ends: bool `[batch, time]`, true at the last token of each turn; a row's last acted token ends one anyway.
-
-        Raises:
-            ValueError: the shapes differ, or a tensor is not bool.
+        A row's last acted token ends a turn anyway.
         """
         require_rows("mask", mask)
         require_flags("mask", mask, mask.shape)
@@ -83,21 +79,12 @@ def estimate_by_turn(
 ) -> tuple[Tensor, Tensor]:
     """`core.advantages.estimate` with turns as its steps.
 
-    Args:
-        name: a key of `ESTIMATORS`.
-        rewards: [batch, time]; a turn's reward is their sum over its tokens.
-        values: [batch, time], read at each turn's first token; None if the estimator needs no critic.
-        turns: the turns.
-        options: as in `estimate`; γ and λ apply per turn.
-        where: as in `estimate`, but for `mask`, which is the turns' own. A flag anywhere in a turn is a flag of the
-            turn, and `bootstrap` is read there.
+    A turn's reward is the sum over its tokens, its value that of its first token. A flag anywhere in a turn counts, and
+    `bootstrap` is read there; the mask is the turns' own. γ and λ apply per turn. The rest is as in `estimate`.
 
     Returns:
         Advantages and returns, [batch, time], the same for all tokens of a turn. A critic that learns one value per
         turn learns the returns at `turns.first` only.
-
-    Raises:
-        ValueError: as `estimate`.
     """
     require_tensors(rewards=rewards, values=values, **where)
     require_rows("rewards", rewards)

@@ -46,26 +46,6 @@ Linear = tuple[Tensor, Tensor, Tensor | None]
 """Hidden states [rows, D], weight [vocabulary, D] and bias [vocabulary] of a projection."""
 
 
-class ChunkBuffers(NamedTuple):
-    """Buffers that all chunks share: allocating per chunk is slow and fragments the heap."""
-
-    logits: Tensor
-    """[rows, vocabulary] in float32 at least."""
-    gradient: Tensor | None
-    """Gradient of the logits in half precision; None where it overwrites the logits, or is not needed."""
-
-    @classmethod
-    def allocate(cls, linear: Linear, size: int, dtype: torch.dtype, gradient: bool = False) -> "ChunkBuffers":
-        """Buffers for chunks of at most `size` rows, of a projection in `dtype`."""
-        hidden, weight, _ = linear
-        rows, logits_dtype = min(size, len(hidden)), torch.promote_types(dtype, torch.float32)
-        if faster_transposed(hidden.device, dtype):
-            logits = weight.new_empty(len(weight), rows, dtype=logits_dtype).T
-        else:
-            logits = weight.new_empty(rows, len(weight), dtype=logits_dtype)
-        return cls(logits, torch.empty_like(logits, dtype=dtype) if gradient and dtype != logits_dtype else None)
-
-
 class LogitTransform(NamedTuple):
     """Softcap and temperature: z = cap · tanh(y / cap) / temperature of a projection y; no tanh without a cap.
 
@@ -77,19 +57,26 @@ class LogitTransform(NamedTuple):
     dtype: torch.dtype
 
     def cast(self, linear: Linear) -> Linear:
-        """Cast the operands to `dtype`."""
         hidden, weight, bias = linear
         return hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
     def operands(self, linear: Linear) -> Linear:
         """Cast the operands where that saves `project` a copy of the weight per chunk."""
-        return self.cast(linear) if linear[1].is_cuda or not is_half(self.dtype) else linear
+        return self.cast(linear) if linear[1].is_cuda or self.dtype.itemsize >= 4 else linear
 
-    def logits(self, linear: Linear, part: slice, buffers: ChunkBuffers) -> Tensor:
+    def buffer(self, linear: Linear, size: int) -> Tensor:
+        """Memory for the logits of at most `size` rows, in float32 at least."""
+        hidden, weight, _ = linear
+        rows, dtype = min(size, len(hidden)), torch.promote_types(self.dtype, torch.float32)
+        if faster_transposed(hidden.device, self.dtype):
+            return weight.new_empty(len(weight), rows, dtype=dtype).T
+        return weight.new_empty(rows, len(weight), dtype=dtype)
+
+    def logits(self, linear: Linear, part: slice, buffer: Tensor) -> Tensor:
         """Logits of some rows, written to the buffer; `linear` is a result of `operands`."""
         hidden, weight, bias = linear
         hidden = hidden[part]
-        z = buffers.logits[: len(hidden)]
+        z = buffer[: len(hidden)]
         project(hidden, weight, self.dtype, z)
         if bias is not None:
             z.add_(bias)
@@ -97,14 +84,42 @@ class LogitTransform(NamedTuple):
             z = z.div_(self.softcap).tanh_().mul_(self.softcap)
         return z if self.temperature == 1.0 else z.div_(self.temperature)
 
-    def derivative(self, z: Tensor) -> Tensor:
-        """dz/dy = (1 − tanh²(y / cap)) / temperature, in place of z; only with a cap."""
-        assert self.softcap is not None
-        return z.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0).div_(self.temperature)
+
+class Request(NamedTuple):
+    """What to compute from a projection."""
+
+    targets: Tensor | None
+    """`[rows]`; None for no log-probabilities."""
+    ref: Linear | None
+    """The reference's projection of the same rows; None for no KL."""
+    transform: LogitTransform
+    size: int
+    """Rows per chunk."""
+    entropy: bool = False
+    support: Tensor | None = None
+    """Token ids `[rows, k]`, padded with −1, over which each row is normalised; its target always counts."""
+
+
+class Projection:
+    """Operands of a request, and the memory that all chunks share: allocating per chunk is slow."""
+
+    def __init__(self, linear: Linear, request: Request, gradient: bool = False) -> None:
+        """Cast the operands and allocate, also for gradients in half precision if there are to be any."""
+        transform = request.transform
+        self.request, self.linear = request, transform.operands(linear)
+        self.ref = None if request.ref is None else transform.operands(request.ref)
+        self.logits = transform.buffer(self.linear, request.size)
+        self.gradient: Tensor | None = None
+        if gradient and transform.dtype != self.logits.dtype:  # else the gradient overwrites the logits
+            self.gradient = torch.empty_like(self.logits, dtype=transform.dtype)
+
+    def parts(self) -> Iterator[slice]:
+        """The rows of each chunk."""
+        return row_slices(self.linear[0], self.request.size)
 
 
 class Chunk:
-    """Statistics of a few rows and the intermediates of their gradient, in as few logit-sized tensors as possible.
+    """Statistics of a few rows and what their gradient needs, in as few logit-sized tensors as possible.
 
     With y = z − max z, S = Σᵥ exp y and p = exp(y) / S:
 
@@ -112,23 +127,16 @@ class Chunk:
     ∂ log p(x)/∂z = 1ₓ − p,   ∂H/∂z = −p (log p + H),   ∂KL/∂z = p (log p − log q − KL).
     """
 
-    def __init__(
-        self,
-        part: slice,
-        linear: Linear,
-        targets: Tensor | None,
-        ref: Linear | None,
-        transform: LogitTransform,
-        entropy: bool,
-        buffers: ChunkBuffers,
-        support: Tensor | None = None,
-    ) -> None:
-        """Compute the statistics, on the support of each row if there is one; overwrites the buffers."""
-        z = transform.logits(linear, part, buffers)
-        self.transform, self.buffers = transform, buffers
+    def __init__(self, part: slice, projection: Projection) -> None:
+        """Compute the statistics; overwrites the shared memory."""
+        targets, ref, transform, _, entropy, support = projection.request
+        z = transform.logits(projection.linear, part, projection.logits)
+        self.transform, self.half_gradient = transform, projection.gradient
         self.targets = None if targets is None else targets[part, None]
         if support is not None and self.targets is not None:
-            z.masked_fill_(outside(support[part], self.targets, z), LEAST_LOGIT)
+            ids = torch.where(support[part] < 0, self.targets, support[part].long())
+            kept = torch.cat([ids, self.targets], dim=-1)
+            z.masked_fill_(torch.ones_like(z, dtype=torch.bool).scatter_(-1, kept, False), LEAST_LOGIT)
         self.max_logit = z.amax(dim=-1, keepdim=True)
         y = z.sub_(self.max_logit)
         target_y = None if self.targets is None else y.gather(-1, self.targets)
@@ -136,16 +144,15 @@ class Chunk:
         self.exp_y = y.exp() if needs_y else y.exp_()
         self.y = y if needs_y else None
         self.sum = self.exp_y.sum(dim=-1, keepdim=True)
-        log_sum = self.sum.log()
+        self.log_sum = log_sum = self.sum.log()
         self.log_ratio: Tensor | None = None
         entropies = kl = None
         if entropy:
             entropies = (log_sum - self._expectation(y)).squeeze(-1)
-        if ref is not None:
-            ref_logits = transform.logits(ref, part, ChunkBuffers.allocate(ref, len(z), transform.dtype))
+        if projection.ref is not None:
+            ref_logits = transform.logits(projection.ref, part, transform.buffer(projection.ref, len(z)))
             self.log_ratio = y - ref_logits.log_softmax(dim=-1)
             kl = (self._expectation(self.log_ratio) - log_sum).squeeze(-1)
-        self.log_sum = log_sum
         self.stats = TokenStats(None if target_y is None else (target_y - log_sum).squeeze(-1), entropies, kl)
 
     def _expectation(self, x: Tensor) -> Tensor:
@@ -176,18 +183,14 @@ class Chunk:
         grad: Tensor = self.exp_y.mul_(constant) if bracket is None else bracket.add_(constant).mul_(self.exp_y)
         if grads.logprobs is not None and self.targets is not None:
             grad.scatter_add_(-1, self.targets, grads.logprobs[:, None])
-        if self.transform.softcap is not None and self.y is not None:
-            grad.mul_(self.transform.derivative(self.y.add_(self.max_logit)))
-        elif self.transform.temperature != 1.0:
-            grad.div_(self.transform.temperature)
-        return grad if self.buffers.gradient is None else self.buffers.gradient[: len(grad)].copy_(grad)
-
-
-def outside(support: Tensor, targets: Tensor, logits: Tensor) -> Tensor:
-    """True at logits `[rows, vocabulary]` of tokens that are neither in the support `[rows, k]` nor the target."""
-    ids = torch.where(support < 0, targets, support.long())
-    others = torch.ones_like(logits, dtype=torch.bool)
-    return others.scatter_(-1, ids, False).scatter_(-1, targets, False)
+        temperature, softcap, _ = self.transform
+        if softcap is not None and self.y is not None:
+            # dz/dy = (1 − tanh²(y / cap)) / temperature, and tanh(y / cap) = z · temperature / cap
+            tanh = self.y.add_(self.max_logit).mul_(temperature / softcap)
+            grad.mul_(tanh.square_().neg_().add_(1.0).div_(temperature))
+        elif temperature != 1.0:
+            grad.div_(temperature)
+        return grad if self.half_gradient is None else self.half_gradient[: len(grad)].copy_(grad)
 
 
 class Gradients:
@@ -196,9 +199,9 @@ class Gradients:
     Accumulation is in float32, so that many small parts do not vanish in half precision.
     """
 
-    def __init__(self, needed: Sequence[bool], operands: Linear, linear: Linear) -> None:
-        """Allocate the accumulators; `linear` holds the operands in the dtype of the products."""
-        self.operands, self.linear = operands, linear
+    def __init__(self, needed: Sequence[bool], operands: Linear, projection: Projection) -> None:
+        """Allocate the accumulators, and cast the operands to the dtype of the products."""
+        self.operands, self.linear = operands, projection.request.transform.cast(projection.linear)
         self.empty = True
         self.sums = [
             torch.empty_like(x, dtype=at_least_float32(x[:0]).dtype) if need and x is not None else None
@@ -239,44 +242,28 @@ class ChunkedStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor | None,
-        ref: Linear | None,
-        transform: LogitTransform,
-        size: int,
-        entropy: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: Request
     ) -> tuple[Tensor | None, ...]:
         """The statistics, each `[rows]` or None."""
         with torch.autocast(hidden.device.type, enabled=False):
-            linear = transform.operands((hidden, weight, bias))
-            linear_ref = None if ref is None else transform.operands(ref)
-            buffers = ChunkBuffers.allocate(linear, size, transform.dtype)
-            chunks = [
-                Chunk(part, linear, targets, linear_ref, transform, entropy, buffers).stats
-                for part in row_slices(hidden, size)
-            ]
-        ctx.save_for_backward(hidden, weight, bias, targets, *(ref or (None, None, None)))
-        ctx.transform, ctx.size, ctx.entropy = transform, size, entropy
+            projection = Projection((hidden, weight, bias), request)
+            chunks = [Chunk(part, projection).stats for part in projection.parts()]
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.request = request
         return concatenated(chunks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias from those of the statistics."""
-        hidden, weight, bias, targets, *ref = ctx.saved_tensors
-        transform = ctx.transform
-        with torch.autocast(hidden.device.type, enabled=False):
-            linear = transform.operands((hidden, weight, bias))
-            linear_ref = None if ref[0] is None else transform.operands(ref)
-            gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), transform.cast(linear))
-            buffers = ChunkBuffers.allocate(linear, ctx.size, transform.dtype, gradient=True)
-            for part in row_slices(hidden, ctx.size):
-                chunk = Chunk(part, linear, targets, linear_ref, transform, ctx.entropy, buffers)
-                gradients.add(part, chunk.gradient(TokenStats(*(None if g is None else g[part] for g in grads))))
-        return *gradients.results(), None, None, None, None, None
+        operands = ctx.saved_tensors
+        with torch.autocast(operands[0].device.type, enabled=False):
+            projection = Projection(operands, ctx.request, gradient=True)
+            gradients = Gradients(ctx.needs_input_grad, operands, projection)
+            for part in projection.parts():
+                stats_grad = TokenStats(*(None if g is None else g[part] for g in grads))
+                gradients.add(part, Chunk(part, projection).gradient(stats_grad))
+        return *gradients.results(), None
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -288,34 +275,20 @@ class ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        ref: Linear | None,
-        transform: LogitTransform,
-        size: int,
-        entropy: bool,
+        request: Request,
         loss: TokenLoss,
         additive: bool,
         needs_grad: bool,
-        support: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """The loss and the statistics; forms the gradients too if `needs_grad`."""
+        operands = hidden, weight, bias
         with torch.autocast(hidden.device.type, enabled=False):
-            linear = transform.operands((hidden, weight, bias))
-            linear_ref = None if ref is None else transform.operands(ref)
-            cast = transform.cast(linear) if needs_grad else linear
-            gradients = Gradients(ctx.needs_input_grad, (hidden, weight, bias), cast)
-            buffers = ChunkBuffers.allocate(linear, size, transform.dtype, gradient=needs_grad)
-
-            def project(part: slice) -> Chunk:
-                """Statistics of some rows."""
-                return Chunk(part, linear, targets, linear_ref, transform, entropy, buffers, support)
-
-            if additive or len(hidden) <= size:
-                total, stats = one_pass(project, row_slices(hidden, size), loss, gradients, needs_grad)
-            else:
-                total, stats = two_passes(project, list(row_slices(hidden, size)), loss, gradients, needs_grad)
+            projection = Projection(operands, request, gradient=needs_grad)
+            gradients = Gradients(ctx.needs_input_grad, operands, projection) if needs_grad else None
+            passes = one_pass if additive or len(hidden) <= request.size else two_passes
+            total, stats = passes(projection, loss, gradients)
         ctx.mark_non_differentiable(*(x for x in stats if x is not None))
-        ctx.gradients = gradients.results() if needs_grad else None
+        ctx.gradients = None if gradients is None else gradients.results()
         return total, *stats
 
     @staticmethod
@@ -329,35 +302,31 @@ class ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if not (grad.device.type == "cpu" and grad == 1):
             gradients = tuple(None if x is None else x.mul_(grad) for x in gradients)
-        return *gradients, *[None] * 9
+        return *gradients, None, None, None, None
 
 
-def one_pass(
-    project: Callable[[slice], Chunk], chunks: Iterator[slice], loss: TokenLoss, gradients: Gradients, needs_grad: bool
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def one_pass(projection: Projection, loss: TokenLoss, gradients: Gradients | None) -> tuple[Tensor, TokenStats]:
     """An additive loss and the statistics; forms each chunk's gradient while its logits are in memory."""
     total, stats = None, []
-    for part in chunks:
-        chunk = project(part)
+    for part in projection.parts():
+        chunk = Chunk(part, projection)
         stats.append(chunk.stats)
-        chunk_loss, stats_grad = differentiate(loss, chunk.stats, part, needs_grad)
+        chunk_loss, stats_grad = differentiate(loss, chunk.stats, part, gradients is not None)
         total = chunk_loss if total is None else total + chunk_loss
-        if stats_grad is not None:
+        if gradients is not None and stats_grad is not None:
             gradients.add(part, chunk.gradient(stats_grad))
     assert total is not None
     return total, concatenated(stats)
 
 
-def two_passes(
-    project: Callable[[slice], Chunk], chunks: Sequence[slice], loss: TokenLoss, gradients: Gradients, needs_grad: bool
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def two_passes(projection: Projection, loss: TokenLoss, gradients: Gradients | None) -> tuple[Tensor, TokenStats]:
     """A loss of all tokens jointly, and the statistics; projects every chunk again for its gradient."""
-    stats = concatenated([project(part).stats for part in chunks])
-    total, stats_grad = differentiate(loss, TokenStats(*stats), slice(None), needs_grad)
-    if stats_grad is not None:
-        for part in chunks:
+    stats = concatenated([Chunk(part, projection).stats for part in projection.parts()])
+    total, stats_grad = differentiate(loss, stats, slice(None), gradients is not None)
+    if gradients is not None and stats_grad is not None:
+        for part in projection.parts():
             chunk_grad = TokenStats(*(None if x is None else x[part] for x in stats_grad))
-            gradients.add(part, project(part).gradient(chunk_grad))
+            gradients.add(part, Chunk(part, projection).gradient(chunk_grad))
     return total, stats
 
 
@@ -370,8 +339,7 @@ def differentiate(loss: TokenLoss, stats: TokenStats, at: slice, needs_grad: boo
         return at_least_float32(value.detach()), None
     inputs = [x for x in leaves if x is not None]
     grads = iter(torch.autograd.grad(value, inputs, allow_unused=True))
-    stats_grad = TokenStats(*(None if x is None else next(grads) for x in leaves))
-    return at_least_float32(value.detach()), stats_grad
+    return at_least_float32(value.detach()), TokenStats(*(None if x is None else next(grads) for x in leaves))
 
 
 def project(hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor) -> None:
@@ -380,7 +348,7 @@ def project(hidden: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor) -> 
     In half precision CUDA multiplies rounded operands into float32. PyTorch has no such product on CPUs: there the
     float32 product may round its operands internally, see `operands_rounded`.
     """
-    if not is_half(dtype):
+    if dtype.itemsize >= 4:
         torch.mm(hidden, weight.T, out=out)
     elif out.is_cuda:
         torch.mm(hidden.to(dtype), weight.to(dtype).T, out_dtype=out.dtype, out=out)
@@ -410,11 +378,6 @@ def operands_rounded(dtype: torch.dtype) -> Iterator[None]:
             matmul.fp32_precision = before
 
 
-def is_half(dtype: torch.dtype) -> bool:
-    """True for bfloat16 and float16."""
-    return dtype.itemsize < 4
-
-
 def faster_transposed(device: torch.device, dtype: torch.dtype) -> bool:
     """True where logits of a projection in `dtype` are faster in column-major layout, one token per column.
 
@@ -430,6 +393,6 @@ def row_slices(x: Tensor, size: int) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def concatenated(chunks: Sequence[TokenStats]) -> tuple[Tensor | None, ...]:
+def concatenated(chunks: Sequence[TokenStats]) -> TokenStats:
     """The statistics of all chunks, concatenated in order."""
-    return tuple(None if column[0] is None else torch.cat(column) for column in zip(*chunks, strict=True))
+    return TokenStats(*(None if column[0] is None else torch.cat(column) for column in zip(*chunks, strict=True)))

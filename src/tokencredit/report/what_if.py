@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tokencredit.core.advantages import EpisodeBounds, estimate
+from tokencredit.core.advantages import estimate
+from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.runs.transcript import acted, speeches

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokencredit.core.advantages import EpisodeBounds, estimate
+from tokencredit.core.advantages import estimate
+from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.masked import VARIANCE_GUARD, Reduce, explained_variance, moments, whiten
 from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import overlong_penalty, token_rewards
