@@ -282,7 +282,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary, network() as hosts:
         place = (options.keep or Path(temporary)).resolve()
         place.mkdir(parents=True, exist_ok=True)
-        os.environ["XDG_CACHE_HOME"] = str(place / "cache")
         home = train_at_home(place / "one-host", *length)
 
         def report(what: str, done: Done) -> None:

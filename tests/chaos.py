@@ -601,7 +601,6 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OMP_NUM_THREADS"] = "1"  # as the tests have it
-        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         for what, trial in trials(options.kills):
             if options.only not in what:
                 continue

@@ -60,14 +60,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("architecture", ARCHITECTURES)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory):
-    """Keep what is measured on this machine out of the user's cache folder, also in processes that tests start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="session")
 def counts():
     """The class of contexts that count kernels and host syncs."""

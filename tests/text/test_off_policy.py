@@ -125,7 +125,7 @@ def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_p
         assert str(caught.value) == told
     for others in ({"model.dtype": "bfloat16"}, {"rollout.min_new_tokens": 2}, {"rollout.engine": "continuous"}):
         PPOConfig.from_dict({"model.dtype": "float32"} | others | changes)
-    monkeypatch.setattr(precision, "choose_for_machine", lambda *_: (False, "as timed"))
+    monkeypatch.setattr(precision, "choose_for_device", lambda *_: (False, "as set here"))
     args = PPOConfig.from_dict({"model.dtype": "auto", "run.dir": str(tmp_path / "run")} | changes)
     with pytest.raises(ConfigError) as caught:
         PPOTrainer(args=args)

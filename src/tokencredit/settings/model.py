@@ -42,7 +42,7 @@ class TunedModelConfig:
     """Use of an adapter given in `model.name`. `continue` trains it further; its initial state is the reference.
     `merge` merges it into the weights, then trains a new adapter (`lora.rank`) or the whole model."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Compute dtype of forward and backward passes. `auto` picks bfloat16 where it is faster, timed once per machine; a
+    """Compute dtype of forward and backward passes. `auto` picks bfloat16 where the CPU or GPU has arithmetic for it; a
     run keeps its choice. Trained weights, logits and optimizer state stay float32."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """A new LoRA adapter, trained instead of the model's weights; needs PEFT."""

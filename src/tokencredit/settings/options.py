@@ -63,7 +63,7 @@ class ScoringOptions:
     server_folder: str | None = setting(None, needs="server")
     """Folder through which weights reach the server; null for a temporary folder of this machine."""
     dtype: Literal["float32", "bfloat16", "auto"] | None = None
-    """Compute dtype; null for the run's, or auto, which is bfloat16 where that is faster."""
+    """Compute dtype; null for the run's, or auto, which is bfloat16 where the device computes in it."""
     trust_remote_code: bool = False
     """Run code from the model's repository."""
 

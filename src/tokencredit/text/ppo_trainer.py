@@ -42,7 +42,6 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
-from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.model_loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
@@ -114,7 +113,7 @@ class PPOTrainer:
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             sharding = Sharding.of(args, self.processes)
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
-            precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
+            precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
             args.off_policy.check(args.rollout, precision.dtype)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             rows = train_dataset, eval_dataset

@@ -17,50 +17,38 @@ from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models import precision
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
-from tokencredit.text.models.precision import Precision, bfloat16_helps, choose_precision, round_frozen
+from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import rollout_logprobs
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _new_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def faster(monkeypatch, half):
-    """Let bfloat16 take this share of float32's time."""
-    monkeypatch.setattr(precision, "_seconds", lambda layers, inputs, enabled: half if enabled else 1.0)
+def capabilities(monkeypatch, **flags):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_asked_for_is_taken(dtype, monkeypatch):
-    monkeypatch.setattr(precision, "bfloat16_helps", lambda *_: pytest.fail("nothing to try out"))
+def test_a_configured_dtype_is_taken(dtype):
     processes = Processes()
-    chosen = choose_precision(dtype, 64, processes, None)
+    chosen = choose_precision(dtype, processes, None)
     assert chosen == Precision(dtype, processes.device)
     assert (chosen.choices, chosen.notes) == ({}, [])
 
 
-@pytest.mark.parametrize(("half", "expected"), [(0.7, "bfloat16"), (0.8, "float32"), (3.0, "float32")])
-def test_auto_takes_bfloat16_where_it_is_clearly_faster(half, expected, monkeypatch):
-    faster(monkeypatch, half)
-    chosen = choose_precision("auto", 64, Processes(), None)
-    assert chosen.dtype == expected
+@pytest.mark.parametrize(
+    ("flags", "expected", "reason"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, "bfloat16", "has bfloat16 instructions (avx512_bf16)"),
+        ({"bf16": True}, "bfloat16", "has bfloat16 instructions (bf16)"),
+        ({"avx512_f": True}, "float32", "has no bfloat16 instructions"),
+    ],
+)
+def test_auto_is_bfloat16_on_cpus_with_instructions_for_it(flags, expected, reason, monkeypatch):
+    capabilities(monkeypatch, **flags)
+    chosen = choose_precision("auto", Processes(), None)
     assert chosen.choices == {"model.dtype": expected}
-    (note,) = chosen.notes
-    assert note.startswith(f"model.dtype auto: {expected}, timed now, and kept for later runs in ")
-
-
-def test_a_machine_is_timed_once_per_width_and_stays_with_the_result(monkeypatch, tmp_path):
-    faster(monkeypatch, 0.5)
-    assert choose_precision("auto", 64, Processes(), None).dtype == "bfloat16"
-    faster(monkeypatch, 2.0)
-    again = choose_precision("auto", 64, Processes(), tmp_path / "no run yet")
-    assert again.dtype == "bfloat16"
-    assert again.notes[0].startswith("model.dtype auto: bfloat16, as timed on 2")
-    assert choose_precision("auto", 32, Processes(), None).dtype == "float32"
+    assert chosen.notes == [f"model.dtype auto: {expected}, since this CPU {reason}"]
 
 
 @pytest.mark.parametrize("file", ["choices.json", "config.yaml"])
@@ -68,39 +56,30 @@ def test_a_machine_is_timed_once_per_width_and_stays_with_the_result(monkeypatch
 def test_a_run_keeps_what_it_chose_also_one_of_a_version_that_wrote_it_into_its_configuration(
     dtype, file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(precision, "bfloat16_helps", lambda *_: pytest.fail("nothing to try out"))
+    capabilities(monkeypatch, amx_bf16=dtype == "float32")
     old = {"model": {"dtype": dtype}}
     (tmp_path / file).write_text(json.dumps({"model.dtype": dtype} if file == "choices.json" else old))
-    chosen = choose_precision("auto", 64, Processes(), tmp_path)
+    chosen = choose_precision("auto", Processes(), tmp_path)
     assert chosen.dtype == dtype
     assert chosen.choices == {"model.dtype": dtype}
     assert chosen.notes == [f"model.dtype auto: {dtype}, as when this run began"]
     other = "float32" if dtype == "bfloat16" else "bfloat16"
-    assert choose_precision(other, 64, Processes(), tmp_path).dtype == other
+    assert choose_precision(other, Processes(), tmp_path).dtype == other
 
 
 @pytest.mark.parametrize("text", ['{"model.dtype": "float16"}', '{"model.dtype": ["float32"]}', "[]", "{"])
 def test_a_choice_that_cannot_be_read_is_named(text, tmp_path):
     (tmp_path / "choices.json").write_text(text)
     with pytest.raises(ConfigError, match=r"choices\.json"):
-        choose_precision("auto", 64, Processes(), tmp_path)
+        choose_precision("auto", Processes(), tmp_path)
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_gpu_is_asked_and_not_timed(native, monkeypatch, tmp_path):
+def test_auto_is_bfloat16_on_gpus_that_do_not_emulate_it(native, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
-    half, reason = precision.choose_for_machine(64, torch.device("cuda"))
+    half, reason = precision.choose_for_device(torch.device("cuda"))
     assert half == native
     assert reason == f"since this GPU {'computes in' if native else 'only emulates'} bfloat16"
-    assert not (tmp_path / "cache").exists()
-
-
-def test_trying_out_draws_no_random_numbers_of_the_run():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    assert bfloat16_helps(32, CPU) in (True, False)
-    assert torch.equal(torch.rand(3), expected)
 
 
 def built_in(dtype, folder):

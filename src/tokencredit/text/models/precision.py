@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,17 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.runs.folder import read_choices
-from tokencredit.text.models.machine_timings import measure_once, processor
 
 Dtype = Literal["float32", "bfloat16"]
-DTYPES: dict[bool, Dtype] = {True: "bfloat16", False: "float32"}
-"""Dtype by the result of `bfloat16_helps`."""
-
-ROWS = 256
-"""Rows of the timed matrix products."""
-REPEATS = 20
-MAX_TIME_RATIO = 0.75
-"""Largest time of bfloat16, relative to float32, at which it is chosen: a small gain is not worth the rounding."""
+CPU_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
+"""PyTorch's names of instruction sets with bfloat16 products: two of x86, two of ARM."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +89,11 @@ def round_frozen(lm: PreTrainedModel) -> None:
 
 
 def choose_precision(
-    dtype: Literal["float32", "bfloat16", "auto"], width: int, processes: Processes, run: str | Path | None
+    dtype: Literal["float32", "bfloat16", "auto"], processes: Processes, run: str | Path | None
 ) -> Precision:
-    """The configured precision, the same on every process; `auto` is bfloat16 where this machine is faster in it.
+    """The configured precision, the same on every process; `auto` is bfloat16 where the device computes in it.
 
-    Args:
-        dtype: `float32`, `bfloat16` or `auto`.
-        width: width of the model's hidden states; the gain of bfloat16 depends on it.
-        processes: the job, whose first process chooses.
-        run: the run's folder, if any; a resumed run keeps its choice.
+    The first process chooses; a resumed run, whose folder is `run`, keeps its choice.
 
     Raises:
         ConfigError: the folder's choices cannot be read.
@@ -116,40 +104,21 @@ def choose_precision(
     if before is not None:
         half, reason = before == "bfloat16", "as when this run began"
     elif processes.main:
-        half, reason = choose_for_machine(width, processes.device)
+        half, reason = choose_for_device(processes.device)
     else:
         half, reason = False, "as the first process chose"
-    return Precision(DTYPES[processes.first(half)], processes.device, reason)
+    return Precision("bfloat16" if processes.first(half) else "float32", processes.device, reason)
 
 
-def choose_for_machine(width: int, device: torch.device) -> tuple[bool, str]:
-    """True if bfloat16 is faster on this machine, and the reason as text; CPUs are timed once and cached."""
+def choose_for_device(device: torch.device) -> tuple[bool, str]:
+    """True if a device has bfloat16 arithmetic, rather than emulating it, and the reason as text."""
     if device.type == "cuda":
-        half = bfloat16_helps(width, device)
+        half = torch.cuda.is_bf16_supported(including_emulation=False)
         return half, f"since this GPU {'computes in bfloat16' if half else 'only emulates bfloat16'}"
-    # Without the number of threads: a sweep's --jobs changes it, and all its runs should use the same dtype.
-    key = {"processor": processor(), "device": device.type, "torch": torch.__version__, "width": width}
-    dtype, origin = measure_once("dtype", key, tuple(DTYPES.values()), lambda: DTYPES[bfloat16_helps(width, device)])
-    return dtype == "bfloat16", origin
-
-
-def bfloat16_helps(width: int, device: torch.device) -> bool:
-    """True if training is faster in bfloat16: looked up for GPUs, timed on CPUs, many of which only emulate it."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    with torch.random.fork_rng():
-        layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device)
-        inputs = torch.randn(ROWS, width, device=device)
-    # Alternate the dtypes so that both see the same load; the minimum is the least disturbed time.
-    turns = [[_seconds(layers, inputs, enabled) for enabled in (True, False)] for _ in range(REPEATS)]
-    half, full = (min(times) for times in zip(*turns, strict=True))
-    return bool(half < MAX_TIME_RATIO * full)
-
-
-def _seconds(layers: nn.Module, inputs: torch.Tensor, half: bool) -> float:
-    """Seconds for a forward and backward pass."""
-    started = time.perf_counter()
-    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=half):
-        outputs = layers(inputs)
-    outputs.float().sum().backward()
-    return time.perf_counter() - started
+    if device.type != "cpu":
+        return False, f"since bfloat16 is untested on {device.type}"
+    capabilities = torch.cpu.get_capabilities()
+    name = next((name for name in CPU_INSTRUCTIONS if capabilities.get(name)), None)
+    if name is None:
+        return False, "since this CPU has no bfloat16 instructions"
+    return True, f"since this CPU has bfloat16 instructions ({name})"

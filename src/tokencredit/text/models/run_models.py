@@ -19,7 +19,6 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.architecture import width
 from tokencredit.text.models.building import build_policy, check_trained, skip_draws
 from tokencredit.text.models.critic import saved_critics
 from tokencredit.text.models.model_checks import check_policy
@@ -189,7 +188,7 @@ def load_source(source: Source, which: str, processes: Processes, *, reference: 
         raise ConfigError(f"--{which} needs a run; {source.name!r} is a model")
     with preserved():
         lm, tokenizer = load_start(args.model)
-        precision = choose_precision(args.model.dtype, width(lm), processes, None)
+        precision = choose_precision(args.model.dtype, processes, None)
         policy, notes = build_policy(lm, tokenizer, args.model, CriticConfig(kind="none"))
     policy.requires_grad_(False).to(precision.device)
     return Models(policy, None, tokenizer, precision, notes)
@@ -255,7 +254,7 @@ def load_run_models(
         )
     with preserved():
         lm, tokenizer = _load_base(run, plain) if which == "base" else load_start(model)
-        precision = choose_precision(args.model.dtype, width(lm), processes, run)
+        precision = choose_precision(args.model.dtype, processes, run)
         base, notes = None, []
         if reference and args.kl.coef > 0:
             try:

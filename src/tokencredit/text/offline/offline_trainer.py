@@ -38,7 +38,6 @@ from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
 from tokencredit.settings.run_kind import run_kind_of
 from tokencredit.text.data.prompts import permutation
-from tokencredit.text.models.architecture import width
 from tokencredit.text.models.model_loading import check_origin
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.offline.examples import Example
@@ -73,7 +72,7 @@ class OfflineTrainer:
             torch.manual_seed(args.seed)
             self.model: Model = load_model(args)
             lm = self.model.lm
-            precision = choose_precision(args.model.dtype, width(lm), self.processes, args.run.dir)
+            precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
             self.examples, self.held_out, self.notes = load_examples(args, self.model, train_dataset, eval_dataset)
             self.args, self.steps = args, steps_of(args, len(self.examples))
             length = replace(args.run, iterations=self.steps)

@@ -13,7 +13,7 @@ from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.models.model_loading import load_tokenizer, max_prompt_length
-from tokencredit.text.models.precision import choose_for_machine
+from tokencredit.text.models.precision import choose_for_device
 from tokencredit.text.ppo_setup import check_batch_size
 from tokencredit.tools.plan.memory import Batch, Setup
 from tokencredit.tools.plan.model_shape import Planned, adapter_size, plan_model, plan_trunk, saved_adapter_size
@@ -120,7 +120,7 @@ def plan_setup(config: PPOConfig, model: Planned, options: Options, padded: bool
     dtype = config.model.dtype
     if dtype == "auto":
         kind = torch.device(device)
-        dtype = "bfloat16" if choose_for_machine(model.shape.width, kind)[0] else "float32"
+        dtype = "bfloat16" if choose_for_device(kind)[0] else "float32"
     rank, adapter = config.model.lora.rank, None
     if rank:
         adapter = adapter_size(model.lm, rank, config.model.lora.target_modules)
