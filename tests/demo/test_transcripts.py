@@ -9,7 +9,7 @@ from demo.turns import calculator_tokenizer, grid_tokenizer
 from tokencredit.text.turns.builtin.calculator import Calculator
 from tokencredit.text.turns.builtin.grid import DIRECTIONS, Grid
 from tokencredit.text.turns.chat.framing import ChatFraming, TextFraming
-from tokencredit.text.turns.episode import Turn
+from tokencredit.text.turns.protocols.episode import Turn
 
 tokenizer_of = cache(lambda make: make(random.Random(0)))
 

@@ -12,7 +12,7 @@ from helpers.turns import called, said, texts
 from tokencredit import PPOConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.episode import TERMINATED, Ending, Problem
+from tokencredit.text.turns.protocols.episode import TERMINATED, Ending, Problem
 
 PAGE = (Path(__file__).parents[2] / "docs" / "turns.md").read_text(encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.episode import Turn
+from tokencredit.text.turns.protocols.episode import Turn
 
 
 def said(text):

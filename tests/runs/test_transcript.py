@@ -5,7 +5,7 @@ import pytest
 from helpers.episodes import HOSTILE, episode, grid
 from tokencredit.runs.jsonl import ENDINGS, PROBLEMS
 from tokencredit.runs.transcript import acted, transcript, written
-from tokencredit.text.turns import episode as terms
+from tokencredit.text.turns.protocols import episode as terms
 
 
 def texts(sample, **options):

@@ -53,7 +53,7 @@ def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig,
         `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
         (nats per sequence, if there is a reference model; `eval/log_ratio` if filters such as top_p bias the
         estimate), `eval/length`, `eval/distinct` (share of distinct completions) and `eval/distinct_2` (share of
-        distinct token bigrams) and, of episodes, those of `turns.record.episode_metrics`.
+        distinct token bigrams) and, of episodes, those of `turns.episode_record.episode_metrics`.
 
     Raises:
         UnusableBatch: a log-probability or reward is not finite, in any process.

@@ -26,7 +26,8 @@ from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
-from tokencredit.text.turns.play import Player, columns
+from tokencredit.text.turns.episode_record import columns
+from tokencredit.text.turns.play import EpisodePlayer
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
@@ -88,7 +89,7 @@ class Pipeline:
     processes: Processes
     budget: int | None = None
     """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
-    player: Player | None = None
+    player: EpisodePlayer | None = None
     """Plays episodes of several turns with the engine; None if a completion is one turn."""
     finite: bool = True
     """Raise for scores that are not finite, instead of returning them."""

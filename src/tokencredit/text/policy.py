@@ -25,7 +25,6 @@ from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
 from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.episode_record import played_record
 
 
 class Policy:
@@ -112,7 +111,7 @@ class Policy:
         """Play `n` episodes in the run's environment, with maps, questions and the like of their own.
 
         Returns:
-            Records with the fields of `turns.record.played_record`.
+            Records with the fields of `turns.play.PlayedBatch.record`.
 
         Raises:
             ConfigError: the environment or the tools came from Python, or cannot be loaded.
@@ -126,7 +125,7 @@ class Policy:
         settings = self._sampling(max_new_tokens, temperature)
         uniforms = torch.rand(n, max_new_tokens, generator=torch.Generator().manual_seed(seed))
         played = player.play(tasks, settings, uniforms)
-        return [played_record(played, row, self.tokenizer) for row in range(n)]
+        return [played.record(row, self.tokenizer) for row in range(n)]
 
     def complete(
         self, prompts: PromptBatch, max_new_tokens: int, temperature: float | None = None, seed: int = 1

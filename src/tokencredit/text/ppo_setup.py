@@ -43,7 +43,7 @@ from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
-from tokencredit.text.turns.play import Framings, Player
+from tokencredit.text.turns.play import EpisodePlayer, Framings
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -334,11 +334,11 @@ def check_evaluation_lengths(settings: EvalConfig, pipeline: Pipeline, prompts: 
         )
 
 
-def build_player(args: PPOConfig, engine: Engine, environments: Environments) -> Player:
+def build_player(args: PPOConfig, engine: Engine, environments: Environments) -> EpisodePlayer:
     """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
-    framings = Framings.build(engine.tokenizer, environments, args.prompts, engine.end_ids)
+    framings = Framings(engine.tokenizer, environments, args.prompts, engine.end_ids)
     room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)
-    return Player(engine, framings, environments, args.env, room)
+    return EpisodePlayer(engine, framings, environments, args.env, room)
 
 
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:

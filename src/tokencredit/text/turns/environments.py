@@ -14,10 +14,8 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.turns.episode import Episode
-from tokencredit.text.turns.protocols.factories import Factory, inspect_factory
-from tokencredit.text.turns.protocols.instances import Instance
-from tokencredit.text.turns.protocols.own_reward import own_reward
+from tokencredit.text.turns.protocols.episode import Episode
+from tokencredit.text.turns.protocols.factories import Factory, Instance, inspect_factory, own_reward
 from tokencredit.text.turns.protocols.step_episode import StepEpisode
 from tokencredit.text.turns.protocols.tool_episode import ToolEpisode
 from tokencredit.text.turns.protocols.tools import describe_all
@@ -56,9 +54,6 @@ class Environments:
             factories: factories by name; one alone has the name None; empty if there are only functions.
             functions: tools of all episodes.
             label: setting or argument that the factories come from, in messages.
-
-        Raises:
-            ConfigError: a factory or tool cannot be used.
         """
         self._config, self._workers, self._functions = config, Workers(), list(functions)
         self._tools = describe_all(functions, "the tool ")
@@ -77,7 +72,10 @@ class Environments:
             raise ConfigError(f"{label} has two classes named {twice[0]!r}, and so would their rewards; rename one")
         self.name = ", ".join(kind.__name__ for kind in kinds) or ", ".join(self._tools)
         """Names of the classes; without any, of the functions."""
-        self.tools = list({tool.name: call for tool, call in self._all_tools()}.values())
+        tools = {} if self.factories else dict(zip(self._tools, self._functions, strict=True))
+        for factory in self.factories.values():
+            tools |= factory.callables(factory.first)
+        self.tools = list(tools.values())
         """All tools that some episode has, for a check of the chat template."""
         self.needs_tools = bool(self.tools)
         """True if prompts need a chat template that shows tools."""
@@ -120,9 +118,6 @@ class Environments:
             rows: the data set's columns by name, with the prompt, if there is one, as `prompt`; equal rows for the
                 completions of a group.
             seeds: one per row, the same for a group; used where a row has no column `seed`.
-
-        Raises:
-            ConfigError: a row selects an unknown environment.
         """
         with self._lock:
             return [self._episode(row, seed) for row, seed in zip(rows, seeds, strict=True)]
@@ -151,12 +146,12 @@ class Environments:
         factory = self._factory(name)
         free = self._free[factory.label]
         instance = free.pop(0) if free else self._instance(factory)
-        given = {key: value for key, value in row.items() if name is None or key != COLUMN}
+        arguments = {key: value for key, value in row.items() if name is None or key != COLUMN}
         if factory.steps or factory.takes_seed():
-            given = {"seed": seed, **given}
+            arguments = {"seed": seed, **arguments}
         if factory.steps:
-            return StepEpisode(instance, given, tokens)
-        return ToolEpisode(instance, given, factory.tools, functions, self._workers, timeout, tokens)
+            return StepEpisode(instance, arguments, tokens)
+        return ToolEpisode(instance, arguments, factory.tools, functions, self._workers, timeout, tokens)
 
     def _factory(self, name: Any) -> Factory:
         if not isinstance(name, str | None) or name not in self.factories:
@@ -166,12 +161,6 @@ class Environments:
 
     def _instance(self, factory: Factory) -> Instance:
         return Instance(factory, self._workers, self._config.timeout, next(self._numbers))
-
-    def _all_tools(self) -> Iterable[tuple[Any, Callable[..., Any]]]:
-        if not self.factories:
-            yield from zip(self._tools.values(), self._functions, strict=True)
-        for factory in self.factories.values():
-            yield from ((factory.tools[name], call) for name, call in factory.callables(factory.first).items())
 
 
 def load_environments(
@@ -199,24 +188,23 @@ def load_environments(
         raise ConfigError("tools are given as an argument and as a setting; leave one of them out")
     if functions is not None and not isinstance(functions, list | tuple):
         raise ConfigError(f"tools is {functions!r:.200}; it must be a list of functions")
-    loaded = [_tool(spec, f"tools[{number}]") for number, spec in enumerate(tools)] if functions is None else functions
+    loaded = list(functions or ())
+    for number, spec in enumerate(tools):
+        try:
+            loaded.append(load_object(spec, "tool"))
+        except ConfigError as error:
+            raise ConfigError(f"tools[{number}]: {error}") from error
     if factory is None:
         label, factory = _configured(config)
     else:
         label = "environment_factory"
     if factory == {}:
         raise ConfigError(f"{label} is an empty dict; give at least one environment")
-    factories = factory if isinstance(factory, dict) else {} if factory is None else {None: factory}
-    if wrong := [name for name in factories if isinstance(factory, dict) and not isinstance(name, str)]:
+    if not isinstance(factory, dict):
+        return Environments(config, {} if factory is None else {None: factory}, loaded, label)
+    if wrong := [name for name in factory if not isinstance(name, str)]:
         raise ConfigError(f"{label} has the name {wrong[0]!r}; names of environments must be texts")
-    return Environments(config, factories, loaded, label)
-
-
-def _tool(spec: str, label: str) -> Callable[..., Any]:
-    try:
-        return load_object(spec, "tool")  # type: ignore[no-any-return]
-    except ConfigError as error:
-        raise ConfigError(f"{label}: {error}") from error
+    return Environments(config, factory, loaded, label)
 
 
 def _configured(config: EnvironmentConfig) -> tuple[str, Any]:

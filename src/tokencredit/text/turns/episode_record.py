@@ -1,17 +1,18 @@
-"""Metrics of episodes, and their part of sample records."""
+"""Transcripts of episodes: what reward functions receive of them, their metrics, events and sample records."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, get_args
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.runs.untrusted import visible
-from tokencredit.text.turns.episode import Ending, Problem
-from tokencredit.text.turns.play import Played, Transcript, text_of
+from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.rewards.texts import messages as as_messages
+from tokencredit.text.turns.protocols.episode import Ending, Episode, Message, Problem, Reply, Turn
 
 EVENTS: dict[Problem, str] = {
     "malformed": "a tool call could not be parsed",
@@ -20,6 +21,57 @@ EVENTS: dict[Problem, str] = {
     "cut": "an observation was cut to env.observation_tokens",
 }
 """Problems with a turn, in words."""
+
+
+class Span(NamedTuple):
+    """Tokens of one speaker, `start` to `end − 1` of those after the prompt."""
+
+    role: str
+    start: int
+    end: int
+
+
+@dataclass
+class Transcript:
+    """One episode as it happened."""
+
+    episode: Episode
+    turns: list[Turn] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    """The reply to each turn."""
+    spans: list[Span] = field(default_factory=list)
+    """All tokens after the prompt, in order."""
+    ending: Ending | None = None
+    overflow: tuple[int, int] | None = None
+    """Tokens of an observation that did not fit, and of the room for it."""
+    following: list[int] = field(default_factory=list)
+    """Tokens of the observation after the last turn, if the turns ran out and another would have fit."""
+
+    def completion(self, prompt: Prompt, text: str) -> str | list[Message]:
+        """The episode after its prompt, as reward functions receive it: the text, or all messages in order."""
+        if isinstance(prompt, str):
+            return text
+        messages: list[Message] = []
+        for turn, reply in zip(self.turns, self.replies, strict=True):
+            messages.append(turn.message or {"role": "assistant", "content": turn.text})
+            messages += as_messages(reply.observation, "user") if reply.observation else []
+        return messages
+
+    def turn_rewards(self) -> list[tuple[int, float]]:
+        """Number of sampled tokens and reward of each turn."""
+        return [(len(turn.ids), reply.reward or 0.0) for turn, reply in zip(self.turns, self.replies, strict=True)]
+
+    def after(self) -> str:
+        """The text of the observation after the last turn, which is not among the tokens."""
+        return self.replies[-1].text()
+
+
+def columns(transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
+    """Columns of episodes for reward functions."""
+    return {
+        "environments": [transcript.episode.environment for transcript in transcripts],
+        "turn_rewards": [transcript.turn_rewards() for transcript in transcripts],
+    }
 
 
 def episode_metrics(
@@ -57,10 +109,10 @@ def episode_events(transcripts: Sequence[Transcript]) -> dict[str, str]:
     for transcript in transcripts:
         for turn, reply in zip(transcript.turns, transcript.replies, strict=True):
             for problem in reply.problems:
-                about = turn.malformed or text_of(reply)
+                about = turn.malformed or reply.text()
                 lines.setdefault(f"env/{problem}", f"{EVENTS[problem]}: {about[:200]}")
-        if transcript.unfit is not None:
-            tokens, room = transcript.unfit
+        if transcript.overflow is not None:
+            tokens, room = transcript.overflow
             lines.setdefault(
                 "env/ending/length",
                 f"an observation has {tokens} tokens, and {room} were left of rollout.max_new_tokens, with one for the "
@@ -69,16 +121,8 @@ def episode_events(transcripts: Sequence[Transcript]) -> dict[str, str]:
     return {metric: visible(f"{line} (the first case; {metric} counts all)") for metric, line in lines.items()}
 
 
-def played_record(played: Played, row: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """An episode that is not scored, in the fields of a sample's record that show it: prompt, tokens, turns, ending."""
-    rollout = played.rollout
-    length = int(rollout.response_lengths()[row])
-    shown = {"prompt": played.prompts.texts[row], "tokens": rollout.tokens(row, tokenizer)}
-    return shown | {"mask": rollout.mask[row, :length].int().tolist()} | episode_record(played.transcripts[row])
-
-
 def episode_record(transcript: Transcript) -> dict[str, Any]:
-    """The part of a sample's record that tells its turns: who spoke which tokens, rewards, problems, and the ending."""
+    """The part of a sample's record on its turns: who spoke which tokens, rewards, problems, and the ending."""
     replies = iter(transcript.replies)
     turns: list[dict[str, Any]] = []
     for span in transcript.spans:

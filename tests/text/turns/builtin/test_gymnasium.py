@@ -5,7 +5,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.turns.builtin.gymnasium import marked
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.episode import Reply
+from tokencredit.text.turns.protocols.episode import Reply
 
 pytest.importorskip("gymnasium", reason="needs gymnasium: pip install tokencredit[control]")
 

@@ -8,7 +8,7 @@ from helpers.turns import said
 from tokencredit.errors import ConfigError
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.episode import Reply
+from tokencredit.text.turns.protocols.episode import Reply
 
 pytest.importorskip("openenv.core", reason="needs openenv: pip install tokencredit[openenv]")
 pytestmark = [

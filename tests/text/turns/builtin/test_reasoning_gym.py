@@ -8,7 +8,7 @@ from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.turns.builtin.calculator import evaluate
 from tokencredit.text.turns.builtin.reasoning_gym import AGAIN
 from tokencredit.text.turns.environments import load_environments
-from tokencredit.text.turns.episode import Reply
+from tokencredit.text.turns.protocols.episode import Reply
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install tokencredit[reasoning-gym]")
 

@@ -11,7 +11,7 @@ from helpers.transcripts import TOOLS, calls_in, look_up, reference, replay, tra
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.turns.chat.framing import ChatFraming, TextFraming
-from tokencredit.text.turns.episode import Turn
+from tokencredit.text.turns.protocols.episode import Turn
 
 WITH_TOOLS = [name for name, model in MODELS.items() if model.tools]
 USER = [{"role": "user", "content": "hello"}]

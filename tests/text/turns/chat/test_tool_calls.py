@@ -8,9 +8,15 @@ import pytest
 
 from helpers.chat_templates import MODELS, chat_tokenizer
 from helpers.transcripts import TOOLS, look_up
-from tokencredit.text.turns.chat.call_formats import FORMATS
 from tokencredit.text.turns.chat.framing import ChatFraming
-from tokencredit.text.turns.chat.tool_calls import DEEPEST, MOST, MOST_CALLS, find_format, parse_turn
+from tokencredit.text.turns.chat.tool_calls import (
+    FORMATS,
+    MAX_CALLS,
+    MAX_DEPTH,
+    MAX_DESCRIPTION,
+    find_format,
+    parse_turn,
+)
 
 FORMAT = {form.name: form for form in FORMATS}
 WITH_TOOLS = [name for name, model in MODELS.items() if model.tools]
@@ -126,8 +132,8 @@ def test_the_tokenizers_own_response_template_comes_first():
         ('{"a": 1e999}', "a number in the call is inf; it must be finite"),
         ('{"a": "\\ud800"}', "a text in the call holds half a character"),
         ('{"\\udfff": 1}', "a text in the call holds half a character"),
-        ('{"a": ' + "[" * 80 + "]" * 80 + "}", f"the arguments are nested deeper than {DEEPEST} levels"),
-        ('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}", f"the arguments are nested deeper than {DEEPEST} levels"),
+        ('{"a": ' + "[" * 80 + "]" * 80 + "}", f"the arguments are nested deeper than {MAX_DEPTH} levels"),
+        ('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}", f"the arguments are nested deeper than {MAX_DEPTH} levels"),
         ('{"a": ' + "9" * 10**5 + "}", "the call cannot be read: Exceeds the limit"),
         ('"{\\"a\\": "', "the call is not valid JSON: Expecting value"),
     ],
@@ -135,7 +141,7 @@ def test_the_tokenizers_own_response_template_comes_first():
 def test_a_malformed_call_says_what_is_wrong(arguments, message):
     parsed, malformed = hermes("So: " + HERMES % arguments)
     assert malformed.startswith(message)
-    assert len(malformed) <= MOST
+    assert len(malformed) <= MAX_DESCRIPTION
     assert "tool_calls" not in parsed
     assert parsed["content"].startswith("So: ")
 
@@ -283,7 +289,7 @@ def test_no_turn_raises_or_gives_a_call_that_cannot_be_written(name):
             ids = [rng.randrange(vocabulary) for _ in range(rng.randint(0, 60))]
         turn = framing.parse(ids, framing.prompt("x", TOOLS)[1], TOOLS)
         assert turn.ids == ids
-        assert turn.malformed is None or len(turn.malformed) <= MOST
+        assert turn.malformed is None or len(turn.malformed) <= MAX_DESCRIPTION
         assert isinstance(turn.message["content"], str)
         json.dumps(turn.message, allow_nan=False).encode()
         (turn.message["content"] + (turn.malformed or "")).encode()
@@ -299,7 +305,7 @@ def test_a_turn_of_ever_the_same_piece_is_read_at_once_or_malformed(form):
         message, malformed = parse_turn(piece * 20_000, "", form, [])
         assert message["role"] == "assistant"
         if piece in (form.marker, "<think>"):
-            assert malformed == f"the turn has more than {MOST_CALLS} calls or thoughts"
+            assert malformed == f"the turn has more than {MAX_CALLS} calls or thoughts"
     [begin] = ["<tool_call>\n<function=a>" if form.name == "Qwen3-Coder" else form.marker]
     for piece in ("<parameter=a>", "<arg_key>a</arg_key>", "<escape>", "a", "[", "to=", "\n"):
         assert parse_turn(begin + piece * 20_000, "", form, [])[0]["role"] == "assistant"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.turns import called, episode, said
-from tokencredit.text.turns.observations import CUT
+from tokencredit.text.turns.protocols.episode import CUT
 
 LIMIT = 4
 ASKED = [{"role": "user", "content": "Go."}]

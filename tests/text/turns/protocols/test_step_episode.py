@@ -7,8 +7,8 @@ import torch
 
 from helpers.turns import environments, episode, said
 from tokencredit.errors import ConfigError
-from tokencredit.text.turns.episode import Reply
-from tokencredit.text.turns.protocols.instances import EnvironmentFailed
+from tokencredit.text.turns.protocols.episode import Reply
+from tokencredit.text.turns.protocols.factories import EnvironmentFailed
 
 HALF = "\ud800"
 

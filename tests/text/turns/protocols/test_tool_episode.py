@@ -6,7 +6,7 @@ import pytest
 
 from helpers.turns import called, environments, episode, said, texts
 from tokencredit.errors import ConfigError
-from tokencredit.text.turns.episode import Reply
+from tokencredit.text.turns.protocols.episode import Reply
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
 

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.text.data.prompts import Prompt
-from tokencredit.text.turns.observations import appended
+from tokencredit.text.turns.protocols.episode import appended
 
 OWN = ("done", "reward", "metadata")
 """Fields of every observation that are not its content."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.text.data.prompts import Prompt
-from tokencredit.text.turns.observations import appended
+from tokencredit.text.turns.protocols.episode import appended
 
 AGAIN = "\nThat is not the answer. Try again.\n"
 """Observation after a wrong answer, if there is another try."""

@@ -1,21 +1,27 @@
-"""A chat template: rendering, and the frame between two turns, cut out of made-up conversations."""
+"""A tokenizer's chat template: rendering, the text between two turns, and tokenization safe from untrusted texts."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.turns.chat.encoding import Encoder
 from tokencredit.text.turns.chat.tool_calls import Schema
-from tokencredit.text.turns.episode import Message
+from tokencredit.text.turns.protocols.episode import Message
 
+MARK = "\ufdd0"
+"""A noncharacter, which no text holds. Inside an untrusted text it splits the names of added tokens."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+NO_TEXT = re.compile(f"[\ud800-\udfff{MARK}]")
+"""Characters that are no text: lone surrogates, which tokenizers reject, and the mark."""
 PROBE: Schema = {
     "type": "function",
     "function": {
@@ -35,6 +41,81 @@ PROBE: Schema = {
 USER: Message = {"role": "user", "content": "x"}
 
 
+class TemplateEncoder:
+    """Tokenizes rendered templates: what untrusted texts in them spell never becomes an added token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = ""):
+        """Protect the special tokens, and the added tokens in the chat template's source."""
+        self.tokenizer = tokenizer
+        tokens = tokenizer.added_tokens_decoder
+        self.protected = {
+            token.content: index
+            for index, token in tokens.items()
+            if token.special or (token.content.strip() and token.content in template)
+        }
+        """Names and ids of the protected tokens."""
+        self._special = [name for name, index in self.protected.items() if not tokens[index].rstrip][:1]
+        names = "|".join(re.escape(name) for name in sorted(self.protected, key=len, reverse=True))
+        self._begins = re.compile(f"(?=(?:{names}))(.)", re.DOTALL) if names else None
+
+    def guarded(self, value: Any) -> Any:
+        """An untrusted text, list or mapping with marks that keep it from becoming protected tokens."""
+        if isinstance(value, str):
+            return self._guarded_text(value)
+        if isinstance(value, Mapping):
+            return {self.guarded(key): self.guarded(item) for key, item in value.items()}
+        return [self.guarded(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a rendered text without its marks; the tokenizer adds no special tokens."""
+        if MARK not in text:
+            return self._encode(self.tokenizer, text)
+        marked, mark = self._with_mark
+        return [index for index in self._encode(marked, text) if index != mark]
+
+    def continuation(self, text: str) -> list[int]:
+        """Token ids of a text that follows others.
+
+        SentencePiece puts a space before the first word of a text. Where it does, the text is tokenized after another
+        one, so that the ids decode to the text alone.
+        """
+        lead, written = self.ids("."), text.replace(MARK, "")
+        before = str(self.tokenizer.decode(lead))
+        for start in ("", *self._special, "\n", "."):
+            begun, both = self.ids(start), self.ids(start + text)
+            ids = both[len(begun) :]
+            if both[: len(begun)] == begun and self.tokenizer.decode([*lead, *ids]) == before + written:
+                return ids
+        return self.ids(text)
+
+    def first(self, text: str) -> str | None:
+        """The name of the protected token that a text begins with; None if it begins with another text."""
+        return max((name for name in self.protected if text.startswith(name)), key=len, default=None)
+
+    def _guarded_text(self, text: str) -> str:
+        text = NO_TEXT.sub(REPLACEMENT, text)
+        broken = self._begins.sub(rf"\1{MARK}", text) if self._begins else text
+        if not self._forged(broken):
+            return broken
+        # A name of one character, or characters that the tokenizer's normalizer turns into a name.
+        return MARK.join(REPLACEMENT if self._forged(character) else character for character in text)
+
+    def _forged(self, text: str) -> bool:
+        return not set(self.protected.values()).isdisjoint(self.ids(text))
+
+    @cached_property
+    def _with_mark(self) -> tuple[PreTrainedTokenizerBase, int]:
+        """The tokenizer with the mark as a special token, which splits texts and is then left out; and its id."""
+        marked = copy.deepcopy(self.tokenizer)
+        marked.add_tokens([AddedToken(MARK, special=True, normalized=False)], special_tokens=True)
+        return marked, marked.added_tokens_encoder[MARK]
+
+    @staticmethod
+    def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
+
+
 class Rejected(Exception):
     """The template rejects a conversation."""
 
@@ -50,13 +131,7 @@ class ChatTemplate:
         uses_tools: bool,
         end_ids: Collection[int] = (),
     ):
-        """Find out how the template wants tool calls.
-
-        Args:
-            tokenizer: the policy's.
-            kwargs: keyword arguments of the template.
-            uses_tools: the policy calls tools.
-            end_ids: token ids that end a turn in sampling.
+        """Find out how the template wants tool calls; `end_ids` are token ids that end a turn in sampling.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
@@ -68,7 +143,7 @@ class ChatTemplate:
             )
         self.tokenizer, self.kwargs = tokenizer, kwargs
         self.source = str(tokenizer.get_chat_template(None, [PROBE] if uses_tools else None))
-        self.encoder = Encoder(tokenizer, self.source)
+        self.encoder = TemplateEncoder(tokenizer, self.source)
         ends = {*end_ids, tokenizer.eos_token_id}
         self.ends = {name: index for name, index in self.encoder.protected.items() if index in ends}
         """Names and ids of the tokens that end a turn in sampling."""
@@ -125,28 +200,19 @@ class ChatTemplate:
         return True
 
     def conversation(self, calls: Sequence[tuple[str, str]], payload: str) -> list[Message]:
-        """A user's message, and an assistant's with a text, or with calls, of which the last has the text.
-
-        Args:
-            calls: name and id of each call; empty for a text.
-            payload: the text.
-        """
+        """A user's message, and an assistant's with a text; with calls (name, id), the last call has the text."""
         if not calls:
             return [USER, {"role": "assistant", "content": payload}]
         arguments = [{"word": "y"}] * (len(calls) - 1) + [{"word": payload}]
-        return [USER, self.assistant([(name, given, key) for (name, key), given in zip(calls, arguments, strict=True)])]
+        return [USER, self.assistant([(name, args, key) for (name, key), args in zip(calls, arguments, strict=True)])]
 
     def assistant(self, calls: Sequence[tuple[str, dict[str, Any], str]]) -> Message:
         """An assistant's message of calls: name, arguments and id of each."""
-        made = [
-            {
-                "type": "function",
-                "id": key,
-                "function": {"name": name, "arguments": json.dumps(given) if self.arguments_as_text else given},
-            }
-            for name, given, key in calls
-        ]
-        return {"role": "assistant", "content": "", "tool_calls": made}
+        tool_calls = []
+        for name, arguments, key in calls:
+            function = {"name": name, "arguments": json.dumps(arguments) if self.arguments_as_text else arguments}
+            tool_calls.append({"type": "function", "id": key, "function": function})
+        return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
     def after_turn(self, messages: Sequence[Message], calls: Sequence[tuple[str, str]]) -> tuple[str, str | None]:
         """The text that follows a turn: its end, these messages, and the next generation prompt.
@@ -162,6 +228,7 @@ class ChatTemplate:
         Raises:
             Rejected: the template raises, or drops the assistant's message.
         """
+        # Render a made-up turn that ends with an anchor: what follows the anchor follows every turn.
         anchor = "zqx"
         while anchor in repr((messages, calls)) or anchor in self.source:
             anchor += "x"
@@ -172,9 +239,10 @@ class ChatTemplate:
         if calls:
             # The call goes on after its last argument, up to the end that it has without an observation too.
             alone = self.render(before).partition(anchor)[2]
-            most = len(shared_start(rest, alone))
-            end = self.encoder.find(rest, self.turn_ends, most)
-            rest = rest[min(most, len(alone.rstrip())) if end is None else end :]
+            limit = shared_start(rest, alone)
+            starts = (rest.find(name, 0, limit + len(name)) for name in self.turn_ends)
+            end = min((start for start in starts if start >= 0), default=min(limit, len(alone.rstrip())))
+            rest = rest[end:]
         return rest, self.encoder.first(rest.lstrip())
 
     def turn_text(self, before: Sequence[Message], message: Message, tools: Sequence[Schema] = ()) -> str:
@@ -185,7 +253,7 @@ class ChatTemplate:
         """
         turn = self.render([*before, message], tools=tools)
         prompt = self.render(before, tools=tools, generate=True)
-        shared = shared_start(turn, prompt)
+        shared = turn[: shared_start(turn, prompt)]
         # Where they part inside a tag, such as <think> and <tool_call>, the turn begins with the tag.
         start = len(prompt) if shared == prompt else max((m.end() for m in re.finditer(r"[\n>\]]", shared)), default=0)
         text = turn[start:]
@@ -203,7 +271,7 @@ class ChatTemplate:
         return {*self.ends, *([end] if end else [])}
 
 
-def shared_start(one: str, other: str) -> str:
-    """The longest text that both begin with."""
+def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the longest beginning that two texts or token sequences share."""
     pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -15,11 +15,9 @@ from tokencredit.text.data.detokenizer import MAX_TOKENS, Detokenizer
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.rewards.texts import prefilled
-from tokencredit.text.turns.chat.call_formats import THINK, CallFormat
-from tokencredit.text.turns.chat.chat_template import PROBE, USER, ChatTemplate, Rejected
-from tokencredit.text.turns.chat.encoding import Encoder
-from tokencredit.text.turns.chat.tool_calls import Schema, find_format, parse_turn
-from tokencredit.text.turns.episode import Message, Turn
+from tokencredit.text.turns.chat.chat_template import PROBE, USER, ChatTemplate, Rejected, TemplateEncoder
+from tokencredit.text.turns.chat.tool_calls import THINK, CallFormat, Schema, find_format, parse_turn
+from tokencredit.text.turns.protocols.episode import Message, Turn
 
 Tool = Callable[..., Any]
 """A function or method with type hints and a docstring."""
@@ -42,8 +40,7 @@ class TextFraming:
     """Plain texts: an observation continues the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PromptsConfig | None = None):
-        """Tokenize with the policy's tokenizer, and a beginning-of-sequence token as `prompts.add_bos` says."""
-        self.tokenizer, self.config, self.encoder = tokenizer, config or PromptsConfig(), Encoder(tokenizer)
+        self.tokenizer, self.config, self.encoder = tokenizer, config or PromptsConfig(), TemplateEncoder(tokenizer)
 
     def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:  # noqa: ARG002  (Framing)
         """The text and its token ids, tokenized as prompts without environments are."""
@@ -92,20 +89,14 @@ class ChatFraming:
         self.template = ChatTemplate(tokenizer, kwargs, uses_tools=uses_tools, end_ids=end_ids)
         self.encoder = self.template.encoder
         self._schemas: WeakKeyDictionary[Any, Schema] = WeakKeyDictionary()
-        self.format: CallFormat | None = None
-        """Format of the tool calls; None without tools."""
         self.end = check_texts(self.template)
         """Name of the token that ends a turn; None if the template has none."""
         if uses_tools:
             self.end = check_tools(self.template)
-            self.format = call_format(self.template)
+        self.format = call_format(self.template) if uses_tools else None
 
     def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:
-        """The text and the token ids of a conversation with its tools and the generation prompt.
-
-        Raises:
-            ConfigError: the template rejects the conversation, or a tool has no type hints or no docstring.
-        """
+        """The text and the token ids of a conversation with its tools and the generation prompt."""
         conversation = as_messages(prompt, "user")
         schemas, begun = [self.schema(tool) for tool in tools], prefilled(conversation)
         try:
@@ -125,15 +116,15 @@ class ChatFraming:
         text = text_of(self.tokenizer, ids, prefix)
         if self.format is None:
             return Turn(ids, text, {"role": "assistant", "content": text})
+        # The parser reads special tokens, and the end of the turn is none of the message.
         ends = {self.encoder.protected[name] for name in {*self.template.turn_ends, *([self.end] if self.end else [])}}
         kept = ids[:-1] if len(ids) and ids[-1] in ends else ids
-        spelt = str(self.tokenizer.decode(list(kept)))
+        with_tokens = str(self.tokenizer.decode(list(kept)))
         before = str(self.tokenizer.decode(list(prefix if self.format.reads_prompt else prefix[-4 * MAX_TOKENS :])))
         if not self.format.reads_prompt:
             before = THINK if before.rstrip().endswith(THINK) else ""
-        message, malformed = parse_turn(
-            spelt, before, self.format, [self.schema(tool) for tool in tools], ids_of_nine=self.template.ids_of_nine
-        )
+        schemas, ids_of_nine = [self.schema(tool) for tool in tools], self.template.ids_of_nine
+        message, malformed = parse_turn(with_tokens, before, self.format, schemas, ids_of_nine=ids_of_nine)
         return Turn(ids, text, message if malformed is None else {**message, "content": text}, malformed)
 
     def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
@@ -146,20 +137,18 @@ class ChatFraming:
             ConfigError: the template rejects the observation.
         """
         messages = as_messages(observation, "user")
+        # Render after a made-up turn, with marks that break up what the observation spells of the template's tokens.
         guarded = [{**self.encoder.guarded(message), "role": message["role"]} for message in messages]
-        calls = self.encoder.guarded(calls_of(turn, messages))
+        calls = self.encoder.guarded(answered_calls(turn, messages))
         text, end = self._after_turn(guarded, calls)
+        # Leave out the end of the turn where the policy sampled it.
         last = turn.ids[-1] if len(turn.ids) else None
         if end is None or last not in self._closing(text, end):
             return self.encoder.continuation(text)
         return self.encoder.ids(text.lstrip())[1:]
 
     def schema(self, tool: Tool) -> Schema:
-        """JSON schema of a tool, from its type hints and its docstring.
-
-        Raises:
-            ConfigError: it lacks them.
-        """
+        """JSON schema of a tool, from its type hints and its docstring; `ConfigError` if it lacks them."""
         function = getattr(tool, "__func__", tool)
         if function not in self._schemas:
             try:
@@ -231,21 +220,21 @@ def call_format(template: ChatTemplate) -> CallFormat:
     text = template.turn_text([USER], template.assistant([("look_up", arguments, "call00000")]))
     text = str(template.tokenizer.decode(template.encoder.continuation(text)))
     own = getattr(template.tokenizer, "response_template", None)
-    found = find_format(text, {"name": "look_up", "arguments": arguments}, [PROBE], own)
-    if found is None:
+    form = find_format(text, {"name": "look_up", "arguments": arguments}, [PROBE], own)
+    if form is None:
         raise ConfigError(
             f"the tool calls of the tokenizer's chat template are in no known format: {text.strip()[:200]!r}; set "
             "response_template in its tokenizer_config.json, as Transformers describes it"
         )
-    return found
+    return form
 
 
-def calls_of(turn: Turn, messages: Sequence[Message]) -> list[tuple[str, str]]:
+def answered_calls(turn: Turn, messages: Sequence[Message]) -> list[tuple[str, str]]:
     """Name and id of each call that the messages answer; empty if no tool answers."""
     answers = [message for message in messages if message["role"] == "tool"]
-    made = (turn.message or {}).get("tool_calls") or []
-    if answers and made:
-        return [(call["function"]["name"], call["id"]) for call in made]
+    calls = (turn.message or {}).get("tool_calls") or []
+    if answers and calls:
+        return [(call["function"]["name"], call["id"]) for call in calls]
     return [(answer.get("name") or "look_up", answer.get("tool_call_id") or "call00000") for answer in answers]
 
 
@@ -255,11 +244,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], prefix: Sequ
 
 
 def with_bos(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, ids: list[int]) -> list[int]:
-    """Token ids of a prompt, after a beginning-of-sequence token if `prompts.add_bos` demands one that they lack.
-
-    Raises:
-        ConfigError: the tokenizer has none.
-    """
+    """Token ids of a prompt, after a beginning-of-sequence token if `prompts.add_bos` demands one that they lack."""
     bos = tokenizer.bos_token_id
     if not config.add_bos or ids[:1] == [bos]:
         return ids

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -14,15 +13,15 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.text.models.model_loading import load_tokenizer, resolve
-from tokencredit.text.turns.chat.call_formats import THINK
-from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected
+from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected, shared_start
 from tokencredit.text.turns.chat.framing import ChatFraming
-from tokencredit.text.turns.episode import Message, Turn
+from tokencredit.text.turns.chat.tool_calls import THINK
+from tokencredit.text.turns.protocols.episode import Message, Turn
 
 CALL = ("look_up", {"word": "rain", "limit": 3}, "call00000")
 """Name, arguments and id of a call."""
 END_OF_THINKING = "</think>"
-AROUND = 12
+CONTEXT = 12
 """Tokens shown before one that differs."""
 
 
@@ -36,8 +35,7 @@ def look_up(word: str, limit: int) -> str:
     return word * limit
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A made-up transcript that ends with an observation."""
 
     name: str
@@ -46,8 +44,7 @@ class Case:
     """False if the sampled turns lack their end-of-turn token."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of a transcript."""
 
     kind: Literal["same", "rendered anew", "wrong", "rejected"]
@@ -58,12 +55,7 @@ class Outcome:
 def check_template(
     tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, end_ids: Sequence[int] = ()
 ) -> tuple[list[str], int]:
-    """Compare episodes with one rendering of the same transcripts.
-
-    Args:
-        tokenizer: the model's.
-        config: `add_bos` and `chat_template_kwargs`.
-        end_ids: token ids that end a turn in sampling, beside the tokenizer's.
+    """Compare episodes with one rendering of the same transcripts; the arguments are those of `ChatFraming`.
 
     Returns:
         Lines for the reader, and the number of transcripts in which an observation's tokens differ or calls are not
@@ -89,7 +81,7 @@ def check_template(
         for case in (tool_cases if tools else text_cases)(framing.template):
             outcomes.append(compare(framing, case))
             lines.append(f"  {case.name}: {outcomes[-1].text}")
-        outcomes.append(hostile(framing))
+        outcomes.append(adversarial(framing))
         lines.append(f"  the template's own tokens, spelt in an observation: {outcomes[-1].text}")
     if len(refused) == 2:
         raise refused[0]
@@ -107,29 +99,30 @@ def compare(framing: ChatFraming, case: Case) -> Outcome:
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     anew: Outcome | None = None
     try:
-        made = framing.prompt(list(messages[: starts[0]]), tools)[1]
+        episode = framing.prompt(list(messages[: starts[0]]), tools)[1]
         for number, (at, following) in enumerate(zip(starts, [*starts[1:], len(messages)], strict=True), 1):
+            # A turn as the model would sample it, whose calls must be read back.
             ids = sampled(framing, case, at)
-            turn = framing.parse(ids, made, tools)
-            made = [*made, *ids]
-            calls = expected(messages[at])
+            turn = framing.parse(ids, episode, tools)
+            episode = [*episode, *ids]
+            calls = functions(messages[at])
             if len(calls) > 1 and calls[-1]["arguments"]["word"] not in turn.text:
                 return Outcome("rejected", "the template drops all calls of a turn but one")
             if functions(turn.message) != calls:
                 reason = turn.malformed or f"they are read as {functions(turn.message)}"
                 return Outcome("wrong", f"the calls of turn {number} are not read back: {reason}")
+            # The observation after it, beside one rendering of everything so far.
             between = framing.observation(messages[at + 1 : following], turn)
-            whole = template.encoder.ids(
-                template.render(messages[:following], tools=[framing.schema(tool) for tool in tools], generate=True)
-            )
+            schemas = [framing.schema(tool) for tool in tools]
+            whole = template.encoder.ids(template.render(messages[:following], tools=schemas, generate=True))
             # Where the turn itself is rendered differently, the observations are aligned by their ends.
-            start = len(made) if whole[: len(made)] == made else max(len(whole) - len(between), 0)
+            start = len(episode) if whole[: len(episode)] == episode else max(len(whole) - len(between), 0)
             if whole[start:] != between:
-                text = difference(framing, [*made, *between], [*made, *whole[start:]])
+                text = difference(framing, [*episode, *between], [*episode, *whole[start:]])
                 return Outcome("wrong", f"observation {number} differs at {text}")
-            made = [*made, *between]
-            if made != whole and anew is None:
-                text = difference(framing, made, whole)
+            episode = [*episode, *between]
+            if episode != whole and anew is None:
+                text = difference(framing, episode, whole)
                 anew = Outcome("rendered anew", f"rendered anew after turn {number}, which differs at {text}")
     except (Rejected, ConfigError) as error:
         return Outcome("rejected", f"the template rejects it: {error}")
@@ -150,7 +143,7 @@ def sampled(framing: ChatFraming, case: Case, at: int) -> list[int]:
     return [*ids, template.encoder.protected[framing.end]] if case.ends and framing.end else ids
 
 
-def hostile(framing: ChatFraming) -> Outcome:
+def adversarial(framing: ChatFraming) -> Outcome:
     """Spell all of the template's tokens in an observation."""
     protected = framing.encoder.protected
     message = framing.template.assistant([CALL]) if framing.format else {"role": "assistant", "content": "Yes."}
@@ -216,37 +209,27 @@ def answer(content: str) -> Message:
 
 
 def functions(message: Message | None) -> list[Any]:
-    """Names and arguments of the calls of a message."""
-    return [call["function"] for call in (message or {}).get("tool_calls", ())]
+    """Names and arguments of the calls of a message, whose arguments may be JSON text."""
+    calls = [dict(call["function"]) for call in (message or {}).get("tool_calls", ())]
+    for call in calls:
+        if isinstance(call["arguments"], str):
+            call["arguments"] = json.loads(call["arguments"])
+    return calls
 
 
-def expected(message: Message) -> list[Any]:
-    """Names and arguments of the calls in a transcript, whose arguments may be text."""
-    made = functions(message)
-    return [
-        {**one, "arguments": json.loads(one["arguments"])} if isinstance(one["arguments"], str) else one for one in made
-    ]
-
-
-def difference(framing: ChatFraming, ours: Sequence[int], whole: Sequence[int]) -> str:
+def difference(framing: ChatFraming, episode: Sequence[int], whole: Sequence[int]) -> str:
     """The first token in which two sequences differ, with the text before it."""
-    pairs = enumerate(zip(ours, whole, strict=False))
-    at = next((index for index, (one, other) in pairs if one != other), min(len(ours), len(whole)))
+    at = shared_start(episode, whole)
     decode = framing.tokenizer.decode
-    one, other = (repr(decode([ids[at]])) if at < len(ids) else "nothing" for ids in (ours, whole))
-    before = decode(list(ours[max(at - AROUND, 0) : at]))
+    one, other = (repr(decode([ids[at]])) if at < len(ids) else "nothing" for ids in (episode, whole))
+    before = decode(list(episode[max(at - CONTEXT, 0) : at]))
     return f"token {at}: {one}, and {other} in one rendering, after {before!r}"
 
 
 def check_model(name: str, config: PromptsConfig) -> tuple[list[str], int]:
-    """`check_template` for a model by name; its tokenizer and generation settings are read, and no weights.
-
-    Raises:
-        ConfigError: there is no such model, or as for `check_template`.
-    """
+    """`check_template` for a model by name; its tokenizer and generation settings are read, and no weights."""
     tokenizer = load_tokenizer(ModelConfig(name=name))
-    listed = None
-    with suppress(OSError):  # there is none
-        listed = GenerationConfig.from_pretrained(resolve(name, "policy")).eos_token_id
-    ends = listed if isinstance(listed, list) else [listed] if isinstance(listed, int) else []
-    return check_template(tokenizer, config, ends)
+    ends = None
+    with suppress(OSError):  # there are no generation settings
+        ends = GenerationConfig.from_pretrained(resolve(name, "policy")).eos_token_id
+    return check_template(tokenizer, config, [ends] if isinstance(ends, int) else ends or [])

@@ -1,19 +1,22 @@
-"""Factories of environments: which protocol an environment has, its tools, and checks before the first episode."""
+"""Factories of environments: their protocol and tools, their instances, and the environments' own rewards."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.text.rewards.calls import RewardError, RewardTimeout, Term
 from tokencredit.text.turns.protocols.tools import RESERVED, Tool, describe_all, methods
 from tokencredit.text.user_code.user_errors import described
 from tokencredit.text.user_code.user_objects import check_kwargs
-from tokencredit.text.user_code.workers import TimedOut, Workers, call_within
+from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within
 
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+TRIES = 3
+"""Tries to create and reset an environment before the run stops."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,8 @@ class Factory:
             signature.bind(**dict.fromkeys(names))
         except TypeError as error:
             raise ConfigError(
-                f"{self.label}: reset{signature} does not take {', '.join(names) or 'no argument'}: {error}; "
-                "let it take the data set's columns by "
-                "name, or **row; for an environment with step, one argument named row"
+                f"{self.label}: reset{signature} does not take {', '.join(names) or 'no argument'}: {error}; let it "
+                "take the data set's columns by name, or **row; for an environment with step, one argument named row"
             ) from error
 
 
@@ -91,31 +93,107 @@ def inspect_factory(
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{label} created no environment, it {described(error)}") from error
     kind = type(first)
-    found = methods(kind)
-    if "reset" not in found:
+    public = methods(kind)
+    if "reset" not in public:
         raise ConfigError(f"{label} gives a {kind.__name__}, which has no method reset; see docs/turns.md")
-    given = describe_all(functions, "")
+    tools = describe_all(functions, "")
     if takes_row(first.reset):
-        if "step" not in found:
+        if "step" not in public:
             raise ConfigError(
                 f"{label}: reset takes a row, as environments with step(completion) do, and {kind.__name__} has no "
                 "step; add it, or let reset take **row for an environment whose methods are tools"
             )
-        if given:
+        if tools:
             raise ConfigError(
                 f"tools are given, and {label} has step, which receives whole completions; leave one of them out"
             )
         return Factory(label, create, first, True, {}, (), pays=True)
-    own = [getattr(first, name) for name in found if name not in RESERVED]
-    tools = given | describe_all(own, f"{kind.__name__}.")
-    if doubled := [method.__name__ for method in own if method.__name__ in given]:
+    own = describe_all([getattr(first, name) for name in public if name not in RESERVED], f"{kind.__name__}.")
+    if doubled := [name for name in own if name in tools]:
         raise ConfigError(f"two tools are named {doubled[0]!r}: a function and a method of {kind.__name__}")
-    return Factory(label, create, first, False, tools, tuple(functions), pays="get_reward" in found)
+    return Factory(label, create, first, False, tools | own, tuple(functions), pays="get_reward" in public)
 
 
 def takes_row(reset: Callable[..., Any]) -> bool:
     """True if a bound `reset` takes one argument named row, and no others without defaults: the plain protocol."""
     parameters = inspect.signature(reset).parameters.values()
-    named = [p for p in parameters if p.kind not in VARIADIC]
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in named if p.default is p.empty]
     return required == ["row"] and not any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+class EnvironmentFailed(RunStopped):
+    """An environment could not be created or reset, so that an episode has no prompt."""
+
+    stopped_by = "an environment that could not be reset"
+
+
+class Instance:
+    """One environment of a factory, used by one episode at a time: created once, and reset often."""
+
+    def __init__(self, factory: Factory, workers: Workers, timeout: float, number: int):
+        """Create no environment yet; `number` is its place in the order of creation."""
+        self.factory, self.workers, self.timeout, self.number = factory, workers, timeout, number
+        self.value: Any = None
+        """The environment; None before the first episode."""
+        self.hung = False
+        """True if a call timed out. It may still go on and change the environment, so the next episode gets another."""
+
+    def reset(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Create the environment if necessary, reset it, and return what `reset` returned.
+
+        A failed try is repeated with a new environment; each has its own copy of the arguments.
+
+        Raises:
+            EnvironmentFailed: the last try failed too.
+            ConfigError: the environment raised it.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                if self.value is None or self.hung:
+                    self.value = call_within(self.workers, self.timeout, self.factory.create)
+                    self.hung = False
+                copied = copy.deepcopy((args, kwargs))
+                return call_within(self.workers, self.timeout, self.value.reset, *copied[0], **copied[1])
+            except ConfigError:
+                raise
+            except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
+                late = isinstance(error, TimedOut)
+                problem = f"{error}; raise env.timeout if it is only slow" if late else described(error)
+                self.value = None
+                if not left:
+                    raise EnvironmentFailed(f"{self.factory.label}: {problem} (the last of {TRIES} tries)") from error
+        raise AssertionError
+
+
+def own_reward(factory: Factory, workers: Workers, timeout: float) -> Term:
+    """A term named after the environment's class, with weight 1; None for completions of other environments.
+
+    An environment in TRL's form pays `get_reward()` for the whole episode. One of the plain protocol pays at the last
+    token of each turn: the term is a list with one number per acted token.
+    """
+    kind = factory.kind
+
+    def by_turn(
+        environments: Sequence[Any], turn_rewards: Sequence[Sequence[tuple[int, float]]]
+    ) -> list[list[float] | None]:
+        """Rewards of acted tokens, from the number of tokens and the reward of each turn."""
+        return [
+            [number for count, reward in turns for number in (*[0.0] * (count - 1), reward)]
+            if type(environment) is kind
+            else None
+            for environment, turns in zip(environments, turn_rewards, strict=True)
+        ]
+
+    def by_episode(environments: Sequence[Any]) -> list[Any]:
+        # All calls begin before the first is waited for.
+        own: list[Any] = [e if type(e) is kind else None for e in environments]
+        waiting = [None if e is None else begin(workers, timeout, e.get_reward) for e in own]
+        try:
+            return [None if result is None else result() for result in waiting]
+        except TimedOut as error:
+            raise RewardTimeout(f"reward term {kind.__name__!r}: get_reward {error}") from error
+        except (Exception, SystemExit) as error:
+            raise RewardError(f"reward term {kind.__name__!r}: get_reward {described(error)}") from error
+
+    return Term(kind.__name__, 1.0, by_turn if factory.steps else by_episode)

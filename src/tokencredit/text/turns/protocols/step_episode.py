@@ -9,14 +9,23 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
-from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
-from tokencredit.text.turns.observations import clean, clean_messages, messages_of, readable, shorten
-from tokencredit.text.turns.protocols.instances import Instance
+from tokencredit.text.turns.protocols.episode import (
+    Message,
+    Problem,
+    Reply,
+    Turn,
+    clean,
+    clean_messages,
+    messages_of,
+    readable,
+    shorten,
+)
+from tokencredit.text.turns.protocols.factories import Instance
 from tokencredit.text.user_code.user_errors import described
 from tokencredit.text.user_code.workers import TimedOut, call_within
 
 
-class Malformed(Exception):
+class MalformedStep(Exception):
     """`step` returned something that is no observation, reward and done."""
 
 
@@ -24,19 +33,14 @@ class StepEpisode:
     """An episode whose environment receives each turn's text and returns an observation, a reward and done."""
 
     def __init__(self, instance: Instance, row: Mapping[str, Any], tokens: int):
-        """Args: tokens: longest observation, in tokens; see `observations.shorten`."""
+        """Keep what an episode needs; `tokens` is the longest observation, in tokens."""
         self.instance, self._row, self._tokens = instance, row, tokens
         self._conversational = False
         self.environment: Any = None
         self.tools: Sequence[Callable[..., Any]] = ()
 
     def start(self) -> Prompt:
-        """Reset the environment with the row; returns its prompt.
-
-        Raises:
-            EnvironmentFailed: it could not be reset.
-            ConfigError: it returned neither a text nor messages.
-        """
+        """Reset the environment with the row; returns its prompt."""
         prompt: Any = self.instance.reset(dict(self._row))
         self.environment = self.instance.value
         if isinstance(prompt, dict):
@@ -58,7 +62,7 @@ class StepEpisode:
         except TimedOut as error:
             problem, message = "timeout", f"step {error}"
             instance.hung = True
-        except Malformed as error:
+        except MalformedStep as error:
             message = str(error)
         except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
             message = f"step {described(error)}"
@@ -68,15 +72,16 @@ class StepEpisode:
     def _read(self, result: Any) -> Reply:
         if not isinstance(result, tuple | list) or len(result) != 3:
             count = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
-            raise Malformed(f"step returned {count}; it must return (observation, reward, done)")
+            raise MalformedStep(f"step returned {count}; it must return (observation, reward, done)")
         observation, reward, done = result
-        reward, done = _plain(reward), _plain(done)
+        # Numbers of NumPy and PyTorch as Python's.
+        reward, done = (x.item() if hasattr(x, "item") else x for x in (reward, done))
         if not isinstance(reward, Real) or not math.isfinite(reward):
-            raise Malformed(f"step returned the reward {reward!r:.100}; it must be a finite number")
+            raise MalformedStep(f"step returned the reward {reward!r:.100}; it must be a finite number")
         if not isinstance(done, bool):
-            raise Malformed(f"step returned {done!r:.100} for done; it must be True or False")
+            raise MalformedStep(f"step returned {done!r:.100} for done; it must be True or False")
         if not observation and not done:
-            raise Malformed("step returned no observation, although it is not done")
+            raise MalformedStep("step returned no observation, although it is not done")
         framed, cut = self._bounded(observation)
         return Reply(framed, float(reward), "done" if done else None, ("cut",) if cut else ())
 
@@ -87,12 +92,12 @@ class StepEpisode:
             return self._framed(text), cut
         messages = messages_of(observation)
         if messages is None:
-            raise Malformed(
+            raise MalformedStep(
                 f"step returned an observation of type {type(observation).__name__}; it must be a text, a message with "
                 "the role user or tool, or a list of such messages"
             )
         if not self._conversational:
-            raise Malformed("step returned messages, and reset a text; both must be texts, or both messages")
+            raise MalformedStep("step returned messages, and reset a text; both must be texts, or both messages")
         kept = messages[: self._tokens]  # each has a token at least
         shortened = [shorten(message["content"], self._tokens) for message in kept]
         framed = [{**message, "content": text} for message, (text, _) in zip(kept, shortened, strict=True)]
@@ -103,8 +108,3 @@ class StepEpisode:
         if not self._conversational:
             return text
         return [{"role": "user", "content": text}] if text else []
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of NumPy and PyTorch as Python's; anything else unchanged."""
-    return value.item() if hasattr(value, "item") else value

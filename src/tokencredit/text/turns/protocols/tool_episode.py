@@ -8,8 +8,11 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
-from tokencredit.text.turns.episode import Message, Problem, Reply, Turn
-from tokencredit.text.turns.observations import (
+from tokencredit.text.turns.protocols.episode import (
+    Message,
+    Problem,
+    Reply,
+    Turn,
     appended,
     as_text,
     clean,
@@ -18,7 +21,7 @@ from tokencredit.text.turns.observations import (
     readable,
     shorten,
 )
-from tokencredit.text.turns.protocols.instances import Instance
+from tokencredit.text.turns.protocols.factories import Instance
 from tokencredit.text.turns.protocols.tools import Tool
 from tokencredit.text.user_code.user_errors import summarized
 from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within, is_coroutine_function
@@ -42,7 +45,7 @@ class ToolEpisode:
         timeout: float,
         tokens: int,
     ):
-        """Take what an episode needs.
+        """Keep what an episode needs.
 
         Args:
             instance: the environment; None if there are only functions.
@@ -51,7 +54,7 @@ class ToolEpisode:
             functions: the tools that are functions, by name.
             workers: threads for the user's code.
             timeout: timeout of a call in seconds.
-            tokens: longest observation, in tokens; see `observations.shorten`.
+            tokens: longest observation, in tokens.
         """
         self.instance, self._row = instance, row
         self._described, self._callables = tools, dict(functions)
@@ -60,12 +63,7 @@ class ToolEpisode:
         self._workers, self._timeout, self._tokens = workers, timeout, tokens
 
     def start(self) -> Prompt:
-        """Reset the environment with the row; returns the row's prompt, with the text that `reset` returned.
-
-        Raises:
-            EnvironmentFailed: it could not be reset.
-            ConfigError: it returned something other than a text or None, or there is no prompt.
-        """
+        """Reset the environment with the row; returns the row's prompt, with the text that `reset` returned."""
         prompt, added = copy.deepcopy(self._row.get("prompt")) or "", None
         if not readable(prompt):
             raise ConfigError(f"the prompt of a row is {prompt!r:.200}; it must be a text, or messages with a text")
@@ -89,14 +87,14 @@ class ToolEpisode:
             return Reply(ending="answer")
         messages: list[Message] = []
         problems: list[Problem] = []
-        for (name, _, identity), (text, found) in zip(calls, self._answers(calls), strict=True):
+        for (name, _, identity), (text, call_problems) in zip(calls, self._answers(calls), strict=True):
             messages.append({"role": "tool", "name": name, **identity, "content": text})
-            problems += found
+            problems += call_problems
         if turn.malformed is not None:
             # By the user: a message of a tool belongs to a call with a name, and there is none.
-            text, found = self._error(f"{turn.malformed}; {self._usage()}", "malformed")
+            text, call_problems = self._error(f"{turn.malformed}; {self._usage()}", "malformed")
             messages.append({"role": "user", "content": text})
-            problems += found
+            problems += call_problems
         return Reply(clean_messages(messages), problems=tuple(problems))
 
     def _answers(self, calls: Sequence[Call]) -> list[Answer]:
@@ -132,7 +130,8 @@ class ToolEpisode:
         """A result as text, within bounds; a failure or a timeout as a text that says so."""
         try:
             # In a thread, because `str` of an object is the user's code too.
-            text, cut = call_within(self._workers, self._timeout, _short, result(), self._tokens)
+            value, tokens = result(), self._tokens
+            text, cut = call_within(self._workers, self._timeout, lambda: shorten(as_text(value), tokens))
             return text, ("cut",) if cut else ()
         except TimedOut:
             if self.instance is not None:
@@ -145,10 +144,6 @@ class ToolEpisode:
     def _error(self, message: str, problem: Problem) -> Answer:
         text, cut = shorten(f"error: {message}", self._tokens)
         return text, (problem, "cut") if cut else (problem,)
-
-
-def _short(result: Any, tokens: int) -> tuple[str, bool]:
-    return shorten(as_text(result), tokens)
 
 
 def _read(call: Any) -> Call:

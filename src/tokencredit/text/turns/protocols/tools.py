@@ -60,19 +60,18 @@ class Tool:
 
 
 def describe(function: Callable[..., Any], label: str) -> Tool:
-    """A function's description, from its type hints and docstring.
-
-    Raises:
-        ConfigError: it lacks a type hint, a docstring, or an argument's description there.
-    """
+    """A function's description, from its type hints and docstring; `ConfigError` if one of them is missing."""
     if isinstance(function, type) or not callable(function) or not hasattr(function, "__name__"):
         raise ConfigError(f"{label} is {function!r}; a tool must be a function with type hints and a docstring")
     try:
         schema = get_json_schema(function)["function"]
     except Exception as error:  # of the function's own hints too: a name that is not imported
+        advice = "; a method that is no tool has a name that begins with _" if "." in label else ""
+        if label.endswith(".step"):  # it looks like the other protocol
+            advice = "; for an environment without tools, reset takes one argument named row (docs/turns.md)"
         raise ConfigError(
             f"{label} cannot be a tool: {error}; a tool needs a type hint of each argument and a docstring with a "
-            "description of each under Args:" + _advice(label)
+            "description of each under Args:" + advice
         ) from error
     parameters, arguments = schema["parameters"], dict(schema["parameters"]["properties"])
     for name, parameter in inspect.signature(function).parameters.items():
@@ -81,21 +80,8 @@ def describe(function: Callable[..., Any], label: str) -> Tool:
     return Tool(schema["name"], arguments, tuple(parameters.get("required", ())))
 
 
-def _advice(label: str) -> str:
-    """Advice for a method; for `step`, on the protocol that it looks like."""
-    if "." not in label:
-        return ""
-    if label.endswith(".step"):
-        return "; for an environment without tools, reset takes one argument named row (docs/turns.md)"
-    return "; a method that is no tool has a name that begins with _"
-
-
 def describe_all(functions: Iterable[Callable[..., Any]], label: str) -> dict[str, Tool]:
-    """Descriptions of functions by name.
-
-    Raises:
-        ConfigError: one of them cannot be a tool, or two have the same name.
-    """
+    """Descriptions of functions by name; `ConfigError` if one cannot be a tool, or two have the same name."""
     tools: dict[str, Tool] = {}
     for function in functions:
         tool = describe(function, f"{label}{getattr(function, '__name__', '')}")
@@ -110,13 +96,13 @@ def methods(kind: type) -> dict[str, Callable[..., Any]]:
 
     Functions and static methods count, class methods do not, as in TRL's GRPOTrainer.
     """
-    found: dict[str, Callable[..., Any]] = {}
+    public: dict[str, Callable[..., Any]] = {}
     for name in sorted(dir(kind)):
         member = inspect.getattr_static(kind, name, None)
         function = member.__func__ if isinstance(member, staticmethod) else member
         if not name.startswith("_") and inspect.isfunction(function):
-            found[name] = function
-    return found
+            public[name] = function
+    return public
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -137,7 +123,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
         return False
     kinds = schema.get("type", ())
     kinds = (kinds,) if isinstance(kinds, str) else kinds
-    if kinds and not any(_is(value, kind) for kind in kinds):
+    if kinds and not any(_has_type(value, kind) for kind in kinds):
         return False
     if isinstance(value, list) and "items" in schema:
         return all(_fits(item, schema["items"]) for item in value)
@@ -146,7 +132,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_type(value: Any, kind: str) -> bool:
     if kind not in TYPES:
         return True
     return isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokencredit.text.turns.episode import Reply
-from tokencredit.text.turns.observations import CUT, fit, shorten
+from tokencredit.text.turns.protocols.episode import CUT, Reply, fit, shorten
 
 
 def count(tokenizer, text):
