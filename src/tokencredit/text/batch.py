@@ -32,8 +32,7 @@ from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.rewards.terms import PendingCall, term_metrics
 from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.scoring_passes import ReferenceOutputs
-from tokencredit.text.turns.episode_record import episode_metrics, episode_record
-from tokencredit.text.turns.play import Transcript
+from tokencredit.text.turns.episode_record import Transcript, episode_metrics, episode_record
 
 DECIMALS = 6
 """Decimals of numbers in samples.jsonl."""
