@@ -24,7 +24,7 @@ from tokencredit.settings.text import PPOConfig
 
 if TYPE_CHECKING:
     from tokencredit.tools.sweep.launch import Launcher, Resources
-    from tokencredit.tools.sweep.sweep_file import Run
+    from tokencredit.tools.sweep.sweep_file import SweepRun
 
 
 def train(options: Namespace) -> None:
@@ -170,7 +170,7 @@ def sweep(options: Namespace) -> None:
         launcher.close()
 
 
-def cluster_resources(options: Namespace, runs: Sequence[Run]) -> Resources:
+def cluster_resources(options: Namespace, runs: Sequence[SweepRun]) -> Resources:
     """What each run gets on a cluster.
 
     Raises:
@@ -202,8 +202,7 @@ def make_launcher(options: Namespace, resources: Resources, home: Path) -> Launc
         from tokencredit.tools.sweep.on_slurm import Slurm
 
         return Slurm(resources, options.slurm)
-    from tokencredit.tools.sweep.launch import Local, cpu_cores
-    from tokencredit.tools.sweep.status import say
+    from tokencredit.tools.sweep.launch import Local, cpu_cores, say
 
     if (options.jobs or 1) > cpu_cores():
         say(f"--jobs {options.jobs} exceeds this machine's {cpu_cores()} CPU cores; runs will slow each other down")

@@ -147,11 +147,10 @@ class Noted(submitit.LocalExecutor):
 
 @pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # submitit leaves its processes to the interpreter's end
-def test_a_sweep_of_jobs_stops_at_ctrl_c_goes_on_and_is_compared(commands, tmp_path, capsys):
+def test_a_sweep_of_jobs_stops_at_ctrl_c_goes_on_and_is_compared(commands, tmp_path, capsys, monkeypatch):
     runs = read_sweep(sweep_file(tmp_path, base=LONG), configure)
-
-    def jobs():
-        return Slurm(Resources(), {}, Noted, lambda: {job.job_id for job in Noted.jobs if not job.done()})
+    monkeypatch.setattr(submitit, "SlurmExecutor", Noted)
+    monkeypatch.setattr(on_slurm, "queued", lambda: {job.job_id for job in Noted.jobs if not job.done()})
 
     def interrupt():
         wait_for(lambda: count_lines(runs[0].folder / "metrics.jsonl") > 1)
@@ -160,13 +159,13 @@ def test_a_sweep_of_jobs_stops_at_ctrl_c_goes_on_and_is_compared(commands, tmp_p
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        sweep(runs, jobs(), 1, "tokencredit sweep FILE --on slurm")
+        sweep(runs, Slurm(Resources(), {}), 1, "tokencredit sweep FILE --on slurm")
     thread.join()
     assert "resume with: tokencredit sweep FILE --on slurm" in capsys.readouterr().out
     assert runs[0].summary()["stopped_by"] == "interrupt"
     assert runs[0].state() == "to resume"
 
-    sweep(runs, jobs(), None, "tokencredit sweep FILE --on slurm")
+    sweep(runs, Slurm(Resources(), {}), None, "tokencredit sweep FILE --on slurm")
     assert runs[0].state() == "finished"
     assert "resumed after iteration" in runs[0].log.read_text()
     assert (tmp_path / "out" / "comparison" / "comparison.html").is_file()

@@ -14,8 +14,7 @@ from helpers.commands import processes_in, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.settings.parsing import configure
-from tokencredit.tools.sweep.launch import share, start
-from tokencredit.tools.sweep.status import trouble
+from tokencredit.tools.sweep.launch import share, start, trouble
 from tokencredit.tools.sweep.sweep_file import read_sweep
 
 TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "trackers": []}}

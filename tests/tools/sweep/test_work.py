@@ -10,7 +10,7 @@ from tokencredit.errors import RunStopped
 from tokencredit.settings.parsing import configure
 from tokencredit.tools.sweep import launch
 from tokencredit.tools.sweep.launch import Ended, Resources
-from tokencredit.tools.sweep.runner import Work, sweep
+from tokencredit.tools.sweep.runner import Scheduler, sweep
 from tokencredit.tools.sweep.sweep_file import read_sweep
 
 LOST = Ended("lost with node-7", lost=True)
@@ -61,24 +61,24 @@ def runs(tmp_path):
 
 def test_a_lost_run_goes_on_in_another_job(runs, capsys):
     launcher = Scripted(LOST, LOST, Ended())
-    work = Work(runs, launcher, None)
-    assert work.do() is None
+    scheduler = Scheduler(runs, launcher, None)
+    assert scheduler.run() is None
     assert launcher.started == 3
-    assert not work.failures
+    assert not scheduler.failures
     assert "plain/seed-1: lost with node-7; continuing it in another job" in capsys.readouterr().out
 
 
 def test_a_run_that_is_lost_again_and_again_fails_unless_it_gets_further_each_time(runs, capsys):
     stuck = Scripted(LOST, LOST, LOST)
-    work = Work(runs, stuck, None)
-    work.do()
-    assert work.failures == {runs[0]: "lost with node-7"}
+    scheduler = Scheduler(runs, stuck, None)
+    scheduler.run()
+    assert scheduler.failures == {runs[0]: "lost with node-7"}
     assert stuck.started == 3
     onward = Scripted(LOST, 1, LOST, 2, LOST, Ended())
-    work = Work(runs, onward, None)
-    work.do()
+    scheduler = Scheduler(runs, onward, None)
+    scheduler.run()
     assert onward.started == 6
-    assert not work.failures
+    assert not scheduler.failures
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Sweeps: plan, runner and status table."""
+"""Sweeps: the runs of a file, started here, on Ray or on Slurm, and compared."""

@@ -22,9 +22,8 @@ from tokencredit.distributed.signals import WATCHED
 from tokencredit.runs.folder import write_file
 from tokencredit.settings.run_kind import run_kind_of
 from tokencredit.settings.yaml import read_yaml
-from tokencredit.tools.sweep.launch import Ended, Resources, start, write_settings
-from tokencredit.tools.sweep.status import trouble
-from tokencredit.tools.sweep.sweep_file import Run
+from tokencredit.tools.sweep.launch import Ended, Resources, start, trouble, write_settings
+from tokencredit.tools.sweep.sweep_file import SweepRun
 
 NOT_SHARED = 3
 """Exit code of a job that does not see the sweep's folder."""
@@ -34,9 +33,9 @@ PAUSE = 0.5
 
 
 class JobFolder:
-    """The files that a sweep and a run's job share, on the side of the sweep."""
+    """The sweep's side of the files that it shares with a run's job."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: SweepRun):
         self.run, self.path = run, run.job
 
     def prepare(self) -> str:
@@ -64,7 +63,7 @@ class JobFolder:
         return status if isinstance(status, dict) else {}
 
     def ended(self) -> Ended | None:
-        """How the job ended, by its own word; None until it has said it."""
+        """How the job ended, by its status file; None before."""
         status = self.status()
         code = status.get("code")
         if not isinstance(code, int):
@@ -89,24 +88,14 @@ def status_file(folder: Path, token: str) -> Path:
     return folder / f"status-{token}.json"
 
 
-def command(run: Run, token: str, resources: Resources) -> list[str]:
+def command(run: SweepRun, token: str, resources: Resources) -> list[str]:
     """Arguments of Python that are a run's job."""
-    return [
-        "-m",
-        "tokencredit.tools.sweep.cluster_job",
-        str(run.settings),
-        token,
-        str(resources.cores),
-        str(resources.gpus),
-    ]
+    numbers = str(resources.cores), str(resources.gpus)
+    return ["-m", "tokencredit.tools.sweep.cluster_job", str(run.settings), token, *numbers]
 
 
 def main(arguments: list[str]) -> int:
-    """Train a run on this node; returns the exit code of its process.
-
-    Args:
-        arguments: file of the run's configuration, the job's token, CPU cores and GPUs.
-    """
+    """Train a run on this node, with the arguments of `command`; returns the exit code of its process."""
     settings, token, cores, gpus = Path(arguments[0]), arguments[1], int(arguments[2]), int(arguments[3])
     folder = settings.with_suffix(".job")
     if read_signals(folder)[:1] != [token]:
@@ -114,7 +103,7 @@ def main(arguments: list[str]) -> int:
         return NOT_SHARED
     config = read_yaml(settings)
     at = Path(config["run"]["dir"])
-    run = Run(run_kind_of(config), at.parent.name, config["seed"], at, config)
+    run = SweepRun(run_kind_of(config), at.parent.name, config["seed"], at, config)
     status = {"node": socket.gethostname()}
     write_file(status_file(folder, token), json.dumps(status) + "\n")
     attempt = Attempt(run, Resources(cores, gpus), token)
@@ -126,12 +115,12 @@ def main(arguments: list[str]) -> int:
 class Attempt:
     """A job's process, the signals it gets, and the end of it."""
 
-    def __init__(self, run: Run, resources: Resources, token: str):
+    def __init__(self, run: SweepRun, resources: Resources, token: str):
         self.run, self.gpus, self.token = run, resources.gpus, token
         self.environment = os.environ | resources.environment() | {"PYTHONUNBUFFERED": "1"}
         self.process: subprocess.Popen[bytes] | None = None
         self.evicted = False
-        """The cluster stopped the run: its time is over, its node is wanted, or its worker is dead."""
+        """The cluster stopped the run: time limit, preemption, or a dead worker."""
         self.stopped = False
         self.signals_read, self.parent = 0, os.getppid()
 

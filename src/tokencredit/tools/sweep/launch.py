@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tokencredit.runs.folder import RunFolder, recover
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.yaml import dump_yaml
-from tokencredit.tools.sweep.status import trouble
-from tokencredit.tools.sweep.sweep_file import Run
+from tokencredit.tools.sweep.sweep_file import SweepRun
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux' `prctl`: the signal that a process gets when its parent dies."""
@@ -27,7 +27,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 @dataclass(frozen=True)
 class Resources:
-    """What each run of a sweep gets on a cluster."""
+    """CPU cores and GPUs per run on a cluster."""
 
     cores: int = 1
     gpus: int = 0
@@ -46,16 +46,16 @@ class Ended:
     """How a run's job ended."""
 
     failure: str | None = None
-    """Reason of its failure, in words; None if it did not fail."""
+    """Reason in words; None if it did not fail."""
     lost: bool = False
-    """The job was taken from the run, by a dead node or a time limit: another one may continue."""
+    """A dead node or a time limit ended the job: another one may continue the run."""
 
 
-class Job(Protocol):
+class RunJob(Protocol):
     """A job that trains a run."""
 
     inherited: str | None
-    """What an earlier sweep has left at work on the run, to be waited for; None for a new job."""
+    """Message on a job of an earlier sweep that is waited for; None for a new job."""
 
     def poll(self) -> Ended | None:
         """How the job ended; None until then."""
@@ -70,15 +70,11 @@ class Launcher(Protocol):
     pause: float
     """Seconds between polls."""
 
-    def start(self, run: Run) -> Job:
-        """A job that trains the run.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+    def start(self, run: SweepRun) -> RunJob:
+        """A job that trains the run; raises `OSError` if it cannot be started."""
 
     def close(self) -> None:
-        """Let go of what the launcher holds; its jobs have ended, or were left to themselves."""
+        """Release what the launcher holds; its jobs have ended or go on alone."""
 
 
 class Local:
@@ -90,18 +86,18 @@ class Local:
         """Give each of several parallel processes its share of the threads."""
         self.environment = share(cpu_cores(), jobs)
 
-    def start(self, run: Run) -> Job:
+    def start(self, run: SweepRun) -> RunJob:
         """A process that trains the run, or the wait for the one that an earlier sweep left behind."""
         return LocalJob(run, self.environment)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Holds nothing."""
 
 
 class LocalJob:
     """A process on this machine."""
 
-    def __init__(self, run: Run, environment: Mapping[str, str]):
+    def __init__(self, run: SweepRun, environment: Mapping[str, str]):
         self.run, self.environment = run, environment
         self.process = start(run, environment)
         left_behind = self.process is None and run.state() != "finished"
@@ -129,6 +125,19 @@ class LocalJob:
             self.process.send_signal(number)
 
 
+def say(text: str) -> None:
+    """Print a line and flush it."""
+    print(visible(text), flush=True)
+
+
+def trouble(run: SweepRun, code: int) -> str:
+    """Reason of a failure: exit code, and last line of the log."""
+    lines = run.log.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    cause = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return f"{cause}: {last.removeprefix('tokencredit: ')}"
+
+
 def cannot_start(error: OSError) -> str:
     """Reason why a job cannot be started."""
     return f"cannot start: {error.strerror} ({error.filename})"
@@ -146,21 +155,13 @@ def share(cores: int, jobs: int) -> dict[str, str]:
 
 
 def start(
-    run: Run, environment: Mapping[str, str], processes: int = 1, tied: bool = False
+    run: SweepRun, environment: Mapping[str, str], processes: int = 1, tied: bool = False
 ) -> subprocess.Popen[bytes] | None:
     """Start a run's process; None if another one is running, or has just finished the run.
 
     The process that writes the log holds a lock on it. The lock belongs to the open file, which the child inherits and
-    this process closes, so it lasts exactly as long as the child.
-
-    Args:
-        run: the run, begun or not.
-        environment: the process's environment variables.
-        processes: number of processes that train it together, started by `torchrun` if there are several.
-        tied: let the process stop, as after SIGTERM, once this one is dead, however it died; on Linux only.
-
-    Raises:
-        OSError: it cannot be started.
+    this process closes, so it lasts exactly as long as the child. `torchrun` starts several `processes`. With `tied`,
+    on Linux, the process gets SIGTERM once this one is dead, however it died. Raises `OSError` if it cannot start.
     """
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("ab") as log:
@@ -173,7 +174,11 @@ def start(
             return None
         flags = ["--resume", str(run.folder)]
         if state == "to begin":
-            clear(run)
+            # Remove the files of a process that was killed before its run could be resumed.
+            if (run.folder / "config.yaml").is_file():
+                shutil.rmtree(run.folder)
+            elif run.folder.is_dir():
+                recover(run.folder)
             flags = ["--config", str(write_settings(run)), "--run.dir", str(run.folder)]
         several = [*TORCHRUN, str(processes)] if processes > 1 else []
         command = [sys.executable, *several, "-m", "tokencredit.cli", run.run_kind.command, *flags]
@@ -183,15 +188,7 @@ def start(
         return subprocess.Popen(command, **options, env=environment, start_new_session=True)
 
 
-def write_settings(run: Run) -> Path:
+def write_settings(run: SweepRun) -> Path:
     """Write a run's whole configuration beside its folder; returns the file."""
     RunFolder(str(run.settings.parent)).write(run.settings.name, dump_yaml(run.config))
     return run.settings
-
-
-def clear(run: Run) -> None:
-    """Remove the files of a process that was killed before its run could be resumed."""
-    if (run.folder / "config.yaml").is_file():
-        shutil.rmtree(run.folder)
-    elif run.folder.is_dir():
-        recover(run.folder)

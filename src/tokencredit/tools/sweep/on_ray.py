@@ -17,9 +17,8 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.tools.sweep.cluster_job import NOT_SHARED, SHARE, JobFolder, command
-from tokencredit.tools.sweep.launch import Ended, Job, Resources
-from tokencredit.tools.sweep.status import say
-from tokencredit.tools.sweep.sweep_file import Run
+from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
+from tokencredit.tools.sweep.sweep_file import SweepRun
 
 
 class Ray:
@@ -28,11 +27,7 @@ class Ray:
     pause = 1.0
 
     def __init__(self, resources: Resources, home: Path):
-        """Join the cluster, and see that each of its nodes shares the sweep's folder.
-
-        Args:
-            resources: of each run.
-            home: the sweep's folder.
+        """Join the cluster, and check that each node shares `home`, the sweep's folder.
 
         Raises:
             ConfigError: Ray is not installed, there is no cluster, or a node does not share the folder.
@@ -93,7 +88,7 @@ class Ray:
         except gone:
             return None
 
-    def start(self, run: Run) -> Job:
+    def start(self, run: SweepRun) -> RunJob:
         """A task that trains the run."""
         return RayJob(self, run)
 
@@ -107,7 +102,7 @@ class RayJob:
 
     inherited: str | None = None  # tasks end with their sweep
 
-    def __init__(self, cluster: Ray, run: Run):
+    def __init__(self, cluster: Ray, run: SweepRun):
         self.ray, self.folder = cluster.ray, JobFolder(run)
         arguments = command(run, self.folder.prepare(), cluster.resources)
         environment = cluster.resources.environment()

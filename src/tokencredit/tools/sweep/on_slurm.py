@@ -12,15 +12,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import write_file
 from tokencredit.tools.sweep.cluster_job import SHARE, JobFolder, command
-from tokencredit.tools.sweep.launch import Ended, Job, Resources
-from tokencredit.tools.sweep.status import say
-from tokencredit.tools.sweep.sweep_file import Run
+from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
+from tokencredit.tools.sweep.sweep_file import SweepRun
 
 if TYPE_CHECKING:
     from submitit.core.core import PicklingExecutor
@@ -36,7 +35,7 @@ GRACE = 60.0
 """Seconds in which a file of a job that has left the queue becomes visible on a network file system."""
 
 
-def parameters(given: Sequence[str]) -> dict[str, Any]:
+def parameters(texts: Sequence[str]) -> dict[str, Any]:
     """Parameters of submitit from `KEY=VALUE` texts.
 
     >>> parameters(["partition=gpu", "exclusive=true", "setup=module load cuda"])
@@ -46,7 +45,7 @@ def parameters(given: Sequence[str]) -> dict[str, Any]:
         ConfigError: a text has another form, or its key is unknown or given twice.
     """
     read: dict[str, Any] = {}
-    for text in given:
+    for text in texts:
         key, sign, value = text.partition("=")
         if not sign or not value:
             raise ConfigError(f"--slurm has {text!r}; it must be KEY=VALUE, such as partition=gpu")
@@ -65,20 +64,8 @@ class Slurm:
 
     pause = 1.0
 
-    def __init__(
-        self,
-        resources: Resources,
-        given: dict[str, Any],
-        executor: type[PicklingExecutor] | None = None,
-        queue: Callable[[], set[str] | None] | None = None,
-    ):
-        """Look for Slurm's commands.
-
-        Args:
-            resources: of each run.
-            given: further parameters of submitit.
-            executor: submits a job; by default submitit's for Slurm.
-            queue: ids of jobs that wait or run, None if it does not answer; by default from `squeue`.
+    def __init__(self, resources: Resources, further: dict[str, Any]):
+        """Find Slurm's commands; `further` are parameters of submitit, from `parameters`.
 
         Raises:
             ConfigError: submitit or Slurm is not installed.
@@ -87,33 +74,29 @@ class Slurm:
             import submitit
         except ImportError as error:
             raise ConfigError("--on slurm needs submitit; pip install tokencredit[slurm]") from error
-        if executor is None and (missing := [name for name in ("sbatch", "srun", "squeue") if not shutil.which(name)]):
+        if missing := [name for name in ("sbatch", "srun", "squeue") if not shutil.which(name)]:
             raise ConfigError(f"--on slurm needs {', '.join(missing)} of Slurm, which this machine does not have")
-        self.executor, self.queue = executor or submitit.SlurmExecutor, queue or queued
+        self.executor: type[PicklingExecutor] = submitit.SlurmExecutor
         self.resources = resources
         # Without a time, that of the partition; submitit's own would be 5 minutes.
         own: dict[str, Any] = {"cpus_per_task": resources.cores, "stderr_to_stdout": True, "time": None}
         own["srun_args"] = [f"--cpus-per-task={resources.cores}"]  # which srun no longer takes from sbatch
         if resources.gpus:
             own["gpus_per_node"] = resources.gpus
-        self.parameters = own | given
+        self.parameters = own | further
         self.listed: set[str] = set()
         self.listed_at = float("-inf")
 
-    def start(self, run: Run) -> Job:
+    def start(self, run: SweepRun) -> RunJob:
         """A job that trains the run: the one that an earlier sweep has left in the queue, or a new one."""
         folder = JobFolder(run)
         earlier = read_id(folder)
-        if earlier and folder.ended() is None and earlier in (self.queue() or ()):
+        if earlier and folder.ended() is None and earlier in (queued() or ()):
             return SlurmJob(self, folder, earlier, f"Slurm's job {earlier} of an earlier sweep is still in the queue")
         return SlurmJob(self, folder, self.submit(run, folder), None)
 
-    def submit(self, run: Run, folder: JobFolder) -> str:
-        """Submit a run's job; returns its id.
-
-        Raises:
-            OSError: Slurm refused it.
-        """
+    def submit(self, run: SweepRun, folder: JobFolder) -> str:
+        """Submit a run's job; returns its id. Raises `OSError` if Slurm refuses it."""
         text = shlex.join([sys.executable, *command(run, folder.prepare(), self.resources)])
         executor = self.executor(folder.path)
         executor.update_parameters(job_name=run.name, **self.parameters)
@@ -125,16 +108,16 @@ class Slurm:
         return str(job.job_id)
 
     def gone(self, job: str, since: float) -> bool:
-        """True if a job submitted at that time (by `time.monotonic`) has left the queue for more than a while."""
+        """True if a job submitted at that time, by `time.monotonic`, is missing in a newer listing of the queue."""
         now = time.monotonic()
         if now - self.listed_at > LIST_EVERY:
-            listed = self.queue()
+            listed = queued()
             if listed is not None:
                 self.listed, self.listed_at = listed, now
         return self.listed_at > since and job not in self.listed
 
     def close(self) -> None:
-        """Nothing is held: jobs stay in the queue."""
+        """Holds nothing: jobs stay in the queue."""
 
 
 class SlurmJob:
@@ -148,7 +131,7 @@ class SlurmJob:
         """When it was first not in the queue."""
 
     def poll(self) -> Ended | None:
-        """How the job ended: by its own word, or since it has left the queue without one."""
+        """How the job ended, by its status file, or because it left the queue without writing one."""
         if ended := self.folder.ended():
             return ended
         if not self.cluster.gone(self.number, self.since):

@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.history import mean
 from tokencredit.runs.resuming import saved
+from tokencredit.runs.summary import duration, figure
 from tokencredit.settings.yaml import dump_yaml
-from tokencredit.tools.sweep.launch import Job, Launcher, cannot_start
-from tokencredit.tools.sweep.status import estimate, outcome, say, table
-from tokencredit.tools.sweep.sweep_file import COMPARISON, Run
+from tokencredit.tools.sweep.launch import Launcher, RunJob, cannot_start, say
+from tokencredit.tools.sweep.sweep_file import COMPARISON, SweepRun
 
 LOSSES = 3
 """Jobs in a row that a cluster may take from a run before it has written another checkpoint."""
 
 
-def show(runs: Sequence[Run], jobs: int | None, place: str | None = None) -> None:
+def show(runs: Sequence[SweepRun], jobs: int | None, place: str | None = None) -> None:
     """Print the runs and their states, an estimate of the time left, and the place of runs that are not here."""
     states = [run.state() for run in runs]
     for run, state in zip(runs, states, strict=True):
@@ -35,7 +37,7 @@ def show(runs: Sequence[Run], jobs: int | None, place: str | None = None) -> Non
         say(f"on {place}")
 
 
-def export(runs: Sequence[Run], folder: Path, file: str) -> None:
+def export(runs: Sequence[SweepRun], folder: Path, file: str) -> None:
     """Write each run's whole configuration to its own file, and print how to use them.
 
     Raises:
@@ -51,7 +53,7 @@ def export(runs: Sequence[Run], folder: Path, file: str) -> None:
     say(f"afterwards `tokencredit sweep {file}` runs what is missing, and compares")
 
 
-def sweep(runs: Sequence[Run], launcher: Launcher, jobs: int | None, again: str) -> None:
+def sweep(runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, again: str) -> None:
     """Train all runs that are not finished, then compare all that are, and print the outcomes.
 
     Args:
@@ -65,8 +67,8 @@ def sweep(runs: Sequence[Run], launcher: Launcher, jobs: int | None, again: str)
         RunStopped: at least one run failed; the others are finished.
         KeyboardInterrupt: after Ctrl-C, once the runs have written their checkpoints.
     """
-    work = Work(runs, launcher, jobs)
-    received = work.do()
+    scheduler = Scheduler(runs, launcher, jobs)
+    received = scheduler.run()
     if received:
         say(f"resume with: {again}")
         if received == signal.SIGINT:
@@ -74,64 +76,63 @@ def sweep(runs: Sequence[Run], launcher: Launcher, jobs: int | None, again: str)
         return
     done = [run for run in runs if run.state() == "finished"]
     compare(done, home(runs) / COMPARISON)
-    Console(highlight=False).print(table(runs, work.failures))
-    for run, failure in work.failures.items():
+    Console(highlight=False).print(table(runs, scheduler.failures))
+    for run, failure in scheduler.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
-    if work.failures:
-        raise RunStopped(f"{len(work.failures)} of {len(runs)} runs failed; retry them with: {again}")
+    if scheduler.failures:
+        raise RunStopped(f"{len(scheduler.failures)} of {len(runs)} runs failed; retry them with: {again}")
 
 
-def home(runs: Sequence[Run]) -> Path:
+def home(runs: Sequence[SweepRun]) -> Path:
     """The sweep's folder."""
     return runs[0].folder.parents[1]
 
 
-class Work:
-    """The runs of a sweep: waiting, running and failed."""
+class Scheduler:
+    """The runs of a sweep: waiting, running (`jobs` in parallel, None for no limit) and failed."""
 
-    def __init__(self, runs: Sequence[Run], launcher: Launcher, jobs: int | None):
-        """Queue the runs that are not finished, to run `jobs` in parallel."""
+    def __init__(self, runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None):
         self.runs, self.launcher, self.jobs = runs, launcher, jobs
         self.waiting = [run for run in runs if run.state() != "finished"]
-        self.going: dict[Run, Job] = {}
-        self.failures: dict[Run, str] = {}
-        self.losses: dict[Run, tuple[int, int]] = {}
+        self.running: dict[SweepRun, RunJob] = {}
+        self.failures: dict[SweepRun, str] = {}
+        self.losses: dict[SweepRun, tuple[int, int]] = {}
         """Jobs lost since a run's newest checkpoint, and that checkpoint's iteration."""
 
-    def do(self) -> int | None:
+    def run(self) -> int | None:
         """Train until nothing is left; returns the signal that stopped it, if any."""
         received = None
         try:
             with Signals() as signals:
-                while self.going or self.waiting:
+                while self.running or self.waiting:
                     if signals.received and not received:
                         received = signals.received
                         self.waiting = []
                         self.forward(received)
-                    while self.waiting and len(self.going) < (self.jobs or len(self.runs)):
+                    while self.waiting and len(self.running) < (self.jobs or len(self.runs)):
                         self.begin(self.waiting.pop(0))
-                    for run, job in list(self.going.items()):
-                        self.look(run, job, stopping=received is not None)
+                    for run, job in list(self.running.items()):
+                        self.poll(run, job, stopping=received is not None)
                     time.sleep(self.launcher.pause)
         except KeyboardInterrupt:  # the second signal: at once
             self.forward(signal.SIGINT)
-            for job in self.going.values():
+            for job in self.running.values():
                 while job.poll() is None:
                     time.sleep(self.launcher.pause)
             return signal.SIGINT
         return received
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: SweepRun) -> None:
         """Start a run's job, unless one left behind by an earlier sweep is still running."""
         try:
-            job = self.going[run] = self.launcher.start(run)
+            job = self.running[run] = self.launcher.start(run)
         except OSError as error:
             self.end(run, cannot_start(error))
             return
         if job.inherited:
             say(f"{run.name}: {job.inherited}; waiting for that")
 
-    def look(self, run: Run, job: Job, stopping: bool) -> None:
+    def poll(self, run: SweepRun, job: RunJob, stopping: bool) -> None:
         """Check whether a run's job has ended."""
         ended = job.poll()
         if ended is None:
@@ -142,7 +143,7 @@ class Work:
         else:
             self.end(run, None if stopping else ended.failure)
 
-    def may_continue(self, run: Run) -> bool:
+    def may_continue(self, run: SweepRun) -> bool:
         """Count a lost job; False once too many were lost in a row without a new checkpoint between them."""
         newest = max(saved(run.folder / "checkpoints"), default=0)
         count, before = self.losses.get(run, (0, newest))
@@ -150,9 +151,9 @@ class Work:
         self.losses[run] = count, newest
         return count < LOSSES
 
-    def end(self, run: Run, failure: str | None) -> None:
+    def end(self, run: SweepRun, failure: str | None) -> None:
         """Record and print a run's outcome."""
-        self.going.pop(run, None)
+        self.running.pop(run, None)
         if failure:
             self.failures[run] = failure
         states = [{"run": run.name, "state": run.state(), "failure": self.failures.get(run)} for run in self.runs]
@@ -164,11 +165,49 @@ class Work:
 
     def forward(self, number: int) -> None:
         """Forward a signal to all jobs."""
-        for job in self.going.values():
+        for job in self.running.values():
             job.send(number)
 
 
-def compare(done: Sequence[Run], out: Path) -> None:
+def estimate(runs: Sequence[SweepRun], left: int, jobs: int | None) -> str:
+    """Time left, estimated from the finished runs; the time per run alone if a cluster decides how many run at once."""
+    each = mean(run.summary()["seconds"] for run in runs if run.state() == "finished")
+    if not left:
+        return "nothing is left to run"
+    if each is None:
+        return "no time estimate before one is finished"
+    if jobs is None:
+        return f"{left} left, at {duration(each)} per run"
+    return f"about {duration(each * left / min(jobs, left))} left, at {duration(each)} per run, {jobs} in parallel"
+
+
+def outcome(run: SweepRun) -> str:
+    """Outcome of a run that did not fail, in a few words."""
+    if run.state() != "finished":
+        return "stopped, to be resumed"
+    summary, name = run.summary(), run.run_kind.outcome
+    first, last = (figure(summary[f"{name}_{end}"]) for end in ("first", "last"))
+    return f"{name} {first} → {last}, {duration(summary['seconds'])}"
+
+
+def table(runs: Sequence[SweepRun], failures: Collection[SweepRun]) -> Table:
+    """Status table: one row per variant, with means over its seeds and the failed runs."""
+    name = runs[0].run_kind.outcome
+    status = Table()
+    for title in ("variant", "seeds done", f"{name.replace('_', ' ')}, first → last", "time per run", "failed"):
+        status.add_column(title, overflow="fold")
+    for variant in dict.fromkeys(run.variant for run in runs):
+        mine = [run for run in runs if run.variant == variant]
+        summaries = [run.summary() for run in mine if run.state() == "finished"]
+        first, last, seconds = (mean(x[key] for x in summaries) for key in (f"{name}_first", f"{name}_last", "seconds"))
+        failed = ", ".join(f"seed {run.seed}" for run in mine if run in failures)
+        figures = f"{figure(first)} → {figure(last)}" if summaries else ""
+        time = "" if seconds is None else duration(seconds)
+        status.add_row(variant, f"{len(summaries)} of {len(mine)}", figures, time, failed)
+    return status
+
+
+def compare(done: Sequence[SweepRun], out: Path) -> None:
     """Write the comparison of runs, if they can be compared."""
     from tokencredit.report.comparison_page import write_comparison  # Matplotlib and SciPy, at the end only
 

@@ -13,16 +13,12 @@ from typing import Any, Literal
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
-from tokencredit.settings.fields import unknown_key
-from tokencredit.settings.renamed_keys import renamed
 from tokencredit.settings.run_kind import RUN_KINDS, RunKind, other_run_kind
 from tokencredit.settings.yaml import nested, read_yaml
 
 KEYS = ("kind", "base", "grid", "variants", "seeds", "dir")
 COMPARISON = "comparison"
 """Folder of the comparison, beside the variants' folders."""
-SET_BY_SWEEP = {"seed": "seeds", "run.dir": "dir"}
-"""Settings that a sweep sets itself, and the keys of its file that they come from."""
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
 """Valid names of variants, which are folder names."""
 
@@ -31,7 +27,7 @@ Configure = Callable[[RunKind, Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class SweepRun:
     """One run of a sweep."""
 
     run_kind: RunKind
@@ -69,29 +65,23 @@ class Run:
     def state(self) -> Literal["to begin", "to resume", "finished"]:
         """State of the run; without checkpoints, an interrupted run begins anew."""
         summary = self.summary()
+        stopped_by = str(summary.get("stopped_by"))
         # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
         done = summary.get("iterations", 0) >= self.config["run"]["iterations"]
         if self.config.get("data", {}).get("epochs"):  # the data set decides how many iterations they are
-            done = summary.get("stopped_by") == "iterations"
-        if done or reached(summary):
-            return "to begin" if summary.get("stopped_by") == TooManyBadSteps.stopped_by else "finished"
+            done = stopped_by == "iterations"
+        if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
+            return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file()
         if begun and (self.config["run"]["save_every"] or saved(self.folder / "checkpoints")):
             return "to resume"
         return "to begin"
 
 
-def reached(summary: Mapping[str, Any]) -> bool:
-    """True for a run that a rule under `stop` ended."""
-    return str(summary.get("stopped_by")).startswith("stop.")
+def read_sweep(file: Path, configure: Configure) -> list[SweepRun]:
+    """The runs of a sweep file (docs/sweeps.md): each variant with each seed, in the file's order.
 
-
-def read_sweep(file: Path, configure: Configure) -> list[Run]:
-    """The runs of a sweep file: each variant with each seed, in the file's order.
-
-    Args:
-        file: YAML with the keys `kind`, `base`, `grid` or `variants`, `seeds` and `dir`; see docs/sweeps.md.
-        configure: checks a configuration and fills in defaults.
+    `configure` checks a configuration and fills in defaults.
 
     Raises:
         ConfigError: the file or one of its variants is invalid; nothing has been run or written.
@@ -114,13 +104,13 @@ def read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def first_seeds(runs: Sequence[Run], count: int | None) -> list[Run]:
+def first_seeds(runs: Sequence[SweepRun], count: int | None) -> list[SweepRun]:
     """Runs with the first seeds of their sweep; all of them for None."""
     seeds = list(dict.fromkeys(run.seed for run in runs))[:count]
     return [run for run in runs if run.seed in seeds]
 
 
-def expand(sweep: Mapping[str, Any], configure: Configure) -> list[Run]:
+def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
     """Runs from a sweep file's settings, with `base` as a mapping; see `read_sweep`."""
     for key in sweep:
         if key not in KEYS:
@@ -132,21 +122,21 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[Run]:
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"dir is {folder!r}; give the folder of the runs")
     seeds = check_seeds(sweep.get("seeds"))
-    base, defaults = nested(mapping(sweep.get("base", {}), "base")), configure(run_kind, {})
+    base = nested(mapping(sweep.get("base", {}), "base"))
     if other := other_run_kind(base, run_kind.command):
         raise ConfigError(f"base is of kind {other.name}, and kind is {run_kind.name}; set kind: {other.name}")
     runs = []
     for name, overrides in variants(sweep).items():
         try:
             settings = merged(base, nested(overrides))
-            check_keys(settings, defaults)
+            refuse_own(settings)
             config = configure(run_kind, settings)
         except ConfigError as error:
             raise ConfigError(f"variant {name}: {error}") from error
         for seed in seeds:
             at = Path(folder) / name / f"seed-{seed}"
             own = {"seed": seed, "run": config["run"] | {"dir": str(at)}}
-            runs.append(Run(run_kind, name, seed, at, config | own))
+            runs.append(SweepRun(run_kind, name, seed, at, config | own))
     return runs
 
 
@@ -224,22 +214,15 @@ def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return settings
 
 
-def check_keys(settings: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise `ConfigError` for the first key that is unknown, no group, or set by the sweep itself."""
-    for key, value in settings.items():
-        if prefix + key in SET_BY_SWEEP:
-            raise ConfigError(f"{prefix}{key} is set by the sweep; use its key {SET_BY_SWEEP[prefix + key]} instead")
-        if key not in known:
-            if moved := renamed([prefix + key]):
-                raise ConfigError(moved)
-            raise ConfigError(unknown_key(prefix + key, [prefix + other for other in known]))
-        if isinstance(known[key], dict) and known[key]:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{prefix}{key} is {value!r}; it is a group of settings: {', '.join(known[key])}")
-            check_keys(value, known[key], f"{prefix}{key}.")
+def refuse_own(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a setting that the sweep itself sets."""
+    if "seed" in settings:
+        raise ConfigError("seed is set by the sweep; use its key seeds instead")
+    if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
+        raise ConfigError("run.dir is set by the sweep; use its key dir instead")
 
 
-def refuse_changed(runs: Sequence[Run]) -> None:
+def refuse_changed(runs: Sequence[SweepRun]) -> None:
     """Raise `ConfigError` if a run was begun with other settings than the sweep file has now."""
     for run in runs:
         file = run.folder / "config.yaml"
