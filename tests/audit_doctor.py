@@ -24,7 +24,7 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig, RunConfig, UpdateConfig
-from tokencredit.text.audit.auditor import Auditor
+from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.credit import Credit
 from tokencredit.text.ppo_trainer import PPOTrainer
 
@@ -64,7 +64,7 @@ def random(scale: float) -> Head:
 
 
 @dataclass(frozen=True)
-class Kept(Auditor):
+class Kept(CompletionAuditor):
     """An auditor that samples the truth of its completions once, for all critics and λ."""
 
     kept: list[Returns] = field(default_factory=list)

@@ -360,7 +360,7 @@ def read_only(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a file system")
 def test_a_run_that_cannot_be_written_is_refused_by_its_folder(read_only, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "tokencredit.text.audit.run_audit", None)  # an audit that measured would fail
+    monkeypatch.setitem(sys.modules, "tokencredit.tools.audit_run", None)  # an audit that measured would fail
     for arguments in (["report"], ["audit"], ["train", "--run.iterations", "3", "--resume"]):
         assert main([*arguments, str(read_only)]) == 2
         assert capfd.readouterr().err.splitlines()[-1] == (

@@ -13,14 +13,12 @@ from gymnasium import spaces
 
 from helpers.configs import quiet_agent
 from helpers.files import TIMES, drop_keys, read_metrics
-from tokencredit.audit.state_choice import generator
+from tokencredit.audit.truth import generator
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
-from tokencredit.control.audit.agent_auditor import Auditor, PairedReturns, starts
-from tokencredit.control.audit.agent_run_audit import audit_run
-from tokencredit.control.audit.randomness import generators, redraw
-from tokencredit.control.audit.replays import NotReplayed
+from tokencredit.control.audit.agent_auditor import AgentAuditor, PairedReturns, starts
+from tokencredit.control.audit.replays import NotReplayed, generators, redraw
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs
 from tokencredit.errors import ConfigError, RunStopped
@@ -34,6 +32,7 @@ from tokencredit.settings.control import (
     EnvConfig,
     EpisodesConfig,
 )
+from tokencredit.tools.audit_run import audit_run
 
 SIDE, SLIP, GOAL, PIT, GAMMA = 3, 0.2, 8, 5, 0.9
 STARTS, MOVES = (0, 1, 3, 6), ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -133,7 +132,7 @@ def test_in_a_grid_the_audit_is_within_its_standard_error_of_the_exact_values(se
     values, actions = exact(agent)
     errors = {"values": [], "advantages": []}
     settings = AgentAuditConfig(episodes=2, continuations=40, states=2)
-    auditor = Auditor(args, agent, envs)
+    auditor = AgentAuditor(args, agent, envs)
     with auditor._replays() as replays:
         for seed in range(seeds):
             random = generator(seed, 0)
@@ -219,7 +218,7 @@ gym.register("Cut-v0", Drift, max_episode_steps=4, disable_env_checker=True)
 
 def replays_of(args):
     agent, envs = agent_of(args)
-    auditor = Auditor(args, agent, envs)
+    auditor = AgentAuditor(args, agent, envs)
     return auditor, auditor._replays()
 
 
@@ -289,7 +288,7 @@ def test_an_environment_whose_chance_follows_from_no_seed_is_refused_before_trai
         ControlTrainer(args)
     agent, envs = agent_of(args)
     with pytest.raises(NotReplayed, match=r"that differs from the episode's"):
-        Auditor(replace(args, audit=AgentAuditConfig()), agent, envs).audit(1, AgentAuditConfig())
+        AgentAuditor(replace(args, audit=AgentAuditConfig()), agent, envs).audit(1, AgentAuditConfig())
 
 
 class Longer(Drift):
@@ -323,7 +322,7 @@ def test_an_agent_sees_in_an_audit_what_it_sees_in_training(env, agent):
     envs = make_envs(args.env, 1, GAMMA, stack=agent.observations())
     policy = Agent(envs.single_observation_space, envs.single_action_space, agent)
     Collector(envs, policy, seed=1).collect(150)  # statistics stand somewhere
-    auditor = Auditor(args, policy, envs)
+    auditor = AgentAuditor(args, policy, envs)
     with auditor._replays() as replays:
         (episode,) = auditor.episodes(replays, 1, generator(0, 1))
         seen, paid_ = replays.normalized(episode.observations), replays.scaled_rewards(episode.rewards)
@@ -467,7 +466,7 @@ def test_time_that_is_up_leaves_fewer_pairs_and_none_of_one(tmp_path):
     args = config()
     agent, envs = agent_of(args)
     settings = AgentAuditConfig(episodes=4, continuations=400, states=None, seconds=1e-6)
-    assert Auditor(args, agent, envs).audit(1, settings)["continuations"] == 4
+    assert AgentAuditor(args, agent, envs).audit(1, settings)["continuations"] == 4
 
 
 class Bad(Drift):
@@ -482,13 +481,13 @@ gym.register("Bad-v0", Bad, disable_env_checker=True)
 def test_what_an_audit_cannot_use_stops_it_in_words(monkeypatch):
     args = config("Bad-v0")
     with pytest.raises(RunStopped, match=r"env\.id Bad-v0 gave a reward that is not finite, in step 3"):
-        Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
+        AgentAuditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
     monkeypatch.setattr("tokencredit.control.audit.replays.MAX_REPLAY_STEPS", 20)
     args = config(EnvConfig("Drift-v0", kwargs={"steps": 50}))
     with pytest.raises(RunStopped, match=r"an episode of env\.id Drift-v0 has not ended after 20 steps; .*max_episode"):
-        Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
+        AgentAuditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
     args = config(EnvConfig("Drift-v0", kwargs={"steps": 50, "max_episode_steps": 10}), gamma=0.5)
-    assert Auditor(args, *agent_of(args)).audit(1, AgentAuditConfig(continuations=2))["credit"]["tokens"] > 0
+    assert AgentAuditor(args, *agent_of(args)).audit(1, AgentAuditConfig(continuations=2))["credit"]["tokens"] > 0
 
 
 def test_an_action_that_is_certain_has_no_advantage():
@@ -498,7 +497,7 @@ def test_an_action_that_is_certain_has_no_advantage():
     with torch.no_grad():
         agent.actor_head.weight.zero_()
         agent.actor_head.bias.copy_(torch.tensor([0.0, 60.0, 0.0, 0.0]))
-    auditor = Auditor(args, agent, envs)
+    auditor = AgentAuditor(args, agent, envs)
     with auditor._replays() as replays:
         random_ = generator(0, 1)
         episodes = auditor.episodes(replays, 3, random_)

@@ -25,11 +25,10 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig, OptimConfig, RunConfig, UpdateConfig
-from tokencredit.text.audit.continuations import batch_by_position
-from tokencredit.text.audit.run_audit import audit_run
-from tokencredit.text.audit.targets import continuation_targets
+from tokencredit.text.audit.continuations import batch_by_position, continuation_targets
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.tools.audit_run import audit_run
 
 WORDS = ["<e>", "a", "b", "c", "d"]
 END, LENGTH, PROMPT = 0, 4, [1, 2]

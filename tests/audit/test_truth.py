@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from tokencredit.audit.state_choice import generator, rounds, spread
-from tokencredit.audit.truth import Returns, Samples
+from tokencredit.audit.truth import Returns, Samples, generator, rounds, spread
 
 
 def test_a_mean_and_its_standard_error_by_hand():

@@ -16,9 +16,9 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.audit.continuations import run_in_all
-from tokencredit.text.audit.run_audit import audit_run
 from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.rewards.calls import RewardError
+from tokencredit.tools.audit_run import audit_run
 
 CONTINUED = {"critic.kind": "separate", "critic.continuations": 2, "critic.continued_states": 1}
 FAILING = {"rollout": {}, "continuation": CONTINUED}

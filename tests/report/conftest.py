@@ -8,7 +8,7 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig, RunConfig, UpdateConfig
-from tokencredit.text.audit.auditor import Auditor
+from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 
@@ -69,7 +69,7 @@ def audited_folder(trainer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("audited") / "run"
     shutil.copytree(trainer.record.folder.path, folder)
     settings = AuditConfig(every=1, completions=6, continuations=8, states=5)
-    audit = Auditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group=4).audit(3)
+    audit = CompletionAuditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group=4).audit(3)
     found = audit.judge(trainer.processes) | {
         "iteration": 3,
         "settings": {"completions": 6, "continuations": 8, "states": 5},

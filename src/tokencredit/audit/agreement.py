@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokencredit.audit.estimates import MONTE_CARLO, TD
 from tokencredit.audit.truth import Truth
 from tokencredit.audit.verdict import MIN_ROWS
 
@@ -31,6 +32,8 @@ BINS = 8
 """Bins of the reliability diagram."""
 MAX_RANKED = 1500
 """Most states whose pairs are ranked."""
+DECIMALS = 6
+"""Decimals of true values and advantages in files."""
 SIGNIFICANT = 2.0
 """Standard errors beyond which a difference in the truth counts as significant."""
 Figure = dict[str, float | None]
@@ -78,11 +81,7 @@ def interval(samples: Tensor) -> Figure:
 def row_sums(known: Tensor, truth: Tensor, errors: Tensor, estimate: Tensor) -> Sums:
     """Sums over the known states of each row: sufficient statistics of the figures in this module.
 
-    Args:
-        known: bool `[rows, time]`, states that count.
-        truth: x̂.
-        errors: its standard errors.
-        estimate: a or v.
+    The arguments are `[rows, time]`: states that count, x̂, its standard errors, and the estimate a or v.
     """
     x, e, v = (torch.where(known, y.double(), 0.0) for y in (truth, errors, estimate))
     parts = {"n": known.double(), "x": x, "v": v, "xx": x * x, "vv": v * v, "xv": x * v, "m": e * e}
@@ -92,7 +91,8 @@ def row_sums(known: Tensor, truth: Tensor, errors: Tensor, estimate: Tensor) -> 
 def correlation(sums: Sums) -> Tensor:
     """corr(a, x), corrected for the noise of the truth; NaN where noise explains all of the truth's variance."""
     cov, var_x, var_v, noise = _moments(sums)
-    return _correlation(cov, var_x - noise, var_v)
+    true = var_x - noise
+    return torch.where((true > 0) & (var_v > 1e-20), cov / (true * var_v).clamp(min=1e-300).sqrt(), torch.nan)
 
 
 def explained_variance(sums: Sums) -> Tensor:
@@ -145,11 +145,6 @@ def _moments(sums: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sums["xv"] / n - x * v, var_x.clamp(min=0.0), var_v.clamp(min=0.0), sums["m"] / n
 
 
-def _correlation(cov: Tensor, var_x: Tensor, var_v: Tensor) -> Tensor:
-    product = var_x * var_v
-    return torch.where((var_x > 0) & (var_v > 1e-20), cov / product.clamp(min=1e-300).sqrt(), torch.nan)
-
-
 def judge_critic(truth: Truth, values: Tensor) -> dict[str, Any]:
     """Compare a critic's values, `[rows, time]`, with the truth.
 
@@ -164,16 +159,9 @@ def judge_critic(truth: Truth, values: Tensor) -> dict[str, Any]:
     centre = truth.values[known].mean()
     sums = row_sums(known, truth.values - centre, truth.value_errors, values.double() - centre)
     resampling = Resampling(len(known))
-    formulas = {
-        "explained_variance": explained_variance,
-        "rmse": rmse,
-        "constant_rmse": constant_rmse,
-        "bias": bias,
-        "slope": slope,
-        "spread": spread,
-        "noise": noise_share,
-    }
-    figures: dict[str, Any] = {name: resampling.figure(sums, formula) for name, formula in formulas.items()}
+    formulas = (explained_variance, rmse, constant_rmse, bias, slope, spread)
+    figures: dict[str, Any] = {formula.__name__: resampling.figure(sums, formula) for formula in formulas}
+    figures["noise"] = resampling.figure(sums, noise_share)
     right, total = ranked_pairs(known, truth.values, truth.value_errors, values)
     weights = resampling.counts
     figures["ranking"] = interval(((weights @ right) * weights).sum(1) / ((weights @ total) * weights).sum(1))
@@ -216,15 +204,9 @@ def reliability(known: Tensor, truth: Truth, values: Tensor, resampling: Resampl
         sums = row_sums(inside, truth.values, truth.value_errors, values)
         true = resampling.figure(sums, lambda s: s["x"] / s["n"])
         count = float(sums["n"].sum())
-        diagram.append(
-            {
-                "predicted": float(sums["v"].sum()) / count,
-                "true": true["value"],
-                "low": true["low"],
-                "high": true["high"],
-                "states": count,
-            }
-        )
+        predicted_mean = float(sums["v"].sum()) / count
+        bounds = {"low": true["low"], "high": true["high"]}
+        diagram.append({"predicted": predicted_mean, "true": true["value"], **bounds, "states": count})
     return diagram
 
 
@@ -267,3 +249,48 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
 def share_real(correlation: float | None) -> float | None:
     """The trust score: share of the shown advantages' variance that the true ones explain, r² where r > 0."""
     return None if correlation is None else min(max(correlation, 0.0), 1.0) ** 2
+
+
+def judge(truth: Truth, values: Tensor | None, advantages: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The findings of an audit: `credit`, `critic` (None without values) and their `metrics`."""
+    credit = judge_credit(truth, advantages)
+    critic = None if values is None else judge_critic(truth, values)
+    return {"credit": credit, "critic": critic, "metrics": audit_metrics(credit, critic)}
+
+
+def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics of an audit, without undefined figures.
+
+    Returns:
+        `audit/correlation` of the shown advantages with the true ones, with the bounds of its interval
+        (`audit/correlation_low`, `audit/correlation_high`), and `audit/trust`, the share of their variance that is
+        real; `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, lower bounds
+        of the gain in correlation with λ = 1 and λ = 0. For the critic: `audit/explained_variance` and its upper bound
+        `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper bound,
+        `audit/ranking`, and `audit/value_noise`, the share of noise in the true values.
+    """
+    estimators, shown = credit["estimators"], credit["estimators"][credit["shown"]]
+    correlation = shown["correlation"]["value"]
+    figures: dict[str, float | None] = {
+        "correlation": correlation,
+        "correlation_low": shown["correlation"]["low"],
+        "correlation_high": shown["correlation"]["high"],
+        "trust": share_real(correlation),
+        "sign_agreement": shown["sign_agreement"]["value"],
+        "noise": credit["noise"]["value"],
+    }
+    for name, label in {"raise_lam": MONTE_CARLO, "lower_lam": TD}.items():
+        if label in estimators and label != credit["shown"]:
+            figures[name] = estimators[label]["gain"]["low"]
+    if critic is not None:
+        figures["value_noise"] = critic["noise"]["value"]
+        names = ("explained_variance", "slope", "bias", "spread", "ranking")
+        figures |= {name: critic[name]["value"] for name in names}
+        figures |= {f"{name}_high": critic[name]["high"] for name in ("explained_variance", "spread")}
+    return {f"audit/{name}": value for name, value in figures.items() if value is not None}
+
+
+def true_numbers(truth: Truth, row: int, length: int) -> dict[str, list[float | None]]:
+    """True values and advantages of a row's steps, with standard errors; None where unknown."""
+    numbers = {f"true_{name}": x[row, :length].tolist() for name, x in vars(truth).items()}
+    return {name: [round(x, DECIMALS) if math.isfinite(x) else None for x in xs] for name, xs in numbers.items()}

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+STREAM = 2_000_003
+"""First entropy word of an audit's generators; separates them from those of training and evaluation."""
+FIRST_ROUND = 4
+"""Continuations of every state before any state gets more, if time is limited."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +71,7 @@ class Returns:
     """
 
     def __init__(self, rows: int, time: int):
-        """Start without samples.
-
-        Args:
-            rows: number of completions.
-            time: tokens of the longest one.
-        """
+        """Start without samples of completions with at most `time` tokens."""
         self._values, self._actions = Samples(rows, time + 1), Samples(rows, time)
 
     @property
@@ -78,13 +80,10 @@ class Returns:
         return self._values.counts
 
     def add(self, rows: Tensor, at: Tensor, values: Tensor, actions: Tensor) -> None:
-        """Add continuations from the states before steps `at`, no state twice.
+        """Add continuations from the states before steps `at` `[n]` of rows `[n]`, no state twice.
 
-        Args:
-            rows: `[n]`, the rows of the states.
-            at: `[n]`, the steps.
-            values: `[n, continuations]`, returns from those steps on.
-            actions: `[n, continuations]`, returns from the preceding steps on; ignored at step 0.
+        `values` are the returns `[n, continuations]` from those steps on, `actions` those from the preceding steps on,
+        which are ignored at step 0.
         """
         self._values.add(rows, at, values)
         has_action = at > 0
@@ -98,11 +97,7 @@ class Returns:
         """True values and advantages of the states with at least two continuations.
 
         SE(A)² = SE(Q)² + SE(V)², since Q and V come from independent continuations. The Q of a row's last step is its
-        reward, which is known exactly.
-
-        Args:
-            last_rewards: `[rows]`, the return from each row's last step on, including a bootstrap.
-            lengths: `[rows]`, steps of each row.
+        return `last_rewards` `[rows]`, with a bootstrap, which is known exactly; `lengths` `[rows]` are steps.
         """
         means, errors = self._values.with_errors()
         actions, action_errors = self._actions.with_errors()
@@ -111,3 +106,26 @@ class Returns:
         action_errors[row_indices, lengths - 1] = 0.0
         means, errors = means[:, :-1], errors[:, :-1]
         return Truth(means, errors, actions - means, torch.hypot(action_errors, errors))
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """An RNG seeded by these numbers, such as a stream, a seed and an iteration; different numbers are independent."""
+    entropy = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(entropy[0]))
+
+
+def spread(time: int, count: int | None, random: torch.Generator) -> list[int]:
+    """Stratified sample of steps: one from each of `count` equal parts of the time axis, shuffled; None for all."""
+    parts = time if count is None else min(count, time)
+    edges = torch.arange(parts + 1) * time // parts
+    positions = edges[:-1] + (torch.rand(parts, generator=random) * edges.diff()).long()
+    return [int(positions[i]) for i in torch.randperm(parts, generator=random)]
+
+
+def rounds(continuations: int, *, limited: bool) -> Iterator[int]:
+    """Continuations of each state per round: all at once, or in doubling rounds if time is limited."""
+    done = 0
+    while done < continuations:
+        count = min(max(done, FIRST_ROUND), continuations - done) if limited else continuations
+        yield count
+        done += count

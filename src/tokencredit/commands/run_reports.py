@@ -64,17 +64,15 @@ def audit(options: Namespace) -> None:
 
 def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str, Any]:
     """An audit of a run of either kind; `shared` are the settings that both have."""
+    from tokencredit.tools.audit_run import audit_run
+
     settings = read_yaml(run_config_file(run))
     if isinstance(settings, dict) and run_kind_of(settings) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         require_gymnasium()
-        from tokencredit.control.audit.agent_run_audit import audit_run as audit_agent
-
-        return audit_agent(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
+        return audit_run(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
-
-    from tokencredit.text.audit.run_audit import audit_run
 
     disable_progress_bar()
     settings = AuditConfig(completions=options.completions, **{"states": None, **shared})

@@ -19,7 +19,7 @@ from torch import Tensor
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import Player, check_videos, episode_metrics, save_agent
 from tokencredit.control.agent_rollout import Collector, NonFiniteReward, Rollout, not_restored_message
-from tokencredit.control.audit.agent_auditor import Auditor
+from tokencredit.control.audit.agent_auditor import AgentAuditor
 from tokencredit.control.control_setup import build_learner
 from tokencredit.control.vector_environments import expected_warnings, make_envs
 from tokencredit.core.masked import moments, whiten
@@ -76,7 +76,7 @@ class ControlTrainer:
             if args.eval.videos:
                 check_videos(args)
             self.player = Player(args, self.agent, self.envs)
-            self.auditor = Auditor(args, self.agent, self.envs)
+            self.auditor = AgentAuditor(args, self.agent, self.envs)
             self.learner = build_learner(args, self.agent, processes)
             self.collector = Collector(self.envs, self.agent, args.seed, several)
             self.rng = torch_state()

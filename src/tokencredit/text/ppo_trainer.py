@@ -33,8 +33,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.trl import refuse_arguments
 from tokencredit.text import ppo_setup as setup
 from tokencredit.text.ahead import SamplesAhead
-from tokencredit.text.audit.auditor import Auditor
-from tokencredit.text.audit.targets import continuation_targets
+from tokencredit.text.audit.completion_auditor import CompletionAuditor
+from tokencredit.text.audit.continuations import continuation_targets
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
@@ -133,10 +133,10 @@ class PPOTrainer:
         setup.check_evaluation_lengths(args.eval, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
-        self.auditor: Auditor | None = None
+        self.auditor: CompletionAuditor | None = None
         """None with an environment, whose episodes cannot be continued from their middle."""
         if isinstance(self.prompts, Prompts):
-            self.auditor = Auditor(self.pipeline, self.credit, self.prompts, args.audit)
+            self.auditor = CompletionAuditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner = setup.build_learner(args, models, self.processes)
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)

@@ -18,11 +18,9 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tokencredit.audit.agreement import judge_credit, judge_critic
-from tokencredit.audit.audit_record import audit_metrics
+from tokencredit.audit.agreement import judge
 from tokencredit.audit.estimates import variants
-from tokencredit.audit.state_choice import STREAM, generator, rounds, spread
-from tokencredit.audit.truth import Samples, Truth
+from tokencredit.audit.truth import STREAM, Samples, Truth, generator, rounds, spread
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Rollout
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
@@ -49,12 +47,7 @@ class PairedReturns:
     """
 
     def __init__(self, rollout: Rollout, choices: bool):
-        """Start without samples.
-
-        Args:
-            rollout: the episodes.
-            choices: an action is a single discrete choice, whose probability is known.
-        """
+        """Start without samples; `choices`: an action is a single discrete choice, whose probability is known."""
         logprobs = rollout.logprobs.double()
         self.probabilities = logprobs.exp() if choices else torch.zeros_like(logprobs)
         """π(a|s) of the episodes' actions."""
@@ -90,7 +83,7 @@ class PairedReturns:
         return samples.with_errors()
 
 
-class Auditor:
+class AgentAuditor:
     """Measures the true credit of episodes of the current agent, with the run's normalisation and discount.
 
     Transitions may be stochastic, so Q(s, a) is measured by continuations from s itself that take a first. A time limit
@@ -105,9 +98,6 @@ class Auditor:
             args: the run's configuration.
             agent: the agent; its actions are sampled as in training.
             training: the training environments, which hold the normalisation statistics; not changed.
-
-        Raises:
-            ConfigError: the environment cannot be replayed, or raises.
         """
         self.args, self.agent, self.training = args, agent, training
         if args.audit.every:
@@ -135,15 +125,10 @@ class Auditor:
             rollout = self.rollout(replays, episodes, random)
             returns = PairedReturns(rollout, replays.choices)
             self.play(replays, returns, starts(episodes, settings, random, deadline))
-        truth = returns.truth()
-        credit = judge_credit(truth, dict(self.estimates(rollout)))
-        critic = None if rollout.values is None else judge_critic(truth, rollout.values)
         return {
             "iteration": number,
             "settings": {name: getattr(settings, name) for name in ("episodes", "continuations", "states")},
-            "credit": credit,
-            "critic": critic,
-            "metrics": audit_metrics(credit, critic),
+            **judge(returns.truth(), rollout.values, dict(self.estimates(rollout))),
             "continuations": len(returns.weights) / len(returns.values),
             "bootstrapped": fmean(returns.weights),
             "seconds": time.perf_counter() - started,

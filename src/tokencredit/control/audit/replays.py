@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +19,6 @@ from torch import Tensor
 
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
-from tokencredit.control.audit.randomness import redraw
 from tokencredit.control.reward_scale import ScaleReward
 from tokencredit.control.vector_environments import MAX_REPLAY_STEPS, ReplayWrapper, base_env, make_envs, wrappers
 from tokencredit.errors import RunStopped
@@ -28,6 +30,9 @@ CHUNK = 32
 """Steps whose random numbers are sampled at once."""
 CHECKED = 100
 """Steps that are played twice to check that an environment can be audited."""
+GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+SHARED_TYPES = (type, ModuleType, CodeType, FrameType)
+"""Referenced by the environment, but not its own; the search for its RNGs stops there."""
 
 
 class NotReplayed(RunStopped):
@@ -77,14 +82,7 @@ class Replays:
     """
 
     def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv, number: int = COPIES):
-        """Make the copies.
-
-        Args:
-            args: the environment's settings.
-            agent: the agent; its actions are sampled as in training.
-            training: the training environments, which hold the statistics.
-            number: number of copies.
-        """
+        """Make the copies; the training environments hold the statistics."""
         self.args, self.agent = args, agent
         envs = make_envs(args.env, number, args.advantage.gamma, stack=args.agent.observations(), training=False)
         inner = base_env(envs)
@@ -147,11 +145,7 @@ class Replays:
 
     @torch.no_grad()
     def check(self, seed: int) -> None:
-        """Play the start of an episode in one copy, and replay it in another.
-
-        Raises:
-            NotReplayed: they differ.
-        """
+        """Play the start of an episode in one copy and replay it in another; raises `NotReplayed` if they differ."""
         env, other = self.envs[:2]
         start = Start(seed)
         trajectory = self._begin(env, start)
@@ -171,11 +165,7 @@ class Replays:
         return Trajectory(start.seed, action_noise(self.agent, start.seed), [env.flat_observation()])
 
     def follow(self, env: ReplayWrapper, episode: Trajectory, steps: int) -> None:
-        """Replay the first steps of an episode.
-
-        Raises:
-            NotReplayed: an observation, a reward or the end differs.
-        """
+        """Replay the first steps of an episode; raises `NotReplayed` if an observation, a reward or the end differs."""
         env.reset(seed=episode.seed)
         for step in range(steps + 1):
             if not np.array_equal(env.flat_observation(), episode.observations[step], equal_nan=True):
@@ -239,9 +229,9 @@ class Replays:
 
 def action_noise(agent: Agent, seed: int) -> Iterator[Tensor]:
     """Random numbers for sampling a trajectory's actions, one step at a time."""
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     while True:
-        yield from agent.distribution.noise((CHUNK,), random).unbind()
+        yield from agent.distribution.noise((CHUNK,), generator).unbind()
 
 
 def time_limit(env: Env[Any, Any]) -> int | None:
@@ -252,3 +242,39 @@ def time_limit(env: Env[Any, Any]) -> int | None:
             return None if layer.spec is None else layer.spec.max_episode_steps
         layer = layer.env
     return None
+
+
+def redraw(env: Any, seed: int) -> None:
+    """Reseed all RNGs that an environment, its wrappers and spaces reference at any depth.
+
+    Covers NumPy, Python and PyTorch generators, but not global ones or those inside compiled simulators.
+    """
+    for number, generator in enumerate(generators(env)):
+        seeds = np.random.SeedSequence([seed, number])
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            bits.state = type(bits)(seeds).state
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(seeds.generate_state(4))
+        elif isinstance(generator, random.Random):
+            generator.seed(int(seeds.generate_state(1, np.uint64)[0]))
+        else:
+            generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+
+
+def generators(root: Any) -> list[Any]:
+    """The RNGs that an object references, at any depth."""
+    result, visited, stack = [], set(), [root]
+    while stack:
+        item = stack.pop()
+        kind = type(item)
+        if id(item) in visited or issubclass(kind, SHARED_TYPES):
+            continue
+        visited.add(id(item))
+        if issubclass(kind, GENERATOR_TYPES):
+            result.append(item)
+        elif issubclass(kind, FunctionType):  # skips its globals, which belong to a module
+            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+        else:
+            stack += gc.get_referents(item)
+    return result

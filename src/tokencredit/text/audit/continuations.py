@@ -1,4 +1,4 @@
-"""Continuations: completions sampled from intermediate states of others, and their returns."""
+"""Continuations: completions sampled from intermediate states of others, their returns, and value targets from them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokencredit.audit.truth import Returns, generator, spread
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.learn.experience import Experience
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.rewards.calls import RewardError
+
+TARGETS_STREAM = 3_000_017
+"""Seed component that separates the generators of value targets from those of rollouts, evaluations and audits."""
 
 
 class States(NamedTuple):
@@ -35,13 +40,7 @@ def states_of(positions: Sequence[Sequence[int]]) -> States:
 
 
 def batch_by_position(at: Tensor, size: int, max_distance: int | None) -> list[Tensor]:
-    """Batch states with similar positions; returns the indices of each batch.
-
-    Args:
-        at: positions, `[states]`.
-        size: largest number of states in a batch.
-        max_distance: largest difference of positions in a batch, in tokens; None for no limit.
-    """
+    """Indices of batches of at most `size` states whose positions `at` are at most `max_distance` tokens apart."""
     order = at.argsort(stable=True)
     positions, batches, start = at[order].tolist(), [], 0
     for end in range(1, len(positions) + 1):
@@ -88,12 +87,7 @@ class Continuations:
         return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator, most)
 
     def returns(self, scored: Batch, states: States, count: int) -> Iterator[Continued]:
-        """Sample continuations from states and yield their returns, batched by position.
-
-        Args:
-            scored: the completions.
-            states: distinct states to continue from.
-            count: number of continuations per state.
+        """Sample `count` continuations from each of these distinct states; yields their returns, batched by position.
 
         Raises:
             UnusableBatch: a log-probability, KL or reward is not finite.
@@ -128,12 +122,7 @@ class Continuations:
 
 
 def run_in_all(processes: Processes, scored: Batch, work: Callable[[], None]) -> None:
-    """Run a function in every process, and let all fail if one does.
-
-    Raises:
-        EngineLost, RewardError, RunStopped, OSError, ConfigError, MemoryError: in all processes, if one raises it.
-        UnusableBatch: the same.
-    """
+    """Run a function in every process, and let all fail if one does."""
     unusable = None
     with processes.agreed(EngineLost, RewardError, RunStopped, OSError, ConfigError, MemoryError):
         try:
@@ -143,3 +132,43 @@ def run_in_all(processes: Processes, scored: Batch, work: Callable[[], None]) ->
     if not processes.all(unusable is None):
         message = "a continuation in another process is not finite"
         raise unusable or UnusableBatch(message, scored.rollout, scored.texts())
+
+
+def continuation_targets(
+    experience: Experience, batch: Batch, pipeline: Pipeline, credit: Credit, number: int
+) -> tuple[Experience, dict[str, float]]:
+    """Replace returns at some states by the mean return of `critic.continuations` fresh continuations.
+
+    Kazemnejad et al. 2024 (VinePPO, arXiv 2410.01679) estimate values this way instead of training a critic; here the
+    means, with a variance divided by the number of continuations, are targets of the critic. Advantages are unchanged.
+
+    Args:
+        experience: the experience from `credit.give`.
+        batch: the batch from `credit.give`.
+        pipeline: the run's pipeline.
+        credit: the run's credit, which is not modified.
+        number: the iteration, which seeds the randomness.
+
+    Returns:
+        The experience, and `continued_tokens`, the number of sampled tokens over all processes.
+    """
+    args, processes = credit.args, pipeline.processes
+    place = number * processes.count + processes.rank
+    random = generator(TARGETS_STREAM, args.seed, place)
+    lengths, most = batch.rollout.mask.sum(1).cpu(), args.rollout.batch_size // processes.count
+    sampler = Continuations.of(pipeline, credit, batch, random, most)
+    sampled, tokens = Returns(len(lengths), batch.rollout.mask.shape[1]), 0
+
+    def sample() -> None:
+        nonlocal tokens
+        positions = [spread(length, args.critic.continued_states, random) for length in lengths.tolist()]
+        for part in sampler.returns(batch, states_of(positions), args.critic.continuations):
+            sampled.add(*part.states, part.values, part.actions)
+            tokens += part.tokens
+
+    with pipeline.held():
+        run_in_all(processes, batch, sample)
+    means = sampled.means().to(experience.returns.device, experience.returns.dtype)
+    returns = torch.where(means.isnan(), experience.returns, means)
+    total = processes.sum(torch.tensor(float(tokens), device=processes.device))
+    return replace(experience, returns=returns), {"continued_tokens": float(total)}

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.audit.agreement import judge_credit, judge_critic
-from tokencredit.audit.audit_record import audit_metrics, true_numbers
+from tokencredit.audit.agreement import judge, true_numbers
 from tokencredit.audit.estimates import variants
-from tokencredit.audit.state_choice import STREAM, generator, rounds, spread
-from tokencredit.audit.truth import Returns, Truth
+from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import EngineLost
 from tokencredit.learn.rng import preserved
@@ -49,30 +47,30 @@ class Audit:
 
     def judge(self, processes: Processes) -> dict[str, Any]:
         """The findings of `audit.agreement` on the completions of all processes: `critic`, `credit` and `metrics`."""
-        parts = {f"truth {name}": x for name, x in vars(self.truth).items()} | dict(self.advantages)
-        if self.values is not None:
-            parts["values"] = self.values
-        gathered = dict(zip(parts, gather(processes, list(parts.values())), strict=True))
-        truth = Truth(**{name: gathered[f"truth {name}"] for name in vars(self.truth)})
-        credit = judge_credit(truth, {label: gathered[label] for label in self.advantages})
-        critic = None if self.values is None else judge_critic(truth, gathered["values"])
-        return {"credit": credit, "critic": critic, "metrics": audit_metrics(credit, critic)}
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-        """This process's completions as records for samples.jsonl, with the true values of each token."""
-        samples = self.batch.samples(tokenizer, self.rows)
-        return [sample | true_numbers(self.truth, row, len(sample["tokens"])) for row, sample in enumerate(samples)]
+        truth, labels = vars(self.truth), list(self.advantages)
+        own = [*truth.values(), *self.advantages.values(), *([] if self.values is None else [self.values])]
+        parts = iter(gather(processes, own))
+        gathered = Truth(**{name: next(parts) for name in truth})
+        advantages = {label: next(parts) for label in labels}
+        return judge(gathered, next(parts, None), advantages)
 
     def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """This process's part of audit.json, without the results of `judge`."""
-        configured = {name: getattr(settings, name) for name in ("completions", "continuations", "states")}
-        samples = [{"iteration": number, **sample} for sample in self.samples(tokenizer)]
-        measured = {"continuations": self.continuations, "seconds": self.seconds}
-        return {"iteration": number, "settings": configured, **measured, "samples": samples}
+        """This process's part of audit.json, its completions with the true values, without the findings."""
+        samples = [
+            {"iteration": number} | sample | true_numbers(self.truth, row, len(sample["tokens"]))
+            for row, sample in enumerate(self.batch.samples(tokenizer, self.rows))
+        ]
+        return {
+            "iteration": number,
+            "settings": {name: getattr(settings, name) for name in ("completions", "continuations", "states")},
+            "continuations": self.continuations,
+            "seconds": self.seconds,
+            "samples": samples,
+        }
 
 
 @dataclass(frozen=True)
-class Auditor:
+class CompletionAuditor:
     """Measures the true credit of completions, sampled and scored as in the run."""
 
     pipeline: Pipeline
@@ -97,17 +95,20 @@ class Auditor:
             return self._audit(number)
 
     def _audit(self, number: int) -> Audit:
+        # Fresh completions in whole groups, seeded by the iteration and the process.
         started, args, processes = time.perf_counter(), self.credit.args, self.pipeline.processes
         group = max(self.group, args.rollout.per_prompt)
         place = number * processes.count + processes.rank
         random = generator(STREAM, args.seed, place)
         scored = self._collect(place, group, random)
-        # The configuration's check requires a batch size divisible by the group size.
+        # Their credit, by a copy of the run's: its running means stay as they are. The configuration's check requires
+        # a batch size divisible by the group size.
         groups = replace(args.rollout, per_prompt=group, batch_size=group * args.rollout.batch_size)
         credit = Credit(replace(args, rollout=groups), self.credit.reduce)
         credit.load_state_dict(self.credit.state_dict())
         batch, _ = credit.give(scored)
         credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # as before this batch
+        # Their truth, from continuations of the first completion of each group.
         scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
         returns = Returns(len(rows), scored.rollout.mask.shape[1])
         most = args.rollout.batch_size // processes.count
@@ -130,10 +131,7 @@ class Auditor:
     def measure(
         self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, float]:
-        """Audit while training: writes audit.json, returns metrics.
-
-        Nothing if a number is not finite, or the engine is lost.
-        """
+        """Audit while training: writes audit.json, returns metrics; none if a number is not finite."""
         try:
             with stages("audit") as results:
                 audit = self.audit(number)
