@@ -84,21 +84,14 @@ class ActorCritic(nn.Module):
         adapter: Adapter | None = None,
         compiled: bool = False,
     ):
-        """Combine a language model with a critic.
+        """Combine a language model, whose trained adapter is `adapter`, with a critic on its states or its own trunks.
 
-        Args:
-            lm: a causal language model.
-            critic: on the model's hidden states, or on trunks of its own.
-            adapter: the trained adapter of `lm`, if there is one.
-            compiled: use `torch.compile` for full forward passes.
+        With `compiled`, full forward passes use `torch.compile`.
         """
         super().__init__()
-        self.lm = lm
-        self.critic = critic
+        self.lm, self.critic, self.adapter, self.compiled = lm, critic, adapter, compiled
         self.trunk_hidden = torch.compile(trunk_hidden, dynamic=True) if compiled else trunk_hidden
-        self.compiled = compiled
         self.softcap, self.factor = logit_softcap(lm), logit_factor(lm)
-        self.adapter = adapter
         self.eval()
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
@@ -114,7 +107,7 @@ class ActorCritic(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self.scaled(hidden)
         projection, device = self.lm.get_output_embeddings(), hidden.device
-        if torch.is_autocast_enabled(device.type):
+        if torch.is_autocast_enabled(device.type):  # rounds the inputs as autocast does, and keeps the sum in float32
             states = hidden.flatten(0, -2)
             logits = states.new_empty(len(states), len(projection.weight), dtype=torch.float32)
             with torch.autocast(device.type, enabled=False):
@@ -156,10 +149,14 @@ class ActorCritic(nn.Module):
             KL, or None. All but the loss are `[batch, time]` in float32, in nats except values. Loss and values carry
             gradients.
         """
+        # One host sync: where the sampled tokens are. Everything after it runs without waiting for the device.
         extent, loss = Extent.of(inputs), policy_loss or NoLoss()
+        # The policy: trunk, then vocabulary projection and loss at the sampled tokens only.
         total, stats, states = within(self.lm, self._losses, inputs, extent, temperature, loss, entropy, reference)
+        # Back to [batch, time], with 0 where the policy did not act.
         logprobs, entropies, kl = (None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats)
         assert logprobs is not None
+        # The critic: its head on the states above, or a pass through trunks of its own.
         values = histogram = None
         if self.critic is not None:
             values, histogram = self._outputs(inputs, extent, states if self.critic.shared else None)
@@ -175,49 +172,41 @@ class ActorCritic(nn.Module):
         reference: ActorCritic | None,
     ) -> tuple[Tensor, TokenStats, Tensor]:
         """The policy's loss, its statistics at sampled tokens, and the input states of a shared critic."""
+        # One pass through the trunk serves the policy and a shared critic, which may read an inner layer (`tapped`).
         hidden, *tapped = self._read(trunk_of(self.lm), inputs, extent, partial(self.trunk_hidden, tap=self._tap()))
-        options = inputs, extent, temperature, loss, entropy, reference
-        total, stats = within((reference or self).lm, self._token_loss, hidden, *options)
-        return total, stats, [hidden, *tapped][-1]
 
-    def _token_loss(
-        self,
-        hidden: Tensor,
-        inputs: Inputs,
-        extent: Extent,
-        temperature: float,
-        loss: PolicyLoss,
-        entropy: bool,
-        reference: ActorCritic | None,
-    ) -> tuple[Tensor, TokenStats]:
-        """The policy's loss and its statistics at sampled tokens."""
-        ref = None
-        if reference is not None:
-            ref_projection = reference.lm.get_output_embeddings()
-            ref = (reference.scaled(extent.gather(inputs["ref_hidden"])), ref_projection.weight, ref_projection.bias)
-        projection = self.lm.get_output_embeddings()
-        return token_loss(
-            self.scaled(extent.gather(hidden)),
-            projection.weight,
-            extent.gather(inputs["response_ids"]),
-            loss,
-            bias=projection.bias,
-            ref=ref,
-            temperature=temperature,
-            softcap=self.softcap,
-            entropy=entropy,
-            additive=loss.additive,
-            support=extent.gather(inputs["support"]) if "support" in inputs else None,
-        )
+        def at_tokens(hidden: Tensor) -> tuple[Tensor, TokenStats]:
+            ref = None
+            if reference is not None:  # the exact KL compares whole distributions, so the reference projects here too
+                ref_projection = reference.lm.get_output_embeddings()
+                ref_hidden = reference.scaled(extent.gather(inputs["ref_hidden"]))
+                ref = (ref_hidden, ref_projection.weight, ref_projection.bias)
+            projection = self.lm.get_output_embeddings()
+            return token_loss(
+                self.scaled(extent.gather(hidden)),
+                projection.weight,
+                extent.gather(inputs["response_ids"]),
+                loss,
+                bias=projection.bias,
+                ref=ref,
+                temperature=temperature,
+                softcap=self.softcap,
+                entropy=entropy,
+                additive=loss.additive,
+                support=extent.gather(inputs["support"]) if "support" in inputs else None,
+            )
+
+        # Chunk by chunk over the vocabulary, with the reference's weights gathered too if it is sharded.
+        total, stats = within((reference or self).lm, at_tokens, hidden)
+        return total, stats, [hidden, *tapped][-1]
 
     def critic_outputs(self, inputs: Inputs) -> CriticOutputs:
         """The critic's outputs as in `forward`, with gradients for the critic's own parameters only."""
         assert self.critic is not None
-        extent = Extent.of(inputs)
-        if not self.critic.shared:
-            return self._outputs(inputs, extent)
-        with torch.no_grad():
-            states = self._critic_states(self.critic.members[0], inputs, extent)
+        extent, states = Extent.of(inputs), None
+        if self.critic.shared:  # the policy's trunk is only read
+            with torch.no_grad():
+                states = self._critic_states(self.critic.members[0], inputs, extent)
         return self._outputs(inputs, extent, states)
 
     def _outputs(self, inputs: Inputs, extent: Extent, states: Tensor | None = None) -> CriticOutputs:
@@ -227,9 +216,11 @@ class ActorCritic(nn.Module):
         """
         assert self.critic is not None
         members, mask = self.critic.members, inputs["mask"]
+        # Every critic reads every row, and their values are averaged.
         if "member" not in inputs:
             outputs = [self._outputs_of(critic, inputs, extent, states) for critic in members]
             return outputs[0] if len(outputs) == 1 else CriticOutputs(torch.stack([x.values for x in outputs]).mean(0))
+        # In updates of an ensemble each critic reads its own rows.
         values = torch.zeros(mask.shape, device=mask.device)
         for number, critic in enumerate(members):
             rows = (inputs["member"] == number).nonzero().squeeze(1)
@@ -273,14 +264,11 @@ class ActorCritic(nn.Module):
         return within(self.lm, self._read, trunk_of(self.lm), inputs, Extent.of(inputs), self.trunk_hidden)[0]
 
     def critic_states(self, critic: Critic, inputs: Inputs) -> Tensor:
-        """Input states of a critic, `[batch, time, width]`, before each response token.
-
-        They come from a pass through its own trunk, or through the policy's up to the layer that it reads.
-        """
+        """Input states of a critic, `[batch, time, width]`, before each response token."""
         return self._critic_states(critic, inputs, Extent.of(inputs))
 
     def _critic_states(self, critic: Critic, inputs: Inputs, extent: Extent) -> Tensor:
-        if critic.trunk is not None:
+        if critic.trunk is not None:  # a pass through its own trunk, or through the policy's up to the layer it reads
             return within(critic.trunk, self._read, critic.trunk, inputs, extent, self.trunk_hidden)[0]
         layer, trunk = self._tap(), trunk_of(self.lm)
         run = self.trunk_hidden if layer is None else partial(states_after, layer=layer)
@@ -298,12 +286,13 @@ class ActorCritic(nn.Module):
 
         Columns that are padding in every row are skipped.
         """
-        prompt_ids, prompt_mask, response_ids = (inputs[x] for x in ("prompt_ids", "prompt_mask", "response_ids"))
-        length, padding, _ = extent
-        prompt_ids, prompt_mask = prompt_ids[:, padding:], prompt_mask[:, padding:]
+        # The last response token is no input: nothing is predicted from it.
+        length, padding, response_ids = extent.length, extent.padding, inputs["response_ids"]
+        prompt_ids, prompt_mask = inputs["prompt_ids"][:, padding:], inputs["prompt_mask"][:, padding:]
         input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)
         others = trunk_inputs(trunk, *positions(prompt_mask, length - 1))
         with nullcontext() if self.compiled else attention_for(trunk, input_ids):
+            # The state before the first response token is that of the last prompt token.
             states = [x[:, prompt_ids.shape[1] - 1 :] for x in run(trunk, input_ids, others)]
         return [nn.functional.pad(x, (0, 0, 0, response_ids.shape[1] - length)) for x in states]
 

@@ -21,11 +21,11 @@ from tokencredit.text.models.peft_models import (
     ADAPTER_NAME,
     active_adapter,
     adapter_layers,
-    as_config_error,
     attach,
     attached,
     check_kind,
     on_head,
+    peft_errors,
     peft_library,
     probe_logits,
     quiet,
@@ -46,7 +46,7 @@ class Adapter:
 
         Args:
             lm: the model.
-            start: logits of the model before a new adapter was added; None if its adapter is not new.
+            start: `probe_logits` of the model before a new adapter was added; None if its adapter is not new.
             whole: save the merged model, because no folder holds the weights below the adapter.
 
         Raises:
@@ -56,8 +56,20 @@ class Adapter:
         self.whole, self.has_reference = whole, False
         if not any(p.requires_grad for name, p in lm.named_parameters() if self._owns(name)):
             self.model.set_adapter(self.name)
-        self._check_saved()
-        self._check_gradient()
+        biases = getattr(self.model.peft_config[self.name], "bias", "none") != "none"
+        trained = {name: p for name, p in lm.named_parameters() if p.requires_grad}
+        for name in trained:
+            if not self._owns(name) and not (biases and name.split(".")[-1] == "bias"):
+                raise ConfigError(
+                    f"{name} is trainable but not part of the adapter, so it would not be saved; freeze it "
+                    "(requires_grad_(False)), or add it to the adapter's modules_to_save"
+                )
+        with torch.enable_grad():
+            loss = probe_logits(lm).sum()
+        reached = trained and loss.requires_grad
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if reached else ()
+        if all(gradient is None for gradient in gradients):
+            raise ConfigError("no gradient reaches the adapter, so nothing would be trained; use another adapter type")
         with self.reference():
             self.off_is_start = start is not None and reproduces(lm, start)
 
@@ -115,8 +127,10 @@ class Adapter:
     def save(self, folder: Path) -> None:
         """Write a PEFT adapter folder, or the merged model if `whole`."""
         if self.whole:
-            tensors = [*self.model.parameters(), *self.model.buffers()]
-            on_cpu: dict[int, Any] = {id(x): _on_cpu(x) for x in tensors}
+            on_cpu: dict[int, Any] = {}  # the copies of its tensors, which deepcopy would make on their device
+            for x in (*self.model.parameters(), *self.model.buffers()):
+                copied = x.detach().to("cpu", copy=True)
+                on_cpu[id(x)] = nn.Parameter(copied, requires_grad=False) if isinstance(x, nn.Parameter) else copied
             deepcopy(self.model, on_cpu).merge_and_unload().save_pretrained(folder)
             return
         self.model.save_pretrained(folder, selected_adapters=[self.name], state_dict=self._state())
@@ -132,23 +146,6 @@ class Adapter:
     def _owns(self, parameter: str) -> bool:
         return self.name in parameter.split(".")
 
-    def _check_saved(self) -> None:
-        biases = getattr(self.model.peft_config[self.name], "bias", "none") != "none"
-        for name, parameter in self.lm.named_parameters():
-            if parameter.requires_grad and not self._owns(name) and not (biases and name.split(".")[-1] == "bias"):
-                raise ConfigError(
-                    f"{name} is trainable but not part of the adapter, so it would not be saved; freeze it "
-                    "(requires_grad_(False)), or add it to the adapter's modules_to_save"
-                )
-
-    def _check_gradient(self) -> None:
-        trained = [p for p in self.lm.parameters() if p.requires_grad]
-        with torch.enable_grad():
-            loss = probe_logits(self.lm).sum()
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True) if trained and loss.requires_grad else ()
-        if all(gradient is None for gradient in gradients):
-            raise ConfigError("no gradient reaches the adapter, so nothing would be trained; use another adapter type")
-
 
 def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> Adapter | None:
     """The trained adapter: the model's own, a new one, or None if the whole model is trained.
@@ -161,8 +158,9 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
     Raises:
         ConfigError: the model already has an adapter, or the new one matches no layer or would not be trained.
     """
+    sharded = is_sharded(lm)
     if attached(lm) is not None:
-        if is_sharded(lm):
+        if sharded:
             check_sharded(attached(lm).peft_config[active_adapter(lm)])
         if args.lora.rank or peft_config is not None:
             new = f"model.lora.rank is {args.lora.rank}" if args.lora.rank else "peft_config is set"
@@ -175,30 +173,28 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
         return None
     start, below = probe_logits(lm).detach(), _hashes(lm)
     config = peft_config or lora_config(args.lora)
-    if is_sharded(lm):
+    if sharded:
         check_sharded(config)
     add_adapter(lm, config, "model.lora" if peft_config is None else "peft_config")
     # Some adapters, such as PiSSA, change the base weights when they are created, so the base model's folder is stale.
     whole = args.adapter == "merge" or _hashes(lm) != below
-    with as_config_error("the new adapter cannot be used"):
+    with peft_errors("the new adapter cannot be used"):
         return Adapter(lm, start=start, whole=whole)
 
 
 def check_sharded(config: Any) -> None:
     """Raise `ConfigError` for an adapter that needs more of a sharded base model than the outputs of its layers."""
+    kind, bias = config.peft_type.value, getattr(config, "bias", "none")
+    parts = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
     reasons = {
-        f"type {config.peft_type.value}": config.peft_type.value != "LORA",
-        "use_dora": getattr(config, "use_dora", False),
-        f"bias {getattr(config, 'bias', 'none')!r}": getattr(config, "bias", "none") != "none",
-        "modules_to_save": bool(getattr(config, "modules_to_save", None)),
-        "trainable_token_indices": bool(getattr(config, "trainable_token_indices", None)),
-        "target_parameters": bool(getattr(config, "target_parameters", None)),
-        "layer_replication": bool(getattr(config, "layer_replication", None)),
+        f"type {kind}": kind != "LORA",
+        f"bias {bias!r}": bias != "none",
+        **{part: getattr(config, part, None) for part in parts},
         "an initialization from the weights": getattr(config, "init_lora_weights", True) not in PLAIN_STARTS,
     }
-    if found := [reason for reason, holds in reasons.items() if holds]:
+    if needs := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
-            f"run.shard is full, and the adapter has {', '.join(found)}; with sharded weights an adapter must be plain "
+            f"run.shard is full, and the adapter has {', '.join(needs)}; with sharded weights an adapter must be plain "
             "LoRA, which reads no weight of the model: change the adapter, or set run.shard: none"
         )
 
@@ -209,11 +205,7 @@ def _hashes(lm: PreTrainedModel) -> list[int]:
 
 
 def lora_config(args: LoraConfig) -> Any:
-    """The PEFT configuration of a LoRA adapter.
-
-    Raises:
-        ConfigError: PEFT is not installed.
-    """
+    """The PEFT configuration of a LoRA adapter."""
     return peft_library().LoraConfig(
         r=args.rank,
         lora_alpha=args.alpha,
@@ -239,8 +231,3 @@ def add_adapter(lm: PreTrainedModel, config: Any, key: str) -> None:
         raise ConfigError(
             f"{key} adapts the output projection, where the adapter would be ignored; leave that layer out"
         )
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    copied = tensor.detach().to("cpu", copy=True)
-    return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied

@@ -35,7 +35,7 @@ class Critic(nn.Module):
     def __init__(
         self, head: nn.Module, trunk: PreTrainedModel | None = None, *, detach: bool = False, tap: int | None = None
     ):
-        """Combine a value head with a trunk.
+        """Combine a head and a trunk.
 
         Args:
             head: maps hidden states `[..., width]` to `[..., 1]`.
@@ -87,12 +87,12 @@ class Critic(nn.Module):
         return hidden if self.tap is None else nn.functional.layer_norm(hidden, hidden.shape[-1:])
 
     def save_trunk(self, folder: Path, number: int, writes: bool) -> None:
-        """Write the trunk, if there is one, into a policy's folder; arguments as in `save_model` and `file_names`."""
+        """Write the trunk, if there is one, into a policy's folder; see `save_model` and `file_names`."""
         if self.trunk is not None:
             save_model(folder / file_names(number)[1], self.trunk, writes)
 
     def save_head(self, folder: Path, number: int) -> None:
-        """Write the head into a policy's folder; `number` is as in `file_names`."""
+        """Write the head into a policy's folder."""
         weights = {key: value.contiguous() for key, value in self.head.state_dict().items()}
         save_file(weights, folder / file_names(number)[0], None if self.tap is None else {LAYERS: str(self.tap)})
 
@@ -118,12 +118,10 @@ def build_value_head(
 ) -> nn.Module:
     """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
 
-    With `bins` it predicts a histogram of returns with that many bins.
-
-    With `zeros` an untrained critic predicts 0 rather than noise. With `orthogonal` the last layer starts with a row of
-    norm `gain`, and a layer before it with orthogonal columns of norm `hidden_gain`; 1 and √2 are the usual choice
-    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2). `default` keeps the initialization of
-    `nn.Linear`.
+    With `bins` it predicts a histogram of returns. With `zeros` an untrained critic predicts 0 rather than noise. With
+    `orthogonal` the last layer starts with a row of norm `gain`, and a layer before it with orthogonal columns of norm
+    `hidden_gain`; 1 and √2 are the usual choice (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
+    `default` keeps the initialization of `nn.Linear`.
     """
     last = nn.Linear(size if kind == "linear" else 4 * size, bins or 1)
     layers: list[nn.Module] = [last] if kind == "linear" else [nn.Linear(size, 4 * size), nn.GELU(), last]
@@ -166,19 +164,17 @@ def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
 
 def file_names(number: int) -> tuple[str, str]:
     """File name of a saved critic's head and folder name of its trunk; `number` counts from 1."""
-    if number == 1:
-        return HEAD_FILE, TRUNK_FOLDER
-    return HEAD_FILE.replace(".", f"-{number}.", 1), f"{TRUNK_FOLDER}-{number}"
+    suffix = "" if number == 1 else f"-{number}"
+    return HEAD_FILE.replace(".", f"{suffix}.", 1), TRUNK_FOLDER + suffix
 
 
 class SavedCritic(NamedTuple):
     """Paths of a critic that a run saved beside its policy."""
 
     name: str
-    """The policy's folder, as given."""
+    """The policy's folder, as in the configuration."""
     head: Path
     trunk: Path | None
-    """Folder of a separate critic's trunk."""
 
 
 def saved_critics(name: str) -> list[SavedCritic]:
@@ -229,37 +225,22 @@ def build_critic(
     saved = saved_start(args, model)
     if not saved or args.init != "saved":
         return critic, []
-    name = saved[0].name
-    if saved[0].trunk is not None and not trunks:
-        return critic, [f"the critic saved in {name} is separate, but critic.kind is shared: starting a new critic"]
     heads = [load_head(saved[min(number, len(saved) - 1)]) for number in range(args.members)]
+    kind_changed = saved[0].trunk is not None and not trunks
     newly_cut = bool(trunks) and saved[0].trunk is None and args.layers is not None
-    if newly_cut or heads[0].layers != (None if tap is None else str(tap)):
-        return critic, [f"the value head saved in {name} does not match critic.layers: starting a new one"]
-    if any(shapes(head.weights) != shapes(critic.members[0].head.state_dict()) for head in heads):
-        return critic, [
-            f"the value head saved in {name} does not match critic.head and critic.loss: starting a new one"
-        ]
-    for member, saved_head in zip(members, heads, strict=True):
-        member.head.load_state_dict(saved_head.weights)
-    return critic, [f"the critic continues from the one saved in {name}"]
+    shapes = [{key: x.shape for key, x in weights.items()} for weights, _ in heads]
+    own = {key: x.shape for key, x in members[0].head.state_dict().items()}
+    cut_at = None if tap is None else str(tap)
+    if kind_changed or newly_cut or heads[0][1] != cut_at or any(shape != own for shape in shapes):
+        parts = "critic.kind, critic.layers, critic.head and critic.loss"
+        return critic, [f"the critic saved in {saved[0].name} does not match {parts}: starting a new one"]
+    for member, (weights, _) in zip(members, heads, strict=True):
+        member.head.load_state_dict(weights)
+    return critic, [f"the critic continues from the one saved in {saved[0].name}"]
 
 
-def shapes(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
-    """The shape of each tensor."""
-    return {key: x.shape for key, x in weights.items()}
-
-
-class SavedHead(NamedTuple):
-    """Contents of a value head's file."""
-
-    weights: dict[str, Tensor]
-    layers: str | None
-    """Metadata under `LAYERS`."""
-
-
-def load_head(saved: SavedCritic) -> SavedHead:
-    """Load the value head of a saved critic.
+def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], str | None]:
+    """Weights of a saved critic's head, and the metadata `LAYERS`.
 
     Raises:
         ConfigError: it cannot be read.
@@ -267,6 +248,6 @@ def load_head(saved: SavedCritic) -> SavedHead:
     try:
         with safe_open(saved.head, framework="pt") as file:
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            return SavedHead(weights, (file.metadata() or {}).get(LAYERS))
+            return weights, (file.metadata() or {}).get(LAYERS)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{saved.head}: {error}; set critic.init: zeros to start a new critic") from error

@@ -38,7 +38,7 @@ BUILTIN = {
 """Folders of the built-in models, by part and world."""
 
 
-def resolve(name: str, part: str) -> str:
+def resolve(name: str, part: str = "policy") -> str:
     """The local folder or hub id that a model name stands for; `part` of a built-in world is policy or sentiment.
 
     A hub id is returned unchanged if the hub answers, otherwise as the folder of its cached copy.
@@ -48,7 +48,10 @@ def resolve(name: str, part: str) -> str:
             neither reachable nor cached.
     """
     if name.startswith("builtin:"):
-        return str(files("tokencredit") / "demo" / _builtin(name, part))
+        if name not in BUILTIN[part]:
+            kind = {"policy": "world", "sentiment": "classifier"}[part]
+            raise ConfigError(f"{name!r} is not a built-in {kind}; choose one of {', '.join(BUILTIN[part])}")
+        return str(files("tokencredit") / "demo" / BUILTIN[part][name])
     folder = Path(name)
     looks_like_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if folder.exists() or looks_like_path:
@@ -56,17 +59,15 @@ def resolve(name: str, part: str) -> str:
         if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
         return str(folder.absolute())  # an adapter names its base model by it, wherever it is loaded later
-    return name if _hub_answers(name) else _cached(name)
-
-
-def _builtin(name: str, part: str) -> str:
-    """Folder of a built-in model, relative to `demo/`."""
-    worlds = BUILTIN[part]
-    if name not in worlds:
-        kind = {"policy": "world", "sentiment": "classifier"}[part]
-        known = f"there are {', '.join(worlds)}" if len(worlds) > 1 else f"the only one is {next(iter(worlds))}"
-        raise ConfigError(f"{name!r} is not a built-in {kind}; {known}")
-    return worlds[name]
+    if _hub_answers(name):
+        return name
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name!r} is not a local folder, the hub cannot be reached, and its cache holds no copy; "
+            "give a folder with config.json, model.safetensors and the tokenizer's files"
+        ) from error
 
 
 @lru_cache  # loading a model and then its tokenizer resolves the same name twice
@@ -81,34 +82,22 @@ def _hub_answers(name: str) -> bool:
     return True
 
 
-def _cached(name: str) -> str:
-    try:
-        return snapshot_download(name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name!r} is not a local folder, the hub cannot be reached, and its cache holds no copy; "
-            "give a folder with config.json, model.safetensors and the tokenizer's files"
-        ) from error
-
-
 def load_language_model(
     args: ModelConfig,
     tokenizer: PreTrainedTokenizerBase | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model with float32 weights, and its tokenizer unless one is given.
-
-    With `sharding` each process loads its part.
+    """Load a causal language model with float32 weights, and its tokenizer unless one is passed.
 
     Raises:
         ConfigError: the name stands for no causal language model or no tokenizer, or there is no end-of-sequence token.
     """
-    folder = resolve(args.name, "policy")
+    folder = resolve(args.name)
     base = base_model(args.name, folder)
     if base is None:
         lm = adopt(load_model(AutoModelForCausalLM, args.name, folder, args, sharding))
     else:
-        lm = load_model(AutoModelForCausalLM, base, resolve(base, "policy"), args, sharding)
+        lm = load_model(AutoModelForCausalLM, base, resolve(base), args, sharding)
         load_adapter(lm, folder)
     tokenizer = tokenizer or load_tokenizer(args)
     return check_language_model(args, lm, tokenizer), tokenizer
@@ -120,10 +109,10 @@ def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: it cannot be loaded, or the folder has none.
     """
-    folder = resolve(args.name, "policy")
+    folder = resolve(args.name)
     base = base_model(args.name, folder)
     if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
-        folder = resolve(base, "policy")
+        folder = resolve(base)
     with as_config_error(f"a tokenizer from {args.name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
     # Some classes make an empty tokenizer if the folder has no tokenizer files.
@@ -180,9 +169,7 @@ def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | None = None) -> int | None:
-    """The longest prompt, in tokens, that fits the context and the token budget together with a completion.
-
-    None if the context length is unknown and there is no budget.
+    """The longest prompt, in tokens, that fits context and token budget with a completion; None without a limit.
 
     Raises:
         ConfigError: not even one token fits.
@@ -193,8 +180,7 @@ def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | No
     full = [text for text, limit in limits.items() if limit <= max_new_tokens]
     if full:
         raise ConfigError(
-            f"max_new_tokens leaves no room for a prompt: it is {max_new_tokens}, and {' and '.join(full)}; lower "
-            "max_new_tokens"
+            f"max_new_tokens leaves no room for a prompt: it is {max_new_tokens}, and {' and '.join(full)}; lower it"
         )
     return min(limits.values()) - max_new_tokens if limits else None
 
@@ -224,7 +210,7 @@ def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def origin(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's starting point for its checkpoints: fingerprints, and names of the arguments passed from Python."""
+    """A run's starting point: fingerprints, and names of the arguments passed from Python."""
     return fingerprint(lm, tokenizer) | {"given": [name for name, value in given.items() if value is not None]}
 
 
@@ -311,6 +297,18 @@ def as_config_error(what: str) -> Iterator[None]:
         # Transformers appends a list of all supported classes.
         reason = str(error).partition("\nModel type should be one of")[0]
         raise ConfigError(f"cannot load {what}: {reason}") from error
+
+
+def check_same_ids(what: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` unless another tokenizer has the policy's tokens at the same ids; `what` is the setting."""
+    ids, own = other.get_vocab(), policy.get_vocab()
+    different = {token: i for token, i in own.items() if ids.get(token) != i}
+    if different:
+        token, i = min(different.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"{what}, whose tokenizer has other ids for {len(different)} of the policy's {len(own)} tokens, such as "
+            f"{ids.get(token)} for {token!r}, which is {i} in the policy; give a model with the policy's vocabulary"
+        )
 
 
 def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def peft_library() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence PEFT's warnings about a deprecated Transformers name and about GPT-2's transposed layers."""
+    """A context without PEFT's warnings about a deprecated Transformers name and GPT-2's transposed layers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def as_config_error(what: str) -> Iterator[None]:
+def peft_errors(what: str) -> Iterator[None]:
     """Re-raise PEFT's errors as `ConfigError`."""
     try:
         with quiet():
@@ -79,11 +79,11 @@ def as_config_error(what: str) -> Iterator[None]:
 def saved_config(folder: str) -> Any:
     """The PEFT configuration in a folder or hub repository; None if it holds no adapter."""
     what = f"cannot read {ADAPTER_CONFIG} of {folder!r}"
-    with as_config_error(what):
+    with peft_errors(what):
         if find_adapter_config_file(folder) is None:
             return None
     peft = peft_library()
-    with as_config_error(what):
+    with peft_errors(what):
         return peft.PeftConfig.from_pretrained(folder)
 
 
@@ -97,7 +97,7 @@ def load_adapter(lm: PreTrainedModel, folder: str) -> None:
     check_kind(config)
     if getattr(lm, "peft_config", None):
         raise ConfigError(f"the base model of the adapter {folder!r} has an adapter itself; merge that one into it")
-    with as_config_error(f"cannot load a language model from {folder!r}"):
+    with peft_errors(f"cannot load a language model from {folder!r}"):
         cached_file(folder, ADAPTER_WEIGHTS)  # PEFT would also read a pickle
         config.inference_mode = False
         model = peft.PeftModel(lm, config, ADAPTER_NAME)
@@ -154,7 +154,7 @@ def _wrapped(lm: PreTrainedModel) -> Any:
     trainable.inference_mode = False
     if hasattr(trainable, "init_lora_weights"):
         trainable.init_lora_weights = True  # others, such as PiSSA, would change the base weights again
-    with as_config_error("cannot convert the model's adapter"), warnings.catch_warnings():
+    with peft_errors("cannot convert the model's adapter"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = peft.get_peft_model_state_dict(lm, adapter_name=name, save_embedding_layers=False)
         model = peft.PeftModel(lm, trainable, name)
@@ -188,7 +188,7 @@ def merge(lm: PreTrainedModel) -> PreTrainedModel:
     """
     what = f"cannot merge the model's {lm.peft_config[active_adapter(lm)].peft_type.value} adapter"
     before = probe_logits(lm).detach()
-    with as_config_error(what):
+    with peft_errors(what):
         merged: PreTrainedModel = attached(lm).merge_and_unload()
     if not reproduces(merged, before):
         raise ConfigError(f"{what}: the merged model gives other logits")
@@ -196,13 +196,6 @@ def merge(lm: PreTrainedModel) -> PreTrainedModel:
         merged._hf_peft_config_loaded = False
         vars(merged).pop("_weight_conversions", None)
     return merged.requires_grad_(True)
-
-
-def plain_decoder(lm: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model's trunk, with its adapter merged if it has one."""
-    trunk: PreTrainedModel
-    trunk = deepcopy(trunk_of(lm)) if attached(lm) is None else trunk_of(merge(deepcopy(lm)))
-    return trunk
 
 
 def adapter_layers(lm: PreTrainedModel) -> list[Any]:
@@ -230,27 +223,24 @@ def active_adapter(lm: PreTrainedModel) -> str:
     names = sorted({name for layer in layers for name in layer.active_adapters})
     if len(names) != 1:
         active = ", ".join(names) or "none"
-        raise ConfigError(
-            f"the model must have exactly one active adapter, and these are active: {active}; select one by set_adapter"
-        )
+        raise ConfigError(f"the model must have exactly one active adapter, not {active}; select one by set_adapter")
     if any(layer.disable_adapters or getattr(layer, "merged_adapters", None) for layer in layers):
         raise ConfigError(
             f"the model's adapter {names[0]!r} is switched off or merged; call enable_adapter_layers() or "
-            "unmerge_adapter(), or give the model that merge_and_unload() returns"
+            "unmerge_adapter(), or pass what merge_and_unload() returns"
         )
     return str(names[0])
 
 
 def probe_logits(lm: PreTrainedModel) -> Tensor:
     """Logits of up to four tokens, computed by trunk and output projection as in training."""
-    return within(lm, _probe_logits, lm)
 
+    def logits(ids: Tensor) -> Tensor:
+        hidden = trunk_of(lm)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
+        return lm.get_output_embeddings()(hidden)  # type: ignore[no-any-return]
 
-def _probe_logits(lm: PreTrainedModel) -> Tensor:
     ids = torch.arange(min(4, lm.config.get_text_config().vocab_size), device=lm.device).unsqueeze(0)
-    hidden = trunk_of(lm)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
-    logits: Tensor = lm.get_output_embeddings()(hidden)
-    return logits
+    return within(lm, logits, ids)
 
 
 @torch.no_grad()
