@@ -29,9 +29,9 @@ from tokencredit.settings.control import (
 )
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.data.datasets import column_values, read_dataset
-from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.critic import HEAD_FILE, TRUNK_FOLDER
 from tokencredit.text.models.model_loading import load_language_model, resolve
+from tokencredit.text.models.run_models import build_policy, save_policy
 from tokencredit.text.rewards.ready_made import similarity
 from tokencredit.text.rewards.reward_models import load
 

@@ -11,8 +11,8 @@ from tokencredit.settings.model import LoraConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import trunk_of
-from tokencredit.text.models.building import enable_checkpointing
 from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.run_models import enable_checkpointing
 from tokencredit.tools.plan.memory import Batch, Setup
 from tokencredit.tools.plan.shape import Shape
 

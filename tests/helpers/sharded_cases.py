@@ -21,8 +21,8 @@ from tokencredit.distributed.sharding import gathered, is_sharded, sharded_in, w
 from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import training
 from tokencredit.text.models.actor_critic import idle_row
-from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.plain_weights import plain_weights
+from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.scoring_passes import values_after
 
 SMALL = {

@@ -6,8 +6,8 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.model_loading import load_language_model
+from tokencredit.text.models.run_models import build_policy
 from tokencredit.text.scoring_passes import (
     ReferenceOutputs,
     evaluate_rollout,

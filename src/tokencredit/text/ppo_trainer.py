@@ -42,9 +42,9 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
-from tokencredit.text.models.building import save_policy
 from tokencredit.text.models.model_loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.models.sharded_loading import Sharding
 from tokencredit.text.pipeline import CurrentPolicy, TrainingSource, UnusableBatch
 from tokencredit.text.pretraining import Pretraining

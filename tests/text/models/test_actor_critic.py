@@ -6,9 +6,9 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models import actor_critic
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import trunk_of, width
-from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.model_loading import load_language_model
+from tokencredit.text.models.run_models import build_policy
 
 
 @pytest.fixture

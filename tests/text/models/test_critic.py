@@ -17,9 +17,9 @@ from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
-from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.critic import build_value_head
 from tokencredit.text.models.model_loading import load_language_model
+from tokencredit.text.models.run_models import build_policy
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.scoring_passes import rollout_values
@@ -157,13 +157,13 @@ def test_a_separate_critic_goes_on_by_its_own_name(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "asked", "note"),
     [
-        ({"kind": "separate"}, {"kind": "shared"}, "is separate, but critic.kind is shared: starting a new critic"),
+        ({"kind": "separate"}, {"kind": "shared"}, "starting a new one"),
         (
             {"head": "linear"},
             {"head": "mlp"},
-            "does not match critic.head and critic.loss: starting a new one",
+            "starting a new one",
         ),
-        ({"loss": "histogram"}, {}, "does not match critic.head and critic.loss: starting a new one"),
+        ({"loss": "histogram"}, {}, "starting a new one"),
     ],
 )
 @pytest.mark.slow

@@ -20,9 +20,9 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import attention_of, layers_of, trunk_of
-from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.critic import Critic, Ensemble, build_value_head
 from tokencredit.text.models.model_loading import load_language_model, resolve
+from tokencredit.text.models.run_models import build_policy, save_policy
 from tokencredit.text.ppo_setup import check_batch_size
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import rollout_values
@@ -258,7 +258,7 @@ def test_a_saved_tap_goes_on_at_the_same_layer_only(tmp_path):
     weights = {key: x.clone() for key, x in first.policy.critic.state_dict().items()}
     assert weights["head.2.weight"].abs().sum() > 0
     model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
-    other = "does not match critic.layers: starting a new one"
+    other = "starting a new one"
     for critic, note in [
         ({"layers": 1}, "the critic continues from"),
         ({}, other),

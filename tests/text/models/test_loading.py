@@ -16,7 +16,6 @@ from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.text.models.building import build_policy, save_policy
 from tokencredit.text.models.model_loading import (
     end_ids,
     fuse_gelu,
@@ -25,6 +24,7 @@ from tokencredit.text.models.model_loading import (
     resolve,
     upload,
 )
+from tokencredit.text.models.run_models import build_policy, save_policy
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def test_room_for_prompts(loaded):
     assert max_prompt_length(loaded[0], 63) == 1
     context, budget = "the model's context has 64 tokens", r"ppo\.micro_batch_tokens is 30"
     for length, limits in ((30, budget), (64, f"{context} and {budget}")):
-        with pytest.raises(ConfigError, match=rf"^max_new_tokens leaves .*: it is {length}, and {limits}; lower max_"):
+        with pytest.raises(ConfigError, match=rf"^max_new_tokens leaves .*: it is {length}, and {limits}; lower it"):
             max_prompt_length(loaded[0], length, 30)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("builtin:news", "not a built-in world; there are builtin:reviews, builtin:grid, builtin:calculator"),
+        ("builtin:news", "not a built-in world; choose one of builtin:reviews, builtin:grid, builtin:calculator"),
         ("./nowhere", "'./nowhere' is not a model folder: it has no config.json"),
     ],
 )
@@ -76,7 +76,7 @@ def test_names_that_lead_nowhere(name, message):
 
 
 def test_a_world_without_a_classifier():
-    with pytest.raises(ConfigError, match="'builtin:grid' is not a built-in classifier; the only one is builtin:rev"):
+    with pytest.raises(ConfigError, match="'builtin:grid' is not a built-in classifier; choose one of builtin:rev"):
         resolve("builtin:grid", "sentiment")
 
 

@@ -20,8 +20,8 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
-from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.model_loading import load_language_model
+from tokencredit.text.models.run_models import build_policy
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 PHIMOE = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4}

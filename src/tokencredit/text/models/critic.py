@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from tokencredit.core.losses import histogram_values
 from tokencredit.distributed.processes import Processes
@@ -21,7 +24,17 @@ from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.text.models.architecture import layer_limit, width
+from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of, width
+from tokencredit.text.models.model_loading import (
+    as_config_error,
+    check_same_ids,
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
+from tokencredit.text.models.peft_models import attached, merge, saved_config
+from tokencredit.text.models.sharded_loading import Sharding
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
 """Names of a saved critic beside the policy's files; further ones have a number in the name, from 2."""
@@ -251,3 +264,97 @@ def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], str | None]:
             return weights, (file.metadata() or {}).get(LAYERS)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{saved.head}: {error}; set critic.init: zeros to start a new critic") from error
+
+
+def build_trunks(
+    args: CriticConfig,
+    model: ModelConfig,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sharding: Sharding | None = None,
+) -> list[PreTrainedModel]:
+    """The trunks of separate critics, one per member: saved ones, the one of `critic.name`, or the policy's copied.
+
+    Raises:
+        ConfigError: one cannot be loaded, has another vocabulary (by its tokenizer or, without one, by its size), has
+            other layers than `critic.layers`, or has no attention to freeze.
+    """
+    if args.kind != "separate":
+        return []
+    name, saved = args.name or model.name, saved_start(args, model)
+    own = bool(saved) and saved[0].trunk is not None
+
+    def load(number: int) -> PreTrainedModel:
+        """The trunk of a member, cut to `critic.layers`."""
+        if own:
+            trunk = load_saved_trunk(saved[number], lm, model, sharding)
+        elif args.name is not None:
+            trunk = load_trunk(args.name, model, sharding)
+        else:
+            trunk = copied_trunk(lm, model, sharding)
+        count = trunk.config.get_text_config().num_hidden_layers
+        if own and args.layers not in (None, count):
+            raise ConfigError(
+                f"critic.layers is {args.layers}, and the critic saved in {name!r} has {count} layers; leave it out"
+            )
+        if (layers := layer_limit(args.layers, trunk)) is not None:
+            cut_layers(trunk, layers)
+        return trunk
+
+    trunks = [load(number) for number in range(len(saved) if own else 1)]
+    if args.name is not None or saved:
+        check_vocabulary(name, trunks[0], tokenizer)
+        # A critic's folder may lack a tokenizer, from which some classes would make an empty one.
+        folder, files = resolve(name), ("tokenizer.json", "tokenizer_config.json")
+        if any(cached_file(folder, file, _raise_exceptions_for_missing_entries=False) for file in files):
+            check_same_ids(f"critic.name is {name!r}", load_tokenizer(replace(model, name=name)), tokenizer)
+    while len(trunks) < args.members:
+        # A sharded module cannot be copied, but loaded again.
+        trunks.append(load(0) if is_sharded(trunks[0]) else deepcopy(trunks[0]))
+    for trunk in trunks if args.freeze == "attention" else ():
+        if not (modules := attention_of(trunk)):
+            raise ConfigError(
+                f"critic.freeze is attention, and {type(trunk).__name__} has no module whose name ends in attn or "
+                "attention; leave it out"
+            )
+        for module in modules:
+            module.requires_grad_(False)
+    return trunks
+
+
+def copied_trunk(lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None) -> PreTrainedModel:
+    """A copy of the policy's trunk, with its adapter merged if it has one; a sharded one is loaded again."""
+    adapted = attached(lm) is not None
+    if sharding is None or not is_sharded(lm):
+        return trunk_of(merge(deepcopy(lm))) if adapted else deepcopy(trunk_of(lm))
+    if adapted:
+        raise ConfigError(
+            f"run.shard is full, and a separate critic would begin as {model.name!r} with its adapter merged; with "
+            "sharded weights give a full model as critic.name, or set run.shard: none"
+        )
+    return load_model(AutoModelForCausalLM, model.name, resolve(model.name), model, sharding, trunk=True)
+
+
+def load_trunk(name: str, model: ModelConfig, sharding: Sharding | None = None) -> PreTrainedModel:
+    """Load the trunk of a model by name."""
+    folder = resolve(name)
+    if saved_config(folder) is not None:
+        raise ConfigError(
+            f"critic.name is {name!r}, which holds an adapter instead of a critic's trunk; give a full model, "
+            "or the policy/ of a run whose critic.kind was separate"
+        )
+    return load_model(AutoModel, name, folder, model, sharding)
+
+
+def load_saved_trunk(
+    saved: SavedCritic, lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None = None
+) -> PreTrainedModel:
+    """Load the trunk of a saved critic."""
+    if saved.trunk is None:
+        raise ConfigError(f"{str(saved.head)!r} has no trunk beside it; the files of {saved.name!r} are incomplete")
+    # AutoModel would load a wrapper around trunks such as OPT's.
+    trunk_class = type(trunk_of(lm))
+    with as_config_error(f"a critic from {saved.name!r}"):
+        config, _ = PreTrainedConfig.get_config_dict(saved.trunk)
+    auto = trunk_class if trunk_class.__name__ in (config.get("architectures") or ()) else AutoModel
+    return load_model(auto, saved.name, str(saved.trunk), model, sharding)

@@ -1,10 +1,12 @@
-"""Build a run's models from its configuration: policy, critic and reference, before training and after it."""
+"""A run's models: built from its configuration, loaded after training, and saved."""
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import which as find_program
 from typing import Any
 
 import torch
@@ -14,17 +16,20 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
+from tokencredit.learn.state import trainable
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.building import build_policy, check_trained, skip_draws
-from tokencredit.text.models.critic import saved_critics
-from tokencredit.text.models.model_checks import check_policy
+from tokencredit.text.models.adapters import build_adapter
+from tokencredit.text.models.architecture import width
+from tokencredit.text.models.critic import build_critic, build_trunks, save_model, saved_critics
+from tokencredit.text.models.model_checks import check_checkpointing, check_critic, check_policy
 from tokencredit.text.models.model_loading import (
     check_language_model,
     check_origin,
+    check_same_ids,
     fingerprint,
     load_language_model,
     load_tokenizer,
@@ -115,10 +120,17 @@ def build_models(
     lm = merged(args.model, lm)
     adapted = bool(args.model.lora.rank) or peft_config is not None or attached(lm) is not None
     args.check_offload(adapted=adapted)
-    reference = None
+    # The reference model is a copy; of a sharded model, which cannot be copied, one that is loaded again.
+    reference, compiled = None, args.model.compile
     if args.kl.coef > 0 and not adapted:
-        reference = ActorCritic(copied(lm, args.model, tokenizer, sharding), compiled=args.model.compile)
-    skip_draws(lm, models=1 if reference is None else 2)
+        with preserved():
+            if sharding is None or not is_sharded(lm):
+                copied = deepcopy(lm)
+            else:
+                copied, _ = load_language_model(args.model, tokenizer, sharding.of_frozen())
+        reference = ActorCritic(copied, compiled=compiled)
+    # One linear head per model is drawn in vain, since every seed's critic depends on it.
+    torch.empty((1 if reference is None else 2) * (width(lm) + 1)).uniform_()
     policy, notes = build_policy(lm, tokenizer, args.model, args.critic, peft_config, sharding)
     check_trained(args.model.name, policy)
     _place(policy, precision.device)
@@ -129,7 +141,7 @@ def build_models(
                 "run.shard is full, and the reference model cannot be the policy with its adapter switched off, since "
                 "more than the adapter is trained; freeze the rest, or set kl.coef: 0"
             )
-        reference = policy if switches else ActorCritic(deepcopy(policy.lm), compiled=args.model.compile)
+        reference = policy if switches else ActorCritic(deepcopy(policy.lm), compiled=compiled)
     if reference is not None and reference is not policy:
         reference.requires_grad_(False)
         if sharding is not None:
@@ -159,24 +171,90 @@ def _place(model: ActorCritic, device: torch.device) -> None:
             member.head.to(device)
 
 
-def copied(
-    lm: PreTrainedModel, args: ModelConfig, tokenizer: PreTrainedTokenizerBase, sharding: Sharding | None
-) -> PreTrainedModel:
-    """A copy of a model for the reference; a sharded one is loaded again, since it cannot be copied."""
-    if sharding is None or not is_sharded(lm):
-        return deepcopy(lm)
-    with preserved():
-        return load_language_model(args, tokenizer, sharding.of_frozen())[0]
+def build_policy(
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    model: ModelConfig,
+    critic: CriticConfig,
+    peft_config: Any = None,
+    sharding: Sharding | None = None,
+) -> tuple[ActorCritic, list[str]]:
+    """The trained model, `lm` with its adapter and critic, and notes on the origin of the critic.
+
+    A `peft_config` replaces `model.lora`. With `sharding`, trunks of critics are loaded sharded, or sharded if they and
+    `lm` are whole.
+
+    Raises:
+        ConfigError: the critic cannot be loaded or has another vocabulary, the adapter matches no layer or would not be
+            trained, or `model.compile` lacks a compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if model.compile and not (torch.cuda.is_available() or find_program(compiler)):
+        raise ConfigError(
+            f"model.compile needs a C++ compiler, and {compiler!r} was not found; install g++, or leave it out"
+        )
+    of_critic = sharding.of_frozen() if sharding is not None and critic.detach else sharding
+    trunks = build_trunks(critic, model, lm, tokenizer, of_critic)
+    for part, how in ((lm, sharding), *((trunk, of_critic) for trunk in trunks)):
+        if how is not None:
+            how.apply(part)
+    adapter = build_adapter(lm, model, peft_config)
+    values, notes = build_critic(critic, model, lm, trunks)
+    if values is not None:
+        check_critic(critic.name or model.name, ActorCritic(lm, values), critic.layers)
+    if model.gradient_checkpointing:
+        for part in (lm, *trunks):
+            enable_checkpointing(part)
+        if not model.dropout:
+            check_checkpointing(model.name, ActorCritic(lm))
+    return ActorCritic(lm, values, adapter=adapter, compiled=model.compile), notes
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Switch on a model's gradient checkpointing.
+
+    Raises:
+        ConfigError: it does not support gradient checkpointing.
+    """
+    # Newer versions of Transformers deprecate the second name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"model.gradient_checkpointing is true: {error} Leave it out") from error
+
+
+def check_trained(name: str, policy: ActorCritic) -> None:
+    """Raise `ConfigError` if no parameter of the policy is trainable."""
+    if not trainable(policy.lm):
+        raise ConfigError(
+            f"no parameter of the model {name!r} requires a gradient, so nothing would be trained; "
+            "call requires_grad_(True) on the model, or train an adapter (model.lora.rank, peft_config)"
+        )
+
+
+def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
+    """Write a Hugging Face model or adapter folder, with the critic beside it.
+
+    If the policy is sharded, every process must call this, and one of them `writes`; that one gathers each model in
+    turn in the memory of its CPU.
+    """
+    if policy.adapter is None:
+        save_model(folder, policy.lm, writes)
+    critics = [] if policy.critic is None else list(enumerate(policy.critic.members, start=1))
+    for number, critic in critics:
+        critic.save_trunk(folder, number, writes)
+    if not writes:  # what follows is not collective, so a failure leaves no other process in it
+        return
+    if policy.adapter is not None:
+        policy.adapter.save(folder)
+    tokenizer.save_pretrained(folder)
+    for number, critic in critics:
+        critic.save_head(folder, number)
 
 
 def load_source(source: Source, which: str, processes: Processes, *, reference: bool = False) -> Models:
-    """Load a run's or a named model to sample from, without a critic.
-
-    Args:
-        source: the model.
-        which: `policy`, `best`, or `base` for the model that the run started from; a named model is `policy`.
-        processes: the job.
-        reference: also load the reference model, if the run has one.
+    """Load a run's or a named model to sample from, without a critic; arguments as in `load_run_models`.
 
     Raises:
         ConfigError: the model cannot be loaded, or is not a run and `which` asks for another of the run's models.
@@ -201,15 +279,7 @@ def with_reference(models: Models, reference: Source, processes: Processes) -> M
         ConfigError: it cannot be loaded, or has other ids for the policy's tokens.
     """
     other = load_source(reference, "policy", processes)
-    ids, own = other.tokenizer.get_vocab(), models.tokenizer.get_vocab()
-    different = {token: i for token, i in own.items() if ids.get(token) != i}
-    if different:
-        token, i = min(different.items(), key=lambda item: item[1])
-        raise ConfigError(
-            f"--reference is {reference.name!r}, whose tokenizer has other ids for {len(different)} of the model's "
-            f"{len(own)} tokens, such as {ids.get(token)} for {token!r}, which is {i} in the model; give a reference "
-            "with the same vocabulary"
-        )
+    check_same_ids(f"--reference is {reference.name!r}", other.tokenizer, models.tokenizer)
     context, needed = (max_prompt_length(x.lm, 0) for x in (other.policy, models.policy))
     if context is not None and (needed is None or context < needed):
         raise ConfigError(
@@ -243,15 +313,14 @@ def load_run_models(
     # A trained adapter is loaded from its folder, so no new one is made, and nothing is trained here.
     plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
     model = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
-    name = model.name
-    values = args.critic if which == "base" else replace(args.critic, name=None, init="saved")
-    if not critic:
-        values = CriticConfig(kind="none")
-    if critic and which != "base" and values.kind != "none" and (have := len(saved_critics(name))) != values.members:
-        raise ConfigError(
-            f"{name!r} has {have or 'no'} critic, though critic.kind of the run is {values.kind} and critic.members "
-            f"{values.members}; its files are incomplete"
-        )
+    values = args.critic if critic else CriticConfig(kind="none")
+    if which != "base" and values.kind != "none":
+        values = replace(values, name=None, init="saved")
+        if (have := len(saved_critics(model.name))) != values.members:
+            raise ConfigError(
+                f"{model.name!r} has {have or 'no'} critic, though critic.kind of the run is {values.kind} and "
+                f"critic.members {values.members}; its files are incomplete"
+            )
     with preserved():
         lm, tokenizer = _load_base(run, plain) if which == "base" else load_start(model)
         precision = choose_precision(args.model.dtype, processes, run)

@@ -18,7 +18,6 @@ from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.text.models.architecture import trunk_of
-from tokencredit.text.models.building import build_policy, check_trained, enable_checkpointing, save_policy
 from tokencredit.text.models.model_loading import (
     as_config_error,
     check_vocabulary,
@@ -29,7 +28,14 @@ from tokencredit.text.models.model_loading import (
     resolve,
 )
 from tokencredit.text.models.peft_models import merge, saved_config
-from tokencredit.text.models.run_models import load_start, merged
+from tokencredit.text.models.run_models import (
+    build_policy,
+    check_trained,
+    enable_checkpointing,
+    load_start,
+    merged,
+    save_policy,
+)
 from tokencredit.text.offline.examples import Encoder, Example, Row, examples_of, read_rows, scored_pair, split
 from tokencredit.text.rewards.reward_models import RewardModel
 

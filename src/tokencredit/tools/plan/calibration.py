@@ -27,11 +27,11 @@ from tokencredit.text.engines.local.static_kv_cache import static_decoding
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import cut_layers, trunk_of
-from tokencredit.text.models.building import enable_checkpointing
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.model_loading import fuse_gelu
 from tokencredit.text.models.precision import Precision, round_frozen
+from tokencredit.text.models.run_models import enable_checkpointing
 from tokencredit.tools.plan.memory import Batch, activation_bytes, micro_rows
 from tokencredit.tools.plan.shape import FLOAT, parameters
 from tokencredit.tools.plan.work import Work

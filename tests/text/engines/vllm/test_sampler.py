@@ -39,9 +39,9 @@ from tokencredit.text.engines.requests import EngineFailure, Request
 from tokencredit.text.engines.stop_strings import stop_detokenizers
 from tokencredit.text.engines.vllm import sampler as vllm
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
+from tokencredit.text.models.run_models import build_policy
 
 SYNCS, SECONDS = 1000, 120
 """Syncs of the memory test, unless the seconds are over before."""

@@ -41,9 +41,9 @@ from tokencredit.text.engines.vllm import connection, transfer
 from tokencredit.text.engines.vllm import server as vllm_server
 from tokencredit.text.engines.vllm.answers import COMMAND
 from tokencredit.text.engines.vllm.server import VllmServer
-from tokencredit.text.models.building import build_policy
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
+from tokencredit.text.models.run_models import build_policy
 
 pytestmark = pytest.mark.slow
 TEST_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--weight-transfer-config", '{"backend": "nccl"}')
