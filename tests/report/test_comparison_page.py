@@ -12,7 +12,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.report.comparison_page import write_comparison
 from tokencredit.report.reading import read_run
 from tokencredit.report.templating import two_digits
-from tokencredit.runs.history import final_mean
+from tokencredit.runs.summary import final_mean
 
 pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By

@@ -9,7 +9,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import ITERATIONS, read_run
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.runs.history import WINDOW
+from tokencredit.runs.summary import WINDOW
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from tokencredit.runs import tensor_files
 from tokencredit.runs.checkpoint import (
     FORMAT,
     DamagedCheckpoint,
-    OldCheckpoint,
     read_checkpoint,
     size_of,
     write_checkpoint,
@@ -74,14 +73,6 @@ def test_large_states_are_written_file_by_file(tmp_path, monkeypatch):
     assert {path.name[-15:-12] for path in (tmp_path / "tensors").iterdir()} == {"003"}, "of three"
     assert len(list((tmp_path / "tensors").iterdir())) == 3
     assert torch.equal(read(tmp_path)["weights"]["lm.a"], SHARED["weights"]["lm.a"])
-
-
-def test_one_of_an_older_version_is_told_apart(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for version, kind in ((2, OldCheckpoint), (4, DamagedCheckpoint), (True, DamagedCheckpoint)):
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"format": version}))
-        with pytest.raises(kind, match=r"manifest\.json is of format"):
-            read(folder)
 
 
 def test_the_number_of_processes_is_checked(folder):

@@ -8,7 +8,7 @@ import pytest
 
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.diagnosis.evidence import CHECKS
-from tokencredit.runs.history import History
+from tokencredit.runs.summary import History
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import flat

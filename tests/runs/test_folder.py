@@ -187,19 +187,10 @@ def test_a_really_full_disk(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_choices_are_read_back_or_else_taken_from_an_old_configuration(tmp_path):
-    assert read_choices(tmp_path / "nowhere") == {}
-    (tmp_path / "config.yaml").write_text("model: {dtype: auto}")
+def test_choices_are_read_back_and_checked(tmp_path):
     assert read_choices(tmp_path) == {}
-    (tmp_path / "config.yaml").write_text("model: {dtype: bfloat16}")
-    assert read_choices(tmp_path) == {"model.dtype": "bfloat16"}
-    (tmp_path / CHOICES).write_text("{}")
-    assert read_choices(tmp_path) == {}
-    (tmp_path / CHOICES).write_text('{"model.dtype": "float32", "of a newer version": 1}')
+    (tmp_path / CHOICES).write_text('{"model.dtype": "float32", "other": 1}')
     assert read_choices(tmp_path) == {"model.dtype": "float32"}
-
-
-def test_a_choice_that_no_run_makes_is_named(tmp_path):
     (tmp_path / CHOICES).write_text('{"model.dtype": "float8"}')
     with pytest.raises(ConfigError, match=r"choices\.json: model\.dtype is 'float8'; it must be float32 or bfloat16"):
         read_choices(tmp_path)

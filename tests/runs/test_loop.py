@@ -60,7 +60,7 @@ def test_a_failed_run_suggests_to_resume_it_and_nothing_else(tmp_path, capsys):
         (2, 5, "no checkpoint is saved yet, so resuming begins anew; resume with: tokencredit control --resume"),
         (2, 1, "stopped at once; resume with: tokencredit control --resume"),
         (1, 0, "no checkpoint is saved yet, so resuming begins anew; resume with:"),
-        (2, 0, "no checkpoint is saved (run.save_every is 0), so it cannot be resumed: begin a new run"),
+        (2, 0, "no checkpoint is saved, so it cannot be resumed: run.save_every is 0; begin a new run"),
     ],
 )
 def test_a_second_interrupt_promises_what_resuming_does(number, save_every, promise, tmp_path, capsys):

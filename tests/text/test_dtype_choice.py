@@ -5,7 +5,6 @@ import shutil
 from dataclasses import asdict
 
 import pytest
-import yaml
 
 from helpers.configs import quiet
 from helpers.files import read_events, read_metrics
@@ -45,25 +44,20 @@ def new_machine(monkeypatch, dtype):
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def run(request, tmp_path_factory):
-    """A run on a machine that computes in a format, as of this version and as of those before it."""
+    """A run on a machine that computes in a format."""
     folder, dtype = tmp_path_factory.mktemp("chosen"), request.param
     with pytest.MonkeyPatch.context() as patch:
         new_machine(patch, dtype)
         PPOTrainer(args=settings(folder / "run")).train()
-    shutil.copytree(folder / "run", folder / "old")
-    config = yaml.safe_load((folder / "old" / "config.yaml").read_text())
-    config["model"]["dtype"] = dtype
-    (folder / "old" / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    (folder / "old" / "choices.json").unlink()
     return folder, dtype
 
 
-@pytest.fixture(params=["run", "old"])
-def copy(request, run, tmp_path, monkeypatch):
-    """A copy of either, on a machine that is the other format's."""
+@pytest.fixture
+def copy(run, tmp_path, monkeypatch):
+    """A copy of the run, on a machine that is the other format's."""
     folder, dtype = run
     new_machine(monkeypatch, OTHER[dtype])
-    return shutil.copytree(folder / request.param, tmp_path / "run"), dtype
+    return shutil.copytree(folder / "run", tmp_path / "run"), dtype
 
 
 def test_the_setting_stays_as_it_was_asked_and_the_choice_stands_beside_it(run):

@@ -11,7 +11,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tokencredit.commands.shared_options import Seed, refuse_empty, require_gymnasium
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.folder import AUDIT, RunFolder
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.parsing import Parser, new_command
@@ -55,9 +55,8 @@ def audit(options: Namespace) -> None:
 
     from tokencredit.report.page import write_report
     from tokencredit.runs.console import Screen
-    from tokencredit.runs.folder import write_audit
 
-    write_audit(RunFolder(options.run), result)
+    RunFolder(options.run).write_json(AUDIT, result)
     Screen(0).audit(result)
     print(write_report(run))
 

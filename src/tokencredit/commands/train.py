@@ -33,7 +33,7 @@ def train(options: Namespace) -> None:
     config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
     refuse_other_folder(config, options)
     refuse_unused(config, rows=())
-    if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume)) or []):
+    if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume))):
         raise ConfigError(
             f"{options.resume!r} was begun in Python with {', '.join(given)}, which its folder does not hold; pass the "
             "same from Python, and call train(resume_from_checkpoint=True)"

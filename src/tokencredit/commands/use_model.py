@@ -12,7 +12,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from tokencredit.commands.shared_options import Seed
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import check_new_file
+from tokencredit.runs.folder import check_new_file, read_python
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.options import EvaluateOptions, with_engine
 from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
@@ -164,8 +164,4 @@ def which_of(options: Namespace) -> str:
 
 def from_python(source: Source) -> list[str]:
     """Names of the arguments from Python that a source's run began with; none without a run."""
-    if source.run is None:
-        return []
-    from tokencredit.runs.resuming import given_in_python  # imports torch
-
-    return given_in_python(source.run)
+    return [] if source.run is None else read_python(source.run)

@@ -36,7 +36,7 @@ from tokencredit.report.reading import REPORT, read_run
 from tokencredit.report.significance import verdict
 from tokencredit.report.templating import fill
 from tokencredit.runs.folder import RunFolder
-from tokencredit.runs.history import WINDOW
+from tokencredit.runs.summary import WINDOW
 from tokencredit.runs.untrusted import visible
 
 NAME = "comparison.html"

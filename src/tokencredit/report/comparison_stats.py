@@ -19,8 +19,8 @@ from scipy import stats
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
-from tokencredit.runs.history import final_mean, finite
 from tokencredit.runs.jsonl import is_number
+from tokencredit.runs.summary import final_mean, finite
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.run_kind import TEXT, RunKind, run_kind_of
 from tokencredit.settings.yaml import flat

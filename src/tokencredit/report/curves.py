@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokencredit.runs.history import mean
+from tokencredit.runs.summary import mean
 from tokencredit.runs.untrusted import visible
 
 POINTS = 1000

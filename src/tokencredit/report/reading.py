@@ -11,8 +11,8 @@ from tokencredit.errors import ConfigError
 from tokencredit.report.audit_file import NAME as AUDIT
 from tokencredit.report.audit_file import read_audit, with_audit
 from tokencredit.runs.folder import apply_choices, read_choices
-from tokencredit.runs.history import WINDOW
 from tokencredit.runs.jsonl import all_of, is_number, is_text, read_metrics, read_object, read_samples
+from tokencredit.runs.summary import WINDOW
 from tokencredit.settings.run_file import run_config_file
 from tokencredit.settings.yaml import read_yaml
 

@@ -30,7 +30,7 @@ from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.tensor_files import DamagedTensors, Shape, read_tensors, write_tensors
 
 FORMAT = 3
-"""Version of the folder layout and of the trainers' state; other versions are refused."""
+"""Version of the folder layout and of the trainers' state."""
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors"
 IN_TENSORS, AS_ARRAY, SHAPE = "$tensor", "$array", "shape"
 """Keys of references to a tensor, and to one to be read as a NumPy array, and of its shape."""
@@ -38,10 +38,6 @@ IN_TENSORS, AS_ARRAY, SHAPE = "$tensor", "$array", "shape"
 
 class DamagedCheckpoint(ValueError):
     """An unusable checkpoint; the message names the file and the problem."""
-
-
-class OldCheckpoint(DamagedCheckpoint):
-    """A checkpoint written by an older version of Tokencredit."""
 
 
 def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, Any], processes: Processes) -> None:
@@ -57,18 +53,24 @@ def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, 
     Raises:
         OSError: a file could not be written, in any process.
     """
+    # Tensors go into safetensors files, by all processes at once; the tree refers to them by name.
     tensors: dict[str, Tensor] = {}
     tree = _without_tensors(shared, "", tensors)
     write_tensors(folder / TENSORS, tensors, processes)
     with processes.agreed(OSError), safetensors_errors(folder):
         if processes.main:
             (folder / TENSORS).mkdir(exist_ok=True)
-            (folder / STATE).write_text(json.dumps(tree), encoding="utf-8")
-            flush(folder / STATE)
-        _write_own(folder, processes.rank, own)
+            _write_json(folder / STATE, tree)
+        own_tensors: dict[str, Tensor] = {}
+        file = folder / f"process-{processes.rank}.json"
+        _write_json(file, _without_tensors(own, "", own_tensors))
+        if own_tensors:
+            save_file(own_tensors, file.with_suffix(".safetensors"))
+            flush(file.with_suffix(".safetensors"))
     # A network's file system may not list what other machines have just written.
     listed = processes.texts(json.dumps(_files(folder)))
     files = sorted({name for names in listed for name in json.loads(names)})
+    # Each process hashes some of the files, and the manifest, written last, makes the folder a checkpoint.
     with processes.agreed(OSError):
         mine = {name: _fingerprint(folder / name) for name in files[processes.rank :: processes.count]}
     fingerprints: dict[str, Any] = {}
@@ -77,23 +79,8 @@ def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, 
     with processes.agreed(OSError):
         if processes.main:
             manifest = {"format": FORMAT, "versions": versions(), "processes": processes.count}
-            write_manifest(folder, manifest | {"files": {name: fingerprints[name] for name in files}})
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest, which makes the folder a checkpoint; call it last."""
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_own(folder: Path, rank: int, own: Mapping[str, Any]) -> None:
-    """Write one process's own state."""
-    tensors: dict[str, Tensor] = {}
-    file = folder / f"process-{rank}.json"
-    file.write_text(json.dumps(_without_tensors(own, "", tensors)), encoding="utf-8")
-    flush(file)
-    if tensors:
-        save_file(tensors, file.with_suffix(".safetensors"))
-        flush(file.with_suffix(".safetensors"))
+            manifest["files"] = {name: fingerprints[name] for name in files}
+            (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def size_of(state: Any) -> int:
@@ -115,15 +102,12 @@ def read_checkpoint(folder: Path, processes: Processes, sharded: Mapping[str, Te
         sharded: the trainer's sharded parameters, by name: tensors of their names are read as sharded as they are.
 
     Raises:
-        OldCheckpoint: an older version wrote it.
         DamagedCheckpoint: a file is missing, has changed, or has another format.
     """
     with processes.agreed(DamagedCheckpoint):
         manifest = _read_json(folder / MANIFEST)
-        written = manifest.get("format")
-        if written != FORMAT:
-            kind = OldCheckpoint if type(written) is int and 0 < written < FORMAT else DamagedCheckpoint
-            raise kind(f"{MANIFEST} is of format {written!r}, not {FORMAT}")
+        if manifest.get("format") != FORMAT:
+            raise DamagedCheckpoint(f"{MANIFEST} is of format {manifest.get('format')!r}, not {FORMAT}")
         files, count = _checked_manifest(folder, manifest)
         # A hash costs as much as reading the file, so each process checks some.
         for name in sorted(files)[processes.rank :: processes.count]:
@@ -180,18 +164,17 @@ def _files(folder: Path) -> list[str]:
 
 def _read_own(folder: Path, rank: int, files: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one of the processes that wrote a checkpoint."""
-    tensors = f"process-{rank}.safetensors"
-    read = _read_tensors(folder / tensors) if tensors in files else {}
-    own: dict[str, Any] = _with_tensors(_read_json(folder / f"process-{rank}.json"), read)
+    file = folder / f"process-{rank}.safetensors"
+    try:
+        tensors = load_file(file) if file.name in files else {}
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpoint(f"{file.name}: {error}") from error
+    own: dict[str, Any] = _with_tensors(_read_json(file.with_suffix(".json")), tensors)
     return own
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """The tree of a checkpoint without its tensors, unverified.
-
-    Raises:
-        DamagedCheckpoint: it is missing, or not a JSON object.
-    """
+    """The tree of a checkpoint without its tensors, unverified; raises `DamagedCheckpoint` if it is no JSON object."""
     return _read_json(folder / STATE)
 
 
@@ -241,6 +224,7 @@ def _references(tree: Any, shapes: dict[str, Shape]) -> None:
 
 
 def _with_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree with these tensors in place of references to them."""
     if (reference := _reference(tree)) is not None:
         name, shape = reference
         if name not in tensors:
@@ -253,11 +237,9 @@ def _with_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return [_with_tensors(value, tensors) for value in tree] if isinstance(tree, list) else tree
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (SafetensorError, ValueError) as error:
-        raise DamagedCheckpoint(f"{file.name}: {error}") from error
+def _write_json(file: Path, tree: Any) -> None:
+    file.write_text(json.dumps(tree), encoding="utf-8")
+    flush(file)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Atomic writes to a run's folder of plain files."""
+"""A run's folder of plain files: atomic writes, a lock, and the small files beside config.yaml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
-from tokencredit.settings.yaml import flat, read_yaml
 
 AUDIT = "audit.json"
 LOCK = ".lock"
@@ -64,9 +63,7 @@ class RunFolder:
     def begun(self) -> bool:
         """True if an earlier start of this job began the run in this folder."""
         file = self.path / JOB
-        return (
-            self.job is not None and file.is_file() and file.read_text(encoding="utf-8", errors="replace") == self.job
-        )
+        return self.job is not None and file.is_file() and file.read_bytes() == self.job.encode()
 
     def create(self, reserve: int, more: int = 0) -> None:
         """Make the folder.
@@ -89,6 +86,32 @@ class RunFolder:
                 f"the disk of run.dir {str(self.path)!r} has {free / 1e6:.0f} MB free, and the run writes at least "
                 f"{(reserve + more) / 1e6:.0f} MB; free some space or give another --run.dir"
             )
+
+    def reopen(self, reserve: int) -> None:
+        """Lock a run's folder, and finish or undo replacements in it whose process was killed.
+
+        Raises:
+            ConfigError: it cannot be written, its disk is too full, or another process is training the run.
+        """
+        self.create(reserve)
+        self.require_writable()
+        self.lock()
+        recover(self.path)
+        recover(self.path / "checkpoints")
+
+    def rewind(self, iteration: int, sizes: Mapping[str, int]) -> None:
+        """Truncate files to their sizes at this iteration; remove an end's summary, and a later or unreadable audit."""
+        for name, size in sizes.items():
+            if (self.path / name).exists():
+                os.truncate(self.path / name, size)
+        (self.path / "summary.json").unlink(missing_ok=True)
+        audit = self.path / AUDIT
+        try:
+            number = read_object(audit, audit.read_bytes()).get("iteration") if audit.is_file() else iteration
+        except ConfigError:
+            number = None
+        if not isinstance(number, int) or number > iteration:
+            audit.unlink()
 
     def require_writable(self) -> None:
         """Raise `ConfigError` if the folder exists, and no file can be written into it."""
@@ -126,6 +149,10 @@ class RunFolder:
         """Write a file atomically."""
         write_file(self.path / name, text)
 
+    def write_json(self, name: str, value: Mapping[str, Any], indent: int | None = None) -> None:
+        """Write a JSON file atomically."""
+        self.write(name, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Append a line of JSON per record: all lines, or none if the disk is full.
 
@@ -153,13 +180,12 @@ class RunFolder:
         for name in names:
             if (self.path / name).exists():
                 flush(self.path / name)
-        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in names}
+        return {name: size(self.path / name) for name in names}
 
-    def cut(self, sizes: Mapping[str, int]) -> None:
-        """Truncate files to these sizes."""
-        for name, size in sizes.items():
-            if (self.path / name).exists():
-                os.truncate(self.path / name, size)
+
+def size(file: Path) -> int:
+    """A file's size; 0 if there is none."""
+    return file.stat().st_size if file.exists() else 0
 
 
 def write_file(target: Path, text: str) -> None:
@@ -256,31 +282,11 @@ def beside(target: Path, ending: str) -> Path:
     return target.with_name(f".{target.name}.{ending}")
 
 
-def write_audit(folder: RunFolder, audit: Mapping[str, Any]) -> Path:
-    """Write an audit into a run's folder, replacing an earlier one; returns the file."""
-    folder.write(AUDIT, json.dumps(audit, allow_nan=False) + "\n")
-    return folder.path / AUDIT
-
-
-def drop_audit(run: Path, after: int) -> None:
-    """Remove an audit of an iteration after this one, or an unreadable one."""
-    try:
-        number = read_object(run / AUDIT, (run / AUDIT).read_text(encoding="utf-8")).get("iteration")
-    except FileNotFoundError:
-        return
-    except (ConfigError, ValueError):
-        number = None
-    if not isinstance(number, int) or number > after:
-        (run / AUDIT).unlink()
-
-
-def read_python(run: Path) -> list[str] | None:
-    """Names of the arguments from Python that a run began with and config.yaml does not hold; None if not recorded."""
+def read_python(run: Path) -> list[str]:
+    """Names of the arguments from Python that a run began with and no file of it holds."""
     file = run / PYTHON
-    if not file.is_file():
-        return None
-    names = read_object(file, file.read_text(encoding="utf-8", errors="replace")).get("arguments")
-    return [str(name) for name in names] if isinstance(names, list) else None
+    names = read_object(file, file.read_bytes()).get("arguments") if file.is_file() else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def read_choices(run: Path) -> dict[str, str]:
@@ -289,11 +295,8 @@ def read_choices(run: Path) -> dict[str, str]:
     Raises:
         ConfigError: the file is invalid.
     """
-    file, config = run / CHOICES, run / "config.yaml"
-    if not file.is_file():  # no run, or one of an older version, which wrote its choices into config.yaml
-        settings = flat(read_yaml(config)) if config.is_file() else {}
-        return {key: settings[key] for key, values in AUTO_SETTINGS.items() if settings.get(key) in values}
-    choices = read_object(file, file.read_text(encoding="utf-8", errors="replace"))
+    file = run / CHOICES
+    choices = read_object(file, file.read_bytes()) if file.is_file() else {}
     for key, values in AUTO_SETTINGS.items():
         if key in choices and choices[key] not in values:
             raise ConfigError(f"{file}: {key} is {choices[key]!r}; it must be {' or '.join(values)}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokencredit.distributed.processes import connection_lost
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.training import RunSettings
@@ -19,25 +20,12 @@ State = dict[str, Any]
 """A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_checkpoint`."""
 
 
-class Stopping(Protocol):
-    """`learn.stopping.EarlyStopping`."""
-
-    def reset(self) -> None:
-        """Forget all iterations."""
-
-    def update(self, *, reward: float, kl: float) -> str | None:
-        """Record an iteration; returns the rule that stops the run, or None."""
-
-
 class Trainer(Protocol):
     """Interface of a trainer."""
 
     args: Any
     record: RunRecord
-
-    @property
-    def stopping(self) -> Stopping:
-        """The early-stopping rules."""
+    stopping: EarlyStopping
 
     @property
     def notes(self) -> Sequence[str]:
@@ -94,55 +82,47 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
 
 
 def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iterable[None]) -> Summary:
-    """As `run`, with a lock on the run's folder that outlasts it."""
     record = trainer.record
+    # The folder, and with `resume` the newest checkpoint. Rules that have stopped the run before stop it again.
     number, stopped_by = _begin(trainer, resume, reserve, weights)
-    request = None
+    signal = None
     try:
         with record.screen, Signals() as signals:
+            # Work before the first iteration: the critic's pretraining.
             for _ in first:
-                if request := signals.request(record.processes):
-                    stopped_by = _stopped_by(request)
+                if signal := signals.request(record.processes):
+                    stopped_by = _stopped_by(signal)
                     break
             while stopped_by is None and number < record.args.iterations:
+                # One iteration, and its lines in metrics.jsonl and samples.jsonl.
                 number += 1
                 metrics, samples = trainer.iteration(number)
                 record.iteration(metrics, samples)
-                request = signals.request(record.processes)
-                stopped_by = _reached(trainer, metrics) or _stopped_by(request)
-                if request or record.due(number, last=stopped_by is not None):
+                # All processes agree on a signal, since all must leave the loop after the same iteration.
+                signal = signals.request(record.processes)
+                stopped_by = _reached(trainer, metrics) or _stopped_by(signal)
+                # A checkpoint every few iterations, at the best one, at the end, and before a signal ends the run.
+                if signal or record.due(number, last=stopped_by is not None):
                     record.checkpoint(number, *trainer.state())
-    except KeyboardInterrupt:
-        _say_stopped(record)
+    except KeyboardInterrupt:  # a second Ctrl-C: nothing more is written
+        record.screen.say(f"stopped at once; {record.how_to_resume()}")
         raise
     except (RunStopped, OSError, ConfigError) as error:  # user code may raise any
-        if not record.folder.path.is_dir():
-            raise RunStopped(
-                f"stopped in {_place(number)}: the run's folder {str(record.folder.path)!r} is gone, so nothing more "
-                "is written; if it was moved, resume the run with --resume and its new path"
-            ) from error
-        record.failed = True
-        lines = [f"stopped in {_place(number)}: {_reason(error)}"]
-        if record.processes.meet(f"stopped in {_place(number)}"):
-            lines += _save_what_can_be(trainer, number, error)
-            record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
-        else:
-            lines.append("other processes did not stop with this one, so nothing more is saved")
-        kind = EngineLost if isinstance(error, EngineLost) else RunStopped
-        raise kind("; ".join([*lines, record.how_to_resume()])) from error
+        raise _failed(trainer, number, error) from error
+    # The trained model, the summary and the report. A run without a single step of the optimizer has failed.
     failure = record.nothing_learned() if stopped_by is None else None
     record.failed = failure is not None
     try:
         summary = trainer.finish(stopped_by or (failure.stopped_by if failure else "iterations"))
     except KeyboardInterrupt:
-        _say_stopped(record)
+        record.screen.say(f"stopped at once; {record.how_to_resume()}")
         raise
     if failure:
         record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
         raise failure
-    if request:
+    if signal:
         record.screen.say(record.how_to_resume())
-    if request == "SIGINT":
+    if signal == "SIGINT":
         raise KeyboardInterrupt
     return summary
 
@@ -159,33 +139,19 @@ def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[
     if record.main and job is not None and (why := job.restarted_because()):
         record.event(why)
     record.screen.pairs(trainer.overview())
-    for note in [*trainer.notes, *_unused(record)] if number == 0 else ():
-        record.event(note)
+    if number == 0:
+        notes = list(trainer.notes)
+        # Not refused, since a run of several processes may go on in one.
+        if record.processes.count == 1 and record.args.timeout != RunSettings.timeout:
+            notes.append(f"run.timeout is {record.args.timeout:g}, which has no effect in one process")
+        for note in notes:
+            record.event(note)
+    # Counters of the stopping rules are in no checkpoint: they follow from the metrics.
     stopped_by = None
     trainer.stopping.reset()
     for metrics in record.history:
         stopped_by = _reached(trainer, metrics)
     return number, stopped_by
-
-
-def _unused(record: RunRecord) -> Iterator[str]:
-    """A line on `run.timeout` in one process; it is not refused, since a run of several processes may go on in one."""
-    if record.processes.count == 1 and record.args.timeout != RunSettings.timeout:
-        yield f"run.timeout is {record.args.timeout:g}, which has no effect in one process"
-
-
-def _place(number: int) -> str:
-    """The current stage of the run, for messages."""
-    return f"iteration {number}" if number else "the critic's pretraining"
-
-
-def _stopped_by(request: str | None) -> str | None:
-    """A signal's name in the summary."""
-    return "interrupt" if request == "SIGINT" else request
-
-
-def _say_stopped(record: RunRecord) -> None:
-    record.screen.say(f"stopped at once; {record.how_to_resume()}")
 
 
 def load(trainer: Trainer, state: State, changed: set[str]) -> Sequence[str]:
@@ -198,8 +164,40 @@ def load(trainer: Trainer, state: State, changed: set[str]) -> Sequence[str]:
         raise ConfigError(f"the checkpoint does not fit this run: {type(error).__name__}: {error}") from error
 
 
-def _save_what_can_be(trainer: Trainer, number: int, error: Exception) -> Iterator[str]:
-    """Save what a failed run has learned; yields a line for each part that cannot be saved."""
+def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:
+    """Key of the rule that stops the run after an iteration with these metrics, or None."""
+    key = trainer.stopping.update(reward=metrics[trainer.record.run_kind.headline], kl=metrics.get("kl", 0.0))
+    return None if key is None else f"stop.{key}"
+
+
+def _stopped_by(signal: str | None) -> str | None:
+    """A signal's name in the summary."""
+    return "interrupt" if signal == "SIGINT" else signal
+
+
+def _failed(trainer: Trainer, number: int, error: Exception) -> RunStopped:
+    """Save what a failed run has learned; returns the error that ends it."""
+    record, place = trainer.record, f"iteration {number}" if number else "the critic's pretraining"
+    # A run whose folder was moved or removed makes no new one.
+    if not record.folder.path.is_dir():
+        return RunStopped(
+            f"stopped in {place}: the run's folder {str(record.folder.path)!r} is gone, so nothing more is written; "
+            "if it was moved, resume the run with --resume and its new path"
+        )
+    record.failed = True
+    lines = [f"stopped in {place}: {_reason(error)}"]
+    # Checkpoints are written by all processes. If only this one failed, the others do not come.
+    if record.processes.meet(f"stopped in {place}"):
+        lines += _save_partial(trainer, number, error)
+        record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
+    else:
+        lines.append("other processes did not stop with this one, so nothing more is saved")
+    kind = EngineLost if isinstance(error, EngineLost) else RunStopped
+    return kind("; ".join([*lines, record.how_to_resume()]))
+
+
+def _save_partial(trainer: Trainer, number: int, error: Exception) -> Iterator[str]:
+    """Save a checkpoint and the policy; yields a line for each that cannot be saved."""
     try:
         if trainer.rewind():
             trainer.record.checkpoint(number - 1, *trainer.state())
@@ -215,9 +213,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror} ({error.filename})"
     return str(error)
-
-
-def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:
-    """Key of the rule that stops the run after an iteration with these metrics, or None."""
-    key = trainer.stopping.update(reward=metrics[trainer.record.run_kind.headline], kl=metrics.get("kl", 0.0))
-    return None if key is None else f"stop.{key}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import shutil
 import time
@@ -15,36 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
-from tokencredit.runs.bad_steps import keep_batch
 from tokencredit.runs.checkpoint import size_of, versions, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import (
-    CHOICES,
-    JOB,
-    PYTHON,
-    RunFolder,
-    apply_choices,
-    beside,
-    drop_audit,
-    recover,
-    replacing,
-)
-from tokencredit.runs.history import History
+from tokencredit.runs.folder import CHOICES, JOB, PYTHON, RunFolder, apply_choices, beside, replacing
 from tokencredit.runs.jsonl import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, allowed_changes, for_trainer, newest, saved
-from tokencredit.runs.summary import Summary, summarise
-from tokencredit.runs.trackers import Trackers, require_installed
+from tokencredit.runs.summary import History, Summary, summarise
+from tokencredit.runs.trackers import Trackers
 from tokencredit.settings.code_policy import foreign_code
 from tokencredit.settings.run_kind import RunKind
 from tokencredit.settings.training import RunSettings
 from tokencredit.settings.yaml import dump_yaml
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
+BAD_STEPS_KEPT = 20
+"""Maximum number of batches of skipped steps that a process keeps."""
 
 
 class RunRecord:
@@ -71,31 +63,24 @@ class RunRecord:
             ConfigError: a tracker is not installed.
         """
         self.args, self.processes, self.run_kind, self.choices = args, processes, run_kind, choices
-        self.show_every = show_every
+        self.main, self.show_every = processes.main, show_every
         self.from_python: list[str] = []
         """Names of the trainer's arguments that config.yaml does not hold."""
         folder = args.dir
         if folder is None:  # each process would take its own clock's
             folder = processes.texts(str(RunFolder(None).path))[0]
         self.folder = RunFolder(folder, processes.job.id if processes.job else None)
-        require_installed(args.trackers or ())
-        self.main = processes.main
         self.screen = Screen(args.iterations, enabled=self.main)
-        self.trackers = Trackers(args.trackers if self.main else [], self.folder.path / "tensorboard", self.event)
+        self.trackers = Trackers(args.trackers, self.folder.path / "tensorboard", self.event, enabled=self.main)
         self.warned: set[str] = set()
         self.history = History()
         self.first_samples: Sequence[Mapping[str, Any]] = []
         self.last_samples: Sequence[Mapping[str, Any]] = []
         self.bad_in_a_row = 0
-        self.best = -math.inf
-        """Best evaluation so far."""
-        self.best_iteration = 0
-        self.running = False
-        """True once the run has begun or is resumed."""
-        self.early: list[str] = []
-        """Events before that."""
-        self.failed = False
-        """True once the run has failed: nothing but resuming is then suggested."""
+        self.best, self.best_iteration = -math.inf, 0  # the best evaluation so far
+        self.running = False  # true once the run has begun or is resumed
+        self.early: list[str] = []  # events before that
+        self.failed = False  # once true, nothing but resuming is suggested
 
     def begin(self, config: Any, reserve: int, weights: int) -> None:
         """Create the folder, check its disk space, and write the configuration.
@@ -109,7 +94,8 @@ class RunRecord:
             ConfigError: the folder is in use, cannot be made, or its disk is too full.
         """
         self.config = asdict(config)
-        with self._agreed():
+        # The main process makes and locks the folder; if it cannot, all processes raise.
+        with self.processes.agreed(OSError, ConfigError):
             if self.main:
                 self.folder.refuse_if_used()
                 # AdamW keeps two numbers per weight.
@@ -118,30 +104,17 @@ class RunRecord:
                 self.folder.refuse_if_used()  # again: another run may have been quicker
                 if self.folder.job is not None:
                     self.folder.write(JOB, self.folder.job)
-                self._write_config()
-                if self.choices is not None:
-                    self._write_choices(self.choices)
+                self._write_settings()
                 if self.from_python:
-                    self.folder.write(PYTHON, json.dumps({"arguments": self.from_python}) + "\n")
-        self._require_shared()
-        self._start()
-        for line in foreign_code(config):
-            self.event(line)
-
-    @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """A context at whose end all processes raise if the main one could not prepare the folder."""
-        with self.processes.agreed(OSError, ConfigError):
-            yield
-
-    def _require_shared(self) -> None:
-        """Raise `ConfigError`, in every process, if one does not see the folder that the main process made."""
+                    self.folder.write_json(PYTHON, {"arguments": self.from_python})
+        # All processes write into it, so each must see it.
         seen = self.processes.texts(str((self.folder.path / "config.yaml").is_file()))
         if str(False) in seen:
             raise ConfigError(
                 f"run.dir {str(self.folder.path)!r} of process 0 is not there in process {seen.index(str(False))}; "
                 "give a folder that all processes share, whatever their machine"
             )
+        self._start(foreign_code(config))
 
     def resume(self, config: Any, reserve: int, load: Load, sharded: Mapping[str, Tensor] | None = None) -> int:
         """Restore the newest valid checkpoint of a run, or the start if it has none yet.
@@ -160,62 +133,54 @@ class RunRecord:
             ConfigError: the folder holds no run that can be resumed, another process is training it, or a setting has
                 changed that cannot change.
         """
+        # Which settings have changed since, and may they?
         self.config, self.failed = asdict(config), False
         path = self.folder.path
         changed = allowed_changes(path / "config.yaml", self.config)
-        checkpoints = path / "checkpoints"
-        with self._agreed():
+        # The main process takes the folder, and finishes or undoes replacements whose process was killed.
+        with self.processes.agreed(OSError, ConfigError):
             if self.main:
-                self.folder.create(reserve)
-                self.folder.require_writable()
-                self.folder.lock()
-                recover(path)
-                recover(checkpoints)
-        if not saved(checkpoints) and not self.args.save_every and (path / "metrics.jsonl").is_file():
-            raise ConfigError(
-                f"{str(path)!r} has no checkpoint: run.save_every is 0; begin a new run with another --run.dir"
-            )
-        done, state, damaged = newest(checkpoints, path, self.processes, sharded)
+                self.folder.reopen(reserve)
+        if caution := self._never_saved():
+            raise ConfigError(f"{str(path)!r} has no checkpoint: {caution}")
+        # The newest checkpoint whose files are whole; damaged newer ones are named later.
+        done, state, damaged = newest(path, self.processes, sharded)
         if done >= self.args.iterations and (path / "summary.json").is_file():
             raise RunComplete(
                 f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue, above {done} "
                 f"(it is {self.args.iterations})"
             )
-        lines = [] if state is None else [*load(for_trainer(state), set(changed)), *self._reshared(state)]
+        lines = [] if state is None else load(for_trainer(state), set(changed))
         self.processes.wait()  # all have read the checkpoint
+        # Back to that iteration: later lines, an end's summary and a later audit go, and are written again.
         if self.main:
-            self.folder.cut(state["files"] if state else dict.fromkeys(LINES, 0))
-            (path / "summary.json").unlink(missing_ok=True)
-            drop_audit(path, after=done)
-            self._write_config()
-            if self.choices:  # a run of an older version has no such file
-                self._write_choices(self.choices)
+            self.folder.rewind(done, state["files"] if state else dict.fromkeys(LINES, 0))
+            self._write_settings()
         self.processes.wait()
         self._reread()
-        self._start()
-        for complaint in [*damaged, *foreign_code(config), *lines]:
-            self.event(complaint)
-        self.event(f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew")
-        for key, (then, now) in changed.items():
-            self.event(f"{key} is now {now!r}; it was {then!r}")
-        if state is None:
-            return 0
-        for name, now in versions().items():
-            if state["versions"].get(name) != now:
-                self.event(f"{name} is now {now}; the checkpoint is of {state['versions'].get(name)}")
-        self.started -= state["seconds"]
-        self.bad_in_a_row = state["bad_in_a_row"]
+        self._start([*damaged, *foreign_code(config), *lines, *self._differences(done, state, changed)])
+        if state is not None:
+            self.started -= state["seconds"]
+            self.bad_in_a_row = state["bad_in_a_row"]
         return done
 
-    def _reshared(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """A line about a checkpoint that another number of processes wrote."""
-        if state["all_processes"] is not None:
+    def _differences(
+        self, done: int, state: Mapping[str, Any] | None, changed: Mapping[str, tuple[Any, Any]]
+    ) -> Iterator[str]:
+        """Lines on how the resumed run differs from the one before: processes, iteration, settings, versions."""
+        if state is not None and state["all_processes"] is not None:
             before, now = len(state["all_processes"]), self.processes.count
             yield (
                 f"the run goes on in {now} process{'es' * (now > 1)}; the checkpoint is of {before}. Minibatches and "
                 "samples stay the same; random numbers of libraries, such as those of dropout and of reward "
                 "functions, do not"
             )
+        yield f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew"
+        for key, (old, new) in changed.items():
+            yield f"{key} is now {new!r}; it was {old!r}"
+        for name, version in versions().items() if state else ():
+            if state is not None and state["versions"].get(name) != version:
+                yield f"{name} is now {version}; the checkpoint is of {state['versions'].get(name)}"
 
     def _reread(self) -> None:
         """Load the history and samples of finished iterations from the run's files, in place of an earlier start's."""
@@ -229,22 +194,24 @@ class RunRecord:
         self.last_samples = [sample for sample in samples if sample["iteration"] == last]
         self.warned = {finding.name for finding in self._diagnose(ended=False)}
 
-    def _write_config(self) -> None:
+    def _write_settings(self) -> None:
         self.folder.write("config.yaml", dump_yaml(self.config))
-
-    def _write_choices(self, choices: Mapping[str, str]) -> None:
-        self.folder.write(CHOICES, json.dumps(choices, indent=2) + "\n")
+        if self.choices is not None:
+            self.folder.write_json(CHOICES, self.choices, indent=2)
 
     def _diagnose(self, *, ended: bool) -> list[Finding]:
         """Findings on the run so far, with the values chosen for `auto` settings."""
         return diagnose(self.history, apply_choices(self.config, self.choices or {}), ended=ended)
 
-    def _start(self) -> None:
+    def _start(self, events: Sequence[str]) -> None:
+        """Begin to log, with the events before, and these."""
         self.running = True
         while self.early:
             self.log(self.early.pop(0))
         self.started = time.perf_counter()
         self.trackers.start(len(self.history) + 1)
+        for event in events:
+            self.event(event)
 
     def event(self, text: str) -> None:
         """Print an event, and append it to events.jsonl."""
@@ -291,16 +258,19 @@ class RunRecord:
         every = self.args.save_every
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
+    def _never_saved(self) -> str:
+        """What to do with a run that cannot be resumed since it saves no checkpoints; empty for others."""
+        path = self.folder.path
+        if saved(path) or self.args.save_every or not (path / "metrics.jsonl").is_file():
+            return ""
+        return "run.save_every is 0; begin a new run with another --run.dir"
+
     def how_to_resume(self) -> str:
         """How to resume this run: the command or the call, with a caution if there is no checkpoint."""
-        path, caution = self.folder.path, ""
-        if not saved(path / "checkpoints"):
-            if not self.args.save_every and (path / "metrics.jsonl").is_file():
-                return (
-                    "no checkpoint is saved (run.save_every is 0), so it cannot be resumed: begin a new run with "
-                    "another --run.dir"
-                )
-            caution = "no checkpoint is saved yet, so resuming begins anew; "
+        if caution := self._never_saved():
+            return f"no checkpoint is saved, so it cannot be resumed: {caution}"
+        path = self.folder.path
+        caution = "" if saved(path) else "no checkpoint is saved yet, so resuming begins anew; "
         if self.from_python:
             return (
                 f"{caution}resume from Python with the same arguments and run.dir {str(path)!r}: "
@@ -331,7 +301,7 @@ class RunRecord:
             process: state of this process.
         """
         target = self.folder.path / "checkpoints" / f"{number:06d}"
-        contents: dict[str, Any] = {"trainer": state, "config": self.config, "bad_in_a_row": self.bad_in_a_row}
+        contents: dict[str, Any] = {"trainer": state, "bad_in_a_row": self.bad_in_a_row}
         contents["seconds"] = time.perf_counter() - self.started
         own = int(self.processes.sum(torch.tensor(size_of(process), device=self.processes.device)))
         with ExitStack() as stack:
@@ -345,7 +315,7 @@ class RunRecord:
             with self.processes.agreed(OSError):
                 stack.close()
         if self.main:
-            for old in saved(target.parent)[: -self.args.keep_last]:
+            for old in saved(self.folder.path)[: -self.args.keep_last]:
                 if old != self.best_iteration:
                     shutil.rmtree(target.parent / f"{old:06d}")
 
@@ -362,12 +332,29 @@ class RunRecord:
             TooManyBadSteps: it is the `run.max_bad_steps`-th in a row.
         """
         self.bad_in_a_row += 1
-        ending = f"-process-{self.processes.rank}" if self.processes.count > 1 else ""
-        folder = keep_batch(self.folder.path / "bad_steps", number, ending, tensors, {"reason": reason} | about)
+        folder = self._keep_batch(number, tensors, {"reason": reason} | about)
         place = f"iteration {number}" if number else "pretraining"
         self.event(f"{place}: {reason}; the step was skipped, its batch is in {folder}")
         if self.bad_in_a_row >= self.args.max_bad_steps:
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
+
+    def _keep_batch(self, number: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
+        """Write the batch of a skipped step into a new folder, and remove this process's oldest; returns the folder."""
+        steps = self.folder.path / "bad_steps"
+        steps.mkdir(exist_ok=True)
+        # Each process has names of its own: others may write and remove theirs at the same time.
+        ending = f"-process-{self.processes.rank}" if self.processes.count > 1 else ""
+        names = {folder: re.fullmatch(rf"(\d+)-(\d+){ending}", folder.name) for folder in steps.iterdir()}
+        kept = {(int(match[1]), int(match[2])): folder for folder, match in names.items() if match}
+        step = 1 + max((step for iteration, step in kept if iteration == number), default=0)
+        folder = steps / f"{number:06d}-{step}{ending}"
+        with replacing(folder) as part:
+            save_file({name: x.detach().contiguous() for name, x in tensors.items()}, part / "batch.safetensors")
+            text = json.dumps({"iteration": number} | dict(about), indent=2)
+            (part / "about.json").write_text(text + "\n", encoding="utf-8")
+        for place in sorted(kept)[: max(0, len(kept) + 1 - BAD_STEPS_KEPT)]:
+            shutil.rmtree(kept[place])
+        return folder
 
     def nothing_learned(self) -> TooManyBadSteps | None:
         """The error of a run whose every optimizer step was skipped, so that its weights are unchanged; or None."""
@@ -402,7 +389,7 @@ class RunRecord:
             if folder is not None:
                 save(folder, summary)
         if self.main:
-            self.folder.write("summary.json", json.dumps(dict(summary), indent=2) + "\n")
+            self.folder.write_json("summary.json", dict(summary), indent=2)
             self.screen.finish(summary, self.first_samples, self.last_samples)
             self.screen.findings(self._diagnose(ended=True))
         self.trackers.end()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.runs.checkpoint import DamagedCheckpoint, OldCheckpoint, read_checkpoint, read_values
-from tokencredit.runs.folder import AUTO_SETTINGS, CHOICES, read_python
+from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
+from tokencredit.runs.folder import size
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import unused
 from tokencredit.settings.run_kind import run_kind_of
@@ -37,9 +37,14 @@ FREE = (
 """Exceptions, which may change."""
 
 
-def saved(checkpoints: Path) -> list[int]:
+def saved(run: Path) -> list[int]:
     """Iterations with a checkpoint, in order."""
-    return sorted(int(folder.name) for folder in checkpoints.glob("*") if folder.name.isdecimal())
+    return sorted(int(folder.name) for folder in (run / "checkpoints").glob("*") if folder.name.isdecimal())
+
+
+def place(run: Path, number: int) -> Path:
+    """Folder of the checkpoint of an iteration."""
+    return run / "checkpoints" / f"{number:06d}"
 
 
 def at_iteration(
@@ -52,7 +57,7 @@ def at_iteration(
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
     """
-    available = saved(run / "checkpoints")
+    available = saved(run)
     if not available:
         raise ConfigError(
             f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end; "
@@ -64,10 +69,9 @@ def at_iteration(
             f"{str(run)!r} has no checkpoint of iteration {number}; there are: {', '.join(map(str, available))}"
         )
     try:
-        state = read_checkpoint(run / "checkpoints" / f"{number:06d}", processes, sharded)
+        return number, for_trainer(read_checkpoint(place(run, number), processes, sharded))
     except DamagedCheckpoint as error:
         raise ConfigError(f"the checkpoint of iteration {number} cannot be used: {error}") from error
-    return number, for_trainer(state)
 
 
 def for_trainer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,12 +80,11 @@ def for_trainer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest(
-    checkpoints: Path, run: Path, processes: Processes, sharded: Mapping[str, Tensor] | None = None
+    run: Path, processes: Processes, sharded: Mapping[str, Tensor] | None = None
 ) -> tuple[int, dict[str, Any] | None, list[str]]:
     """The newest valid checkpoint; all processes call it.
 
     Args:
-        checkpoints: folder of the checkpoints.
         run: folder of the run; its metrics and samples must be at least as long as the checkpoint records.
         processes: the processes of the job.
         sharded: the trainer's sharded parameters, by name.
@@ -90,30 +93,23 @@ def newest(
         Its iteration, its state, and a line per damaged newer one; 0 and None without checkpoints.
 
     Raises:
-        ConfigError: all checkpoints are damaged or of an older version.
+        ConfigError: all checkpoints are damaged.
     """
     damaged: list[str] = []
-    for number in reversed(saved(checkpoints)):
-        folder = checkpoints / f"{number:06d}"
+    for number in reversed(saved(run)):
+        folder = place(run, number)
         try:
+            # Hashes and formats of its files.
             state = read_checkpoint(folder, processes, sharded)
+            # The lines of its iterations, which the run goes on after.
             for name in LINES:
                 if not 0 <= state["files"][name] <= size(run / name):
                     raise DamagedCheckpoint(f"{name} has lost lines since")
+            # Fields that the record itself reads; the trainer checks its own.
             for name, kind in (("trainer", dict), ("seconds", float), ("bad_in_a_row", int)):
                 if not isinstance(state[name], kind):
                     raise DamagedCheckpoint(f"{name} is {state[name]!r}")
             return number, state, damaged
-        except OldCheckpoint as error:  # earlier ones are as old
-            raise ConfigError(
-                "; ".join(
-                    [
-                        *damaged,
-                        f"the checkpoints of {str(run)!r} were written by an older version of Tokencredit; begin a new "
-                        "run with another --run.dir, or resume it with the version that wrote them",
-                    ]
-                )
-            ) from error
         except (DamagedCheckpoint, KeyError, TypeError) as error:
             damaged.append(f"the checkpoint {folder} cannot be used, trying the one before it: {error}")
     if damaged:
@@ -123,9 +119,9 @@ def newest(
 
 def started_from(run: Path) -> dict[str, Any] | None:
     """The `origin` of a language-model run, from its newest readable checkpoint; None without one."""
-    for number in reversed(saved(run / "checkpoints")):
+    for number in reversed(saved(run)):
         try:
-            state: Any = read_values(run / "checkpoints" / f"{number:06d}")
+            state: Any = read_values(place(run, number))
             origin: dict[str, Any] = state["trainer"]["origin"]
             if {"model", "tokenizer", "given"} <= set(origin):
                 return origin
@@ -134,34 +130,17 @@ def started_from(run: Path) -> dict[str, Any] | None:
     return None
 
 
-def given_in_python(run: Path) -> list[str]:
-    """Names of the arguments of `PPOTrainer` that a run began with and its folder does not hold, such as reward_funcs;
-    none if neither python.json nor a checkpoint, as of an older version, has them."""
-    names = read_python(run)
-    if names is not None:
-        return names
-    origin = started_from(run)
-    return [] if origin is None else list(origin["given"])
-
-
-def size(file: Path) -> int:
-    """A file's size; 0 if there is none."""
-    return file.stat().st_size if file.exists() else 0
-
-
 def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from a run's config.yaml: before and now, by key.
 
-    Not counted: settings that the file lacks because they are newer, the run's folder, settings without an effect now,
-    and a run's choice for a setting that is `auto`. Entries of a list may be added or removed.
+    Not counted: the run's folder, and settings without an effect now. Entries of a list may be added or removed.
     """
-    then, now = flat(read_yaml(file)), flat(config)
+    before, now = flat(read_yaml(file)), flat(config)
     ignored = {"run.dir", *unused(run_kind_of(config).config, now)}
-    if not (file.parent / CHOICES).is_file():  # older versions wrote the choice into config.yaml instead of `auto`
-        now |= {key: then[key] for key in AUTO_SETTINGS if now.get(key) == "auto" and key in then}
-    for settings in (then, now):  # null equals its default
+    for settings in (before, now):  # null equals its default
         settings |= {key: TEXTS for key in ("prompts.text", "eval.prompts.text") if settings.get(key, 0) is None}
-    both = {key: (then.get(key), now.get(key)) for key in now | then if (key in then and key in now) or "[" in key}
+    # A key of one side alone is an entry of a list, or was left out of a file written by hand.
+    both = {key: (before.get(key), now.get(key)) for key in now | before if key in before.keys() & now or "[" in key}
     return {key: values for key, values in both.items() if values[0] != values[1] and key not in ignored}
 
 
@@ -172,12 +151,7 @@ def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[An
         ConfigError: a setting has changed that a resumed run cannot change.
     """
     changed = changes(file, config)
-    for key, (then, now) in changed.items():
-        if fixed(key):
-            raise ConfigError(f"{key} is {now!r}, but this run was begun with {then!r}; it cannot change any more")
+    for key, (before, now) in changed.items():
+        if key not in FREE and any(f"{key}.".startswith(f"{group}.") for group in FIXED):
+            raise ConfigError(f"{key} is {now!r}, but this run was begun with {before!r}; it cannot change any more")
     return changed
-
-
-def fixed(key: str) -> bool:
-    """True for a setting that a resumed run cannot change."""
-    return key not in FREE and any(key == group or key.startswith(f"{group}.") for group in FIXED)

@@ -13,39 +13,37 @@ from tokencredit.errors import ConfigError
 PROJECT = "tokencredit"
 
 
-def installed() -> list[str]:
-    """Names of the installed trackers."""
-    return [str(tracker) for tracker in get_available_trackers()]
-
-
-def require_installed(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a tracker that is not installed."""
-    for tracker in names:
-        if tracker not in installed():
-            raise ConfigError(f"run.trackers has {tracker}, which is not installed: pip install {tracker}")
-
-
 class Trackers:
     """The trackers of one run. They may raise exceptions of any type; all are caught."""
 
-    def __init__(self, names: Sequence[str] | None, folder: Path, report: Callable[[str], None]):
+    def __init__(
+        self, names: Sequence[str] | None, folder: Path, report: Callable[[str], None], *, enabled: bool = True
+    ) -> None:
         """Choose trackers by name.
 
         Args:
             names: names of the trackers; None for TensorBoard if it is installed.
             folder: output folder of trackers that write files.
             report: called with a line per failure.
+            enabled: false in processes that track nothing.
+
+        Raises:
+            ConfigError: a tracker is not installed.
         """
-        self.names, self.folder, self.report = names, folder, report
+        installed = list(map(str, get_available_trackers()))
+        for name in names or ():
+            if name not in installed:
+                raise ConfigError(f"run.trackers has {name}, which is not installed: pip install {name}")
+        self.missing = enabled and names is None and "tensorboard" not in installed
+        chosen = names if names is not None else [] if self.missing else ["tensorboard"]
+        self.names, self.folder, self.report = chosen if enabled else [], folder, report
         self.active: list[Any] = []
 
     def start(self, first: int) -> None:
         """Start the trackers at this iteration; TensorBoard then hides earlier records from it on."""
-        names = ["tensorboard"] if self.names is None else self.names
-        if self.names is None and "tensorboard" not in installed():
-            names = []
+        if self.missing:
             self.report("no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)")
-        for name in names:
+        for name in self.names:
             kind = LOGGER_TYPE_TO_CLASS[name]
             options: dict[str, Any] = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
             if name == "tensorboard" and first > 1:

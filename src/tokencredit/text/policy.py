@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.runs.resuming import given_in_python
+from tokencredit.runs.folder import read_python
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.options import with_engine
 from tokencredit.settings.rollout import SamplingConfig
@@ -43,7 +43,7 @@ class Policy:
             ConfigError: the run has no such policy, or its critic is missing.
         """
         self.config, processes = config, Processes().alone()
-        self.given = given_in_python(run)
+        self.given = read_python(run)
         from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
         played = config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
         self.prompted = not from_data and not played and "train_dataset" not in self.given

@@ -9,8 +9,9 @@ from typing import Any
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import preserved
+from tokencredit.runs.folder import read_python
 from tokencredit.runs.loop import load
-from tokencredit.runs.resuming import at_iteration, given_in_python
+from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
 from tokencredit.settings.options import with_engine
 from tokencredit.settings.text import PPOConfig
@@ -54,7 +55,7 @@ def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, chec
             f"{str(run)!r} is a run of several turns; an audit samples continuations of a text from its middle, and an "
             "environment cannot be continued from there"
         )
-    arguments = [*given_in_python(run), *(() if config.model.name else ("model",))]
+    arguments = [*read_python(run), *(() if config.model.name else ("model",))]
     if arguments:
         raise ConfigError(
             f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "

@@ -245,15 +245,3 @@ def test_what_a_run_chose_for_itself_is_no_other_setting(tmp_path):
     (run,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
     with pytest.raises(ConfigError, match=r"other settings: model\.dtype is 'bfloat16' and was 'auto'"):
         refuse_changed([run])
-
-
-def test_a_run_of_a_version_that_wrote_its_choice_into_config_yaml_goes_on(tmp_path):
-    text = {"kind": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
-    (old,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
-    old.folder.mkdir(parents=True)
-    (old.folder / "config.yaml").write_text(yaml.safe_dump(old.config))
-    (run,) = expand(text, configure)
-    refuse_changed([run])
-    (old.folder / "choices.json").write_text("{}")  # nothing was left open: bfloat16 was asked for
-    with pytest.raises(ConfigError, match=r"other settings: model\.dtype is 'auto' and was 'bfloat16'"):
-        refuse_changed([run])

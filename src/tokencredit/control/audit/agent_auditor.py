@@ -27,7 +27,7 @@ from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
 from tokencredit.control.environment_failures import environment_errors
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import preserved
-from tokencredit.runs.folder import write_audit
+from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
 
@@ -142,7 +142,7 @@ class AgentAuditor:
         except RunStopped as error:
             record.event(f"an audit is skipped: {error}")
             return {}
-        write_audit(record.folder, audit)
+        record.folder.write_json(AUDIT, audit)
         return {**audit["metrics"], "seconds/audit": audit["seconds"]}
 
     @contextmanager

@@ -9,8 +9,8 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
-from tokencredit.runs.history import WINDOW, History, finite, mean
 from tokencredit.runs.jsonl import is_number
+from tokencredit.runs.summary import WINDOW, History, finite, mean
 from tokencredit.settings.run_kind import run_kind_of
 
 SETTLED = 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding, check
-from tokencredit.runs.history import WINDOW
+from tokencredit.runs.summary import WINDOW
 
 RATIO_ROUNDING, RATIO_ROUNDING_IN_BFLOAT16 = 1e-3, 0.2
 """Largest `first_ratio_error` attributed to rounding. Measured: 8e-6 in float32; in bfloat16 8e-3 with the built-in

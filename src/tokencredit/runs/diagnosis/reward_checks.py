@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding, check
-from tokencredit.runs.history import WINDOW
+from tokencredit.runs.summary import WINDOW
 
 REPEATED = 2
 """Iterations after which a term without any variance is a finding; all of them count, up to `WINDOW`."""

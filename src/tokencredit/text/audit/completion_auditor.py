@@ -18,7 +18,7 @@ from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, s
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import EngineLost
 from tokencredit.learn.rng import preserved
-from tokencredit.runs.folder import write_audit
+from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.audit.continuations import Continuations, States, run_in_all, states_of
@@ -141,7 +141,7 @@ class CompletionAuditor:
             record.event(f"an audit is skipped: {error}")
             return {}
         if self.pipeline.processes.main:
-            write_audit(record.folder, audit.record(number, self.settings, tokenizer) | findings)
+            record.folder.write_json(AUDIT, audit.record(number, self.settings, tokenizer) | findings)
         metrics: dict[str, float] = findings["metrics"]
         return metrics
 

@@ -14,9 +14,8 @@ from rich.table import Table
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
-from tokencredit.runs.history import mean
 from tokencredit.runs.resuming import saved
-from tokencredit.runs.summary import duration, figure
+from tokencredit.runs.summary import duration, figure, mean
 from tokencredit.settings.yaml import dump_yaml
 from tokencredit.tools.sweep.launch import Launcher, RunJob, cannot_start, say
 from tokencredit.tools.sweep.sweep_file import COMPARISON, SweepRun
@@ -145,7 +144,7 @@ class Scheduler:
 
     def may_continue(self, run: SweepRun) -> bool:
         """Count a lost job; False once too many were lost in a row without a new checkpoint between them."""
-        newest = max(saved(run.folder / "checkpoints"), default=0)
+        newest = max(saved(run.folder), default=0)
         count, before = self.losses.get(run, (0, newest))
         count = count + 1 if newest == before else 1
         self.losses[run] = count, newest

@@ -73,7 +73,7 @@ class SweepRun:
         if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file()
-        if begun and (self.config["run"]["save_every"] or saved(self.folder / "checkpoints")):
+        if begun and (self.config["run"]["save_every"] or saved(self.folder)):
             return "to resume"
         return "to begin"
 
