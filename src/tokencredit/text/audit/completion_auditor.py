@@ -54,18 +54,19 @@ class Audit:
         advantages = {label: next(parts) for label in labels}
         return judge(gathered, next(parts, None), advantages)
 
+    def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        """This process's completions as records for samples.jsonl, with the true values of each token."""
+        samples = self.batch.samples(tokenizer, self.rows)
+        return [sample | true_numbers(self.truth, row, len(sample["tokens"])) for row, sample in enumerate(samples)]
+
     def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """This process's part of audit.json, its completions with the true values, without the findings."""
-        samples = [
-            {"iteration": number} | sample | true_numbers(self.truth, row, len(sample["tokens"]))
-            for row, sample in enumerate(self.batch.samples(tokenizer, self.rows))
-        ]
+        """This process's part of audit.json, without the findings."""
         return {
             "iteration": number,
             "settings": {name: getattr(settings, name) for name in ("completions", "continuations", "states")},
             "continuations": self.continuations,
             "seconds": self.seconds,
-            "samples": samples,
+            "samples": [{"iteration": number, **sample} for sample in self.samples(tokenizer)],
         }
 
 
