@@ -168,7 +168,7 @@ def play(world: str, folder: Path, seed: int, episodes: int) -> tuple[float, lis
     config = PPOConfig.from_dict({**settings, "eval.max_new_tokens": LONGEST, "seed": seed})
     _, pipeline = load_pipeline(Source(str(folder), config), "policy", None, Processes())
     uniforms = torch.rand(episodes, LONGEST, generator=torch.Generator().manual_seed(seed))
-    scored = pipeline.collect(evaluation_tasks(config).batch(0, episodes), config.eval, uniforms)
+    scored = pipeline.collect(evaluation_tasks(config).batch(0, episodes), config.evaluation_sampling(), uniforms)
     return scored.totals().mean().item(), scored.texts()
 
 

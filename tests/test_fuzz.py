@@ -184,7 +184,7 @@ TEXT_CONFIG = {
     "rollout": {"batch_size": 4, "stop_at_eos": True},
     "ppo": {"clip": 0.2, "epochs": 1, "minibatches": 1},
     "optim": {"warmup": 2, "max_grad_norm": 1.0, "lr": 1e-4},
-    "eval": {"prompts": {"text": "a"}},
+    "eval": {"text": "a"},
     "run": {"trackers": ["tensorboard"], "dir": None},
 }
 CONTROL_CONFIG = {"env": {"id": "CartPole-v1", "kwargs": {}}, "agent": {"hidden": [64, 64]}, "steps": 128}

@@ -107,10 +107,10 @@ def test_everything_public_has_a_docstring():
 
 def test_a_dict_may_have_dotted_and_nested_keys():
     config = tc.PPOConfig.from_dict(
-        {"optim.lr": 1e-5, "optim": {"eps": 1e-6}, "eval.prompts.text": "x", "reward": [{"function": "length"}]}
+        {"optim.lr": 1e-5, "optim": {"eps": 1e-6}, "eval.text": "x", "reward": [{"function": "length"}]}
     )
     assert (config.optim.lr, config.optim.eps, config.optim.warmup) == (1e-5, 1e-6, tc.OptimConfig().warmup)
-    assert config.eval.prompts == tc.PromptsConfig(text="x")
+    assert config.held_out_prompts() == tc.PromptsConfig(text="x")
     assert config.reward == [tc.FunctionTerm(function="length")]
     assert tc.PPOConfig.from_dict({}) == tc.PPOConfig()
     assert tc.ControlConfig.from_dict({}) == tc.ControlConfig()

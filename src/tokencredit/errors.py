@@ -34,7 +34,7 @@ class OutOfMemory(RunStopped):
 
 
 class TooManyBadSteps(RunStopped):
-    """A run with `run.max_bad_steps` consecutive non-finite losses, gradients or rewards, or with nothing else."""
+    """A run with too many consecutive non-finite losses, gradients or rewards, or with nothing else."""
 
     stopped_by = "numbers that are not finite"
 

@@ -268,8 +268,9 @@ def test_the_overview_has_environment_shapes_and_folder(env, observation, action
     assert list(told) == ["environment", "observation", "action", "agent", "device", "run"]
 
 
-def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
-    trainer = ControlTrainer(small(tmp_path / "run", run=replace(small(tmp_path / "run").run, max_bad_steps=100)))
+def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 100)
+    trainer = ControlTrainer(small(tmp_path / "run"))
     step = trainer.envs.step
     trainer.envs.step = lambda actions: (lambda observation, reward, *rest: (observation, reward * math.nan, *rest))(
         *step(actions)

@@ -57,7 +57,6 @@ EXPERIENCE = ("weighted", "aged")
 SEPARATE = {
     "separate critic": {"micro_batch_tokens": None},
     "separate critic, micro-batches": {"minibatches": 2},  # several rows in a process
-    "separate critic, largest element": {"grad_norm_type": math.inf},
     "separate critic, not clipped": {"max_grad_norm": None},
     "separate critic, critic-only steps": {"critic_epochs": 2, "critic_buffer": 1},
     "separate critic, whitened": {"whiten_minibatches": True, "target_kl": 1.0},

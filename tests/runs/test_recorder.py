@@ -208,10 +208,10 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
 
 
 def test_each_process_keeps_its_own_newest_batches_of_skipped_steps(tmp_path, monkeypatch):
-    args, made = begun(tmp_path / "run")
+    _, made = begun(tmp_path / "run")
     monkeypatch.setattr("tokencredit.runs.recorder.BAD_STEPS_KEPT", 3)
     monkeypatch.setattr(made.processes, "count", 2)
-    args.run.max_bad_steps = 100
+    monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 100)
     for step in range(1, 13):  # 10 comes after 9, not after 1
         for rank in (0, 1):
             monkeypatch.setattr(made.processes, "rank", rank)
@@ -222,9 +222,9 @@ def test_each_process_keeps_its_own_newest_batches_of_skipped_steps(tmp_path, mo
         assert load_file(folder / "batch.safetensors")["x"] == int(folder.name.split("-")[1])
 
 
-def test_batches_of_bad_steps_are_kept_and_counted(tmp_path):
-    args, made = begun(tmp_path / "run")
-    args.run.max_bad_steps = BAD_STEPS_KEPT + 3
+def test_batches_of_bad_steps_are_kept_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", BAD_STEPS_KEPT + 3)
+    _, made = begun(tmp_path / "run")
     for _ in range(BAD_STEPS_KEPT + 2):
         made.bad_step(3, "the loss is nan", {"x": torch.ones(2)}, text="a")
     folders = sorted((tmp_path / "run" / "bad_steps").iterdir())

@@ -9,7 +9,6 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, PromptsConfig
 from tokencredit.settings.run_file import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig
 from tokencredit.settings.yaml import dump_yaml
 
 
@@ -20,7 +19,7 @@ def file(tmp_path):
 
 def test_groups_lists_of_groups_and_null_come_back(file):
     config = PPOConfig(
-        eval=EvalConfig(every=5, prompts=PromptsConfig(text=["a: b"], chat_template_kwargs={"a.b": [1, None]})),
+        prompts=PromptsConfig(text=["a: b"], chat_template_kwargs={"a.b": [1, None]}),
         reward=[FunctionTerm(function="length", kwargs={"target": 3}), ClassifierTerm(classifier="builtin:reviews")],
     )
     file.write_text(dump_yaml(asdict(config)))
@@ -43,10 +42,10 @@ def test_settings_that_are_left_out_have_the_defaults_of_the_whole_configuration
     default = ControlConfig()
     assert default.optim.max_grad_norm != PPOConfig().optim.max_grad_norm
     assert read_config(file, ControlConfig) == replace(default, optim=replace(default.optim, lr=1e-3))
-    file.write_text("reward: [{classifier: builtin:reviews}]\neval: {every: 5, prompts: {text: x}}\n")
+    file.write_text("reward: [{classifier: builtin:reviews}]\neval: {every: 5, text: x}\n")
     config = read_config(file, PPOConfig)
     assert config.reward[0].label == "NEGATIVE"
-    assert config.eval.prompts == PromptsConfig(text="x")
+    assert config.eval.text == "x"
 
 
 @pytest.mark.parametrize(

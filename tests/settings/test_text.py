@@ -71,8 +71,11 @@ def test_the_defaults_are_valid():
         ({"kl": KLConfig(coef=0.0, target=5.0)}, r"kl\.coef is 0, which cannot be adapted"),
         ({"kl": KLConfig(coef=1e-6, target=5.0)}, r"^kl\.coef is 1e-06; with kl\.target it must be at least 1e-05 and"),
         ({"kl": KLConfig(coef=20, target=5.0)}, r"^kl\.coef is 20; with kl\.target it must be .* at most 10\.0$"),
-        ({"eval": EvalConfig(min_new_tokens=30)}, r"^eval\.min_new_tokens is 30; .* eval\.max_new_tokens, 24$"),
-        ({"eval": EvalConfig(prompts=PromptsConfig(text=[]))}, r"^eval\.prompts\.text is empty"),
+        (
+            {"eval": EvalConfig(max_new_tokens=3), "rollout": RolloutConfig(min_new_tokens=4)},
+            r"^eval\.max_new_tokens is 3; it must be at least rollout\.min_new_tokens, 4$",
+        ),
+        ({"eval": EvalConfig(text=[])}, r"^eval\.text is empty"),
         ({"rollout": RolloutConfig(stop=["END", ""])}, r"^rollout\.stop is \['END', ''\]; an empty text would end"),
         (
             {"critic": CriticConfig(places=[])},
@@ -157,7 +160,7 @@ def test_what_cannot_work_is_refused_by_key(wrong, message):
             "score": ScoreConfig(missing_eos_penalty=1.0),  # moves the mean of its group
             "ppo": UpdateConfig(mask_truncated=True),
         },
-        {"advantage": AdvantageConfig(estimator="uniform", baseline_decay=0.9), "critic": CriticConfig(kind="none")},
+        {"advantage": AdvantageConfig(estimator="uniform"), "critic": CriticConfig(kind="none")},
     ],
 )
 def test_what_works_is_accepted(right):

@@ -39,7 +39,6 @@ WRONG = [
     ("model", {"name": "gpt2"}, "a ModelConfig"),
     ("model.lora", 8, "a LoraConfig"),
     ("eval", ModelConfig(), "an EvalConfig"),
-    ("eval.prompts", "A", "a PromptsConfig"),
     ("prompts.text", 3, "a list of texts or a text"),
     ("prompts.text", ("A", "B"), "a list of texts or a text"),
     ("rollout.stop", "END", "a list of texts"),

@@ -142,12 +142,11 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"prompts.config_name": "en"}, "prompts.config_name", "without prompts.dataset"),
     (
         "text",
-        {"eval.prompts": {"dataset": "held-out.jsonl", "text": "A"}},
-        "eval.prompts.text",
-        "with eval.prompts.dataset",
+        {"eval.dataset": "held-out.jsonl", "eval.text": "A"},
+        "eval.text",
+        "with eval.dataset",
     ),
-    ("text", {"eval.prompts": {"split": "test"}}, "eval.prompts.split", "without eval.prompts.dataset"),
-    ("text", {"eval.prompts": {"config_name": "en"}}, "eval.prompts.config_name", "without eval.prompts.dataset"),
+    ("text", {"eval.split": "test"}, "eval.split", "without eval.dataset"),
     ("text", {"score.shift_mean": False}, "score.shift_mean", "with score.normalize: none"),
     *[
         (run_kind, {f"advantage.{key}": value}, f"advantage.{key}", f"without advantage.estimator: {needs}")
@@ -159,7 +158,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         ]
     ],
     ("text", {"advantage.scale": False}, "advantage.scale", "without advantage.estimator: group_relative"),
-    ("text", {"advantage.baseline_decay": 0.9}, "advantage.baseline_decay", "without advantage.estimator: uniform"),
     (
         "text",
         {"critic.kind": "none", "advantage.estimator": "reward_to_go", "advantage.bootstrap": True},
@@ -293,7 +291,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"kl.coef": 0.0, "stop.kl": 5.0}, "stop.kl", "without kl.coef"),
     ("text", {"stop.patience": 3}, "stop.patience", "without stop.reward or stop.kl"),
     ("control", {"stop.patience": 3}, "stop.patience", "without stop.reward"),
-    ("text", {"run.samples": 0, "run.samples_every": 2}, "run.samples_every", "without run.samples"),
     ("text", {"run.samples": 0, "run.show_every": 2}, "run.show_every", "without run.samples"),
     *[
         ("text", {f"sharding.{key}": value}, f"sharding.{key}", "with run.shard: none")
@@ -330,8 +327,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
 FROM_PYTHON = {
     "prompts.column": "question",
     "prompts.template": "question",
-    "eval.prompts": {"column": "question"},
-    "eval.prompts.template": "question",
 }
 """Settings that rows given from Python may read; the commands refuse them."""
 OF_TURNS = {
@@ -339,7 +334,6 @@ OF_TURNS = {
     "env.turn_tokens": 5,
     "env.observation_tokens": 5,
     "env.timeout": 5.0,
-    "env.patience": 0.1,
     "advantage.unit": "turn",
 }
 """Settings that an environment or tools given from Python may read; the commands refuse them."""
@@ -379,8 +373,6 @@ def in_python(kind, settings):
         *groups, name = key.split(".")
         group = config
         for part in groups:
-            if getattr(group, part) is None:  # eval.prompts
-                setattr(group, part, type(config.prompts)())
             group = getattr(group, part)
         setattr(group, name, value)
     if "reward" in settings:
@@ -475,10 +467,9 @@ def test_a_default_passes_whatever_it_stands_beside():
     [
         (
             "text",
-            {"eval.samples": 8, "eval.best_of": 2, "eval.prompts": {"text": "A"}},
+            {"eval.samples": 8, "eval.best_of": 2, "eval.text": "A"},
         ),  # `tokencredit evaluate` reads them
         ("text", {"run.save_every": 0, "run.keep_last": 1}),  # a run that is stopped writes a checkpoint
-        ("text", {"optim.max_grad_norm": None, "optim.grad_norm_type": "max"}),  # the metric is that norm
         ("text", {"critic.coef": 0.0, "critic.clip": None}),  # the metric is that loss
         ("text", {"critic.coef": 0.0, "critic.lr": 0.1, "critic.epochs": 2}),  # its own steps
         ("text", {"prompts.chat_template_kwargs": {"a": 1}}),  # `tokencredit generate --chat`

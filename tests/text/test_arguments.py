@@ -57,8 +57,8 @@ def config(settings=None):
             r"^train_dataset and prompts\.dataset are both given",
         ),
         (
-            {"eval_dataset": ROWS, "args": config({"eval.every": 1, "eval.prompts": {"text": "A"}})},
-            r"^eval_dataset and eval\.prompts\.text are both given",
+            {"eval_dataset": ROWS, "args": config({"eval.every": 1, "eval.text": "A"})},
+            r"^eval_dataset and eval\.text are both given",
         ),
         (
             {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM"), "args": config({"model.lora.rank": 4})},

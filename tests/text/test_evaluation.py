@@ -189,7 +189,7 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_sampled(run, tmp
 
 
 def test_held_out_prompts_are_all_that_is_read(run, tmp_path):
-    held_out = EvalConfig(samples=4, max_new_tokens=4, prompts=PromptsConfig(text="A film"))
+    held_out = EvalConfig(samples=4, max_new_tokens=4, text="A film")
     gone = PromptsConfig(dataset=str(tmp_path / "gone.jsonl"))
     assert "eval/reward" in evaluated(run, tmp_path, prompts=gone, eval=held_out)
 
@@ -203,7 +203,7 @@ def test_rewards_are_computed_outside_the_autocast_of_the_policy(run):
         return [0.0] * len(completions)
 
     honest, trainer.pipeline.terms = trainer.pipeline.terms, [Term("look", 1.0, look)]
-    evaluate(trainer.pipeline, trainer.eval_prompts, trainer.args.eval, seed=1)
+    evaluate(trainer.pipeline, trainer.eval_prompts, trainer.args)
     trainer.pipeline.terms = honest
     assert seen == [False]
 

@@ -119,7 +119,7 @@ def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_p
         f"{key} is {value}, and tokens are drawn with the log-probs of training: rollout.engine is local, without "
         "filters, and the dtype of its passes (model.dtype) float32; leave it out"
     )
-    for rollout in ({}, {"rollout.top_p": 1.0}, {"eval.top_p": 0.5}):
+    for rollout in ({}, {"rollout.top_p": 1.0}, {"eval.temperature": 0.5}):
         with pytest.raises(ConfigError) as caught:
             PPOConfig.from_dict({"model.dtype": "float32", **rollout, **changes})
         assert str(caught.value) == told

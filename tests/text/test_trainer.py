@@ -265,7 +265,7 @@ def test_a_run_stops_when_it_is_good_enough(tmp_path):
 
 
 def test_muon_trains_the_matrices(tmp_path):
-    trainer = PPOTrainer(args=small(tmp_path / "run", optim=OptimConfig(name="muon", grad_norm_type="max")))
+    trainer = PPOTrainer(args=small(tmp_path / "run", optim=OptimConfig(name="muon")))
     before = copy_weights(trainer.policy)
     metrics, _ = trainer.iteration(1)
     moved = changed_weights(trainer.policy, before)
@@ -599,14 +599,15 @@ def odd_in(iterations, bad, honest):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, tmp_path):
+def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 2)
     run = tmp_path / "run"
-    trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=9, max_bad_steps=2)))
+    trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=9)))
     trainer.pipeline.terms = odd_in((2, 4, 5, 6), bad, trainer.pipeline.terms[0].function)
     with pytest.raises(
         RunStopped,
         match=r"stopped in iteration 5: reward term 'odd' is (nan|inf) for the text 'This movie .*, in 2 steps in a "
-        r"row \(run\.max_bad_steps\); see .*bad_steps/000005-1; resume with: tokencredit train --resume",
+        r"row; see .*bad_steps/000005-1; resume with: tokencredit train --resume",
     ):
         trainer.train()
     metrics = read_metrics(run)
@@ -627,9 +628,10 @@ def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, 
 
 
 @pytest.mark.slow
-def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path):
+def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 100)
     run = tmp_path / "run"
-    trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=2, max_bad_steps=100)))
+    trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=2)))
     before = {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
     trainer.pipeline.terms = odd_in((1, 2), math.nan, trainer.pipeline.terms[0].function)
     with pytest.raises(RunStopped, match=r"^nothing was learned in 2 iterations: .*run/bad_steps holds the batches"):

@@ -106,7 +106,7 @@ class CriticSteps:
             self.processes.backward(value_loss)
             losses.append(value_loss.detach())
         self.processes.average_gradients(self.parameters)
-        norm = clip_gradients(self.parameters, self.settings.max_grad_norm, self.settings.grad_norm_type)
+        norm = clip_gradients(self.parameters, self.settings.max_grad_norm)
         total = self.processes.sum(torch.stack(losses).sum())
         loss, grad_norm = torch.stack([total, norm]).tolist()
         return loss, grad_norm

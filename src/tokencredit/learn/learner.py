@@ -214,7 +214,7 @@ class Learner:
         drop_gradients(self.parameters)
         record = self.backward(minibatch, part.counts, real=part.real)
         drop_gradients(frozen)
-        return record, clip_gradients(self.parameters, self.settings.max_grad_norm, self.settings.grad_norm_type)
+        return record, clip_gradients(self.parameters, self.settings.max_grad_norm)
 
     def backward(
         self, minibatch: Experience, counts: Sequence[float] | None = None, *, real: bool = True

@@ -211,25 +211,22 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
     return factor
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Clip the global gradient norm to `max_norm`; returns the norm before clipping.
 
     Args:
         parameters: the parameters whose gradients form one vector.
         max_norm: above 0; None only measures.
-        norm_type: 2 for the L2 norm, `math.inf` for the largest absolute element.
 
     Returns:
         A scalar on the parameters' device; NaN or infinite if a gradient is.
 
     Raises:
-        ValueError: `max_norm` is not above 0, or `norm_type` is neither 2 nor inf.
+        ValueError: `max_norm` is not above 0.
     """
-    if norm_type not in (2.0, math.inf):
-        raise ValueError(f"norm_type is {norm_type}; it may be 2 or inf")
     parameters = list(parameters)
     plain = [p for p in parameters if not isinstance(p, DTensor)]
-    norm = _norm(parameters, norm_type)
+    norm = _norm(parameters)
     if max_norm is not None:
         require_positive("max_norm", max_norm)
         nn.utils.clip_grads_with_norm_(plain, max_norm, norm)
@@ -241,19 +238,18 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, norm_ty
     return norm.to(parameters[0].device) if parameters else norm
 
 
-def _norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+def _norm(parameters: Iterable[Tensor]) -> Tensor:
     """The global gradient norm; of sharded gradients over all processes, which is collective."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = [x for x in gradients if isinstance(x, DTensor)]
-    norm = nn.utils.get_total_norm([x for x in gradients if not isinstance(x, DTensor)], norm_type)
+    norm = nn.utils.get_total_norm([x for x in gradients if not isinstance(x, DTensor)])
     if not sharded:
         return norm
     mesh = sharded[0].device_mesh
     local = [x.to_local() for x in sharded]
-    # A small matrix leaves some processes without a row, and the inf norm of nothing is an error.
-    own = nn.utils.get_total_norm([x for x in local if x.numel()], norm_type).to(local[0].device)
+    own = nn.utils.get_total_norm(local).to(local[0].device)
     everywhere = DTensor.from_local(own.view(1), mesh, [Shard(0)]).full_tensor()
-    total: Tensor = torch.linalg.vector_norm(torch.cat([everywhere, norm.to(own.device).view(1)]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.cat([everywhere, norm.to(own.device).view(1)]))
     return total
 
 

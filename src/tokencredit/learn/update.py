@@ -36,8 +36,6 @@ class UpdateSettings:
     for no limit."""
     max_grad_norm: float | None = None
     """Gradient clipping norm; None for no clipping."""
-    grad_norm_type: float = 2.0
-    """2 for the L2 norm, inf for the largest element."""
 
 
 class NonFiniteUpdate(ArithmeticError):

@@ -37,6 +37,8 @@ from tokencredit.settings.yaml import dump_yaml
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
 BAD_STEPS_KEPT = 20
 """Maximum number of batches of skipped steps that a process keeps."""
+MAX_BAD_STEPS = 3
+"""Consecutive batches or steps with non-finite numbers after which a run stops."""
 
 
 class RunRecord:
@@ -329,14 +331,14 @@ class RunRecord:
             about: further information for the user.
 
         Raises:
-            TooManyBadSteps: it is the `run.max_bad_steps`-th in a row.
+            TooManyBadSteps: it is the `MAX_BAD_STEPS`-th in a row.
         """
         self.bad_in_a_row += 1
         folder = self._keep_batch(number, tensors, {"reason": reason} | about)
         place = f"iteration {number}" if number else "pretraining"
         self.event(f"{place}: {reason}; the step was skipped, its batch is in {folder}")
-        if self.bad_in_a_row >= self.args.max_bad_steps:
-            raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row (run.max_bad_steps); see {folder}")
+        if self.bad_in_a_row >= MAX_BAD_STEPS:
+            raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row; see {folder}")
 
     def _keep_batch(self, number: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
         """Write the batch of a skipped step into a new folder, and remove this process's oldest; returns the folder."""

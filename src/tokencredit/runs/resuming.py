@@ -138,7 +138,8 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     before, now = flat(read_yaml(file)), flat(config)
     ignored = {"run.dir", *unused(run_kind_of(config).config, now)}
     for settings in (before, now):  # null equals its default
-        settings |= {key: TEXTS for key in ("prompts.text", "eval.prompts.text") if settings.get(key, 0) is None}
+        if settings.get("prompts.text", 0) is None:
+            settings["prompts.text"] = TEXTS
     # A key of one side alone is an entry of a list, or was left out of a file written by hand.
     both = {key: (before.get(key), now.get(key)) for key in now | before if key in before.keys() & now or "[" in key}
     return {key: values for key, values in both.items() if values[0] != values[1] and key not in ignored}

@@ -39,9 +39,6 @@ class EnvironmentConfig:
     """Longest observation, in tokens; a longer one is cut and says so."""
     timeout: float = setting(30.0, needs=SEVERAL, above=0)
     """Timeout of a call of an environment or tool, in seconds; the observation then says so."""
-    patience: float = setting(1.0, needs=SEVERAL, at_least=0)
-    """Seconds that episodes whose answers have come wait for the others, so that they continue as one batch; slower
-    ones join at a later turn."""
 
     def check(self) -> None:
         """Raise `ConfigError` for several environments, or arguments of none."""

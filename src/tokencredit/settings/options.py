@@ -11,14 +11,14 @@ from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.code_policy import refuse_foreign_code
-from tokencredit.settings.data import PromptsConfig, RewardTerm
+from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.rollout import EngineName, RolloutConfig, SamplingConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MAX_SEED, ShardingConfig
+from tokencredit.settings.training import MAX_SEED, KLConfig, ShardingConfig, StopConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
@@ -115,7 +115,8 @@ class ScoringOptions:
             raise ConfigError(f"{source.name!r} has no {missing[0]} of its own; give {flag(missing[0])}")
         config, model = source.config, source.config.model
         if self.given("prompts"):
-            config = replace(config, prompts=self.prompts, eval=replace(config.eval, prompts=None))
+            training_prompts = replace(config.eval, text=None, dataset=None, split="train")
+            config = replace(config, prompts=self.prompts, eval=training_prompts)
         trust = self.trust_remote_code or model.trust_remote_code
         model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
         seed = config.seed if self.seed is None else self.seed
@@ -187,11 +188,17 @@ class EvaluateOptions(ScoringOptions):
             env = self.env.with_limits_of(run.env) if self.env.given() else run.env
             source = replace(source, config=replace(run, env=env, tools=self.tools or run.tools))
         config = super().configure(source, python, no_code)
-        own = self.sampling(config.eval)
-        if config.several_turns() and self.max_new_tokens is None:
-            own = replace(own, max_new_tokens=max(own.max_new_tokens, config.rollout.max_new_tokens))
-        samples, best_of = self.samples or own.samples, self.best_of or own.best_of
-        return replace(config, eval=replace(own, samples=samples, best_of=best_of))
+        evaluation = replace(
+            config.eval,
+            max_new_tokens=None,
+            temperature=None,
+            samples=self.samples or config.eval.samples,
+            best_of=self.best_of or config.eval.best_of,
+        )
+        # Nothing is trained, so the rules about training do not limit the sampling.
+        kl = KLConfig(config.kl.coef, config.kl.place, config.kl.estimator)
+        rollout = self.sampling(config.evaluation_sampling())
+        return replace(config, rollout=rollout, eval=evaluation, kl=kl, stop=StopConfig(), score=ScoreConfig())
 
 
 RANKED = "pairs: not unranked"

@@ -76,11 +76,11 @@ class SamplingConfig:
                 "leaves: leave one of them out, or set rollout.engine: local"
             )
 
-    def check_vllm_server(self, group: str) -> None:
+    def check_vllm_server(self) -> None:
         """Raise `ConfigError` for settings that requests to a vLLM server cannot express."""
         if self.min_new_tokens and not self.stop_at_eos:
             raise ConfigError(
-                f"{group}.min_new_tokens is {self.min_new_tokens}, and {group}.stop_at_eos is False; a vLLM server "
+                f"rollout.min_new_tokens is {self.min_new_tokens}, and rollout.stop_at_eos is False; a vLLM server "
                 "then draws end-of-sequence tokens before that length: leave one of them out, or leave out "
                 "rollout.server"
             )

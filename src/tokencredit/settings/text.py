@@ -7,7 +7,7 @@ The docstring of a field is its help on the command line and its comment in `--p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class PPOConfig:
     stop: StopConfig = field(default_factory=StopConfig)
     """Early-stopping rules."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """Evaluation on held-out prompts, with its own sampling settings; the best policy is kept in `best/`."""
+    """Evaluation on held-out prompts, sampled as rollouts are; the best policy is kept in `best/`."""
     audit: AuditConfig = field(default_factory=AuditConfig)
     """Audits of the credit during training."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -95,8 +95,8 @@ class PPOConfig:
         self.env.check()
         if self.several_turns():
             self.reward = [term for term in self.reward if not isinstance(term, DefaultReward)]  # which is for texts
-        for key, prompts in (("prompts", self.prompts), ("eval.prompts", self.eval.prompts)):
-            if prompts is not None and prompts.dataset is None and prompts.text in ([], ""):
+        for key, prompts in (("prompts", self.prompts), ("eval", self.eval)):
+            if prompts.dataset is None and prompts.text in ([], ""):
                 raise ConfigError(f"{key}.text is empty; give at least one prompt, or leave it out")
         if not self.reward and not self.env.given():
             tools = ", and tools have no reward of their own" if self.tools else ""
@@ -123,7 +123,11 @@ class PPOConfig:
                 f"that far; it must be below {TOKEN_CLIP}, such as ppo.clip: 0.0003 with ppo.clip_high: 0.0004"
             )
         self.rollout.check_lengths("rollout")
-        self.eval.check_lengths("eval")
+        shortest, longest = self.rollout.min_new_tokens, self.evaluation_sampling().max_new_tokens
+        if shortest > longest:
+            raise ConfigError(
+                f"eval.max_new_tokens is {longest}; it must be at least rollout.min_new_tokens, {shortest}"
+            )
         if size % per_prompt:
             raise ConfigError(f"rollout.per_prompt is {per_prompt}; it must divide rollout.batch_size, {size}")
         if ESTIMATORS[self.advantage.estimator].group and per_prompt < 2:
@@ -150,6 +154,25 @@ class PPOConfig:
         if self.several_turns():
             self.check_turns()
         refuse_unused(self)
+
+    def evaluation_sampling(self) -> RolloutConfig:
+        """Sampling settings of evaluations: those of rollouts, with the length and temperature of `eval`."""
+        longest, temperature = self.eval.max_new_tokens, self.eval.temperature
+        return replace(
+            self.rollout,
+            max_new_tokens=self.rollout.max_new_tokens if longest is None else longest,
+            temperature=self.rollout.temperature if temperature is None else temperature,
+        )
+
+    def held_out_prompts(self) -> PromptsConfig | None:
+        """The prompts of evaluations, by the keys of `prompts` but for their source; None for those of training."""
+        held_out = self.eval
+        if held_out.text is None and held_out.dataset is None:
+            return None
+        subset = self.prompts.config_name if held_out.dataset == self.prompts.dataset else None
+        return replace(
+            self.prompts, text=held_out.text, dataset=held_out.dataset, split=held_out.split, config_name=subset
+        )
 
     def several_turns(self) -> bool:
         """True if an environment or tools answer the policy."""
@@ -194,18 +217,15 @@ class PPOConfig:
             )
         if engine == "vllm":
             self.rollout.check_vllm("rollout")
-            self.eval.check_vllm("eval")
+            self.evaluation_sampling().check_vllm("eval")
         if self.rollout.server is not None:
             check_server(self.rollout.server)
-            self.rollout.check_vllm_server("rollout")
-            self.eval.check_vllm_server("eval")
-        lengths = {"rollout": self.rollout.min_new_tokens, "eval": self.eval.min_new_tokens}
-        for group, shortest in lengths.items():
-            if engine == "continuous" and shortest:
-                raise ConfigError(
-                    f"{group}.min_new_tokens is {shortest}, which Transformers' continuous batching does not have; set "
-                    "rollout.engine: local, or leave it out"
-                )
+            self.rollout.check_vllm_server()
+        if engine == "continuous" and self.rollout.min_new_tokens:
+            raise ConfigError(
+                f"rollout.min_new_tokens is {self.rollout.min_new_tokens}, which continuous batching does not have; "
+                "set rollout.engine: local, or leave it out"
+            )
 
     def check_offload(self, *, adapted: bool) -> None:
         """Raise `ConfigError` if `sharding.offload` is frozen, and no model is; `adapted` is true with an adapter."""
@@ -262,10 +282,11 @@ class PPOConfig:
             )
         if self.rollout.cache == "static":
             raise ConfigError("rollout.cache is static; episodes of several turns use a dynamic cache: leave it out")
-        if self.eval.every and self.eval.max_new_tokens < self.rollout.max_new_tokens:
+        longest = self.evaluation_sampling().max_new_tokens
+        if self.eval.every and longest < self.rollout.max_new_tokens:
             raise ConfigError(
-                f"eval.max_new_tokens is {self.eval.max_new_tokens}; with an environment it must be at least "
-                f"rollout.max_new_tokens, {self.rollout.max_new_tokens}, or evaluated episodes would be cut short"
+                f"eval.max_new_tokens is {longest}; with an environment it must be at least rollout.max_new_tokens, "
+                f"{self.rollout.max_new_tokens}, or evaluated episodes would be cut short"
             )
 
     def _check_overlong(self) -> None:

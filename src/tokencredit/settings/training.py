@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from tokencredit.core.estimator_table import ESTIMATORS, EstimatorName
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.environment import SEVERAL
 from tokencredit.settings.fields import setting
 from tokencredit.settings.model import CriticTraining
-from tokencredit.settings.rollout import SamplingConfig
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
@@ -29,8 +26,6 @@ def read_by(key: str) -> str:
 
 STEPWISE = [name for name, needs in ESTIMATORS.items() if "gamma" in needs.settings]
 """Estimators that tell the steps of an episode apart."""
-WITH_BASELINE = f"estimator: {', '.join(name for name, needs in ESTIMATORS.items() if needs.baseline)}"
-"""The condition that the estimator subtracts a running mean of scores."""
 
 
 @dataclass
@@ -82,9 +77,6 @@ class AdvantageConfig(AdvantageSettings):
     0). λ is 1 while the critic explains nothing and `lam` where it explains everything."""
     scale: bool = setting(True, needs=read_by("scale"))
     """Divide group_relative advantages by the group's standard deviation."""
-    baseline_decay: float = setting(1.0, needs=WITH_BASELINE, at_least=0, at_most=1)
-    """Decay of the running-mean baseline of `uniform`: earlier scores are weighted down by it at each new batch. 1
-    weighs all scores equally."""
     unit: Literal["token", "turn"] = setting("token", needs=(SEVERAL, f"estimator: {', '.join(STEPWISE)}"))
     """Steps of an episode of several turns: each token, or each turn as a whole, with one value at its start and one
     advantage for all its tokens. gamma and lam then count turns."""
@@ -142,7 +134,6 @@ class PPOSettings:
             "whiten_minibatches": advantage.whiten == "minibatch",
             "target_kl": self.target_kl,
             "max_grad_norm": optim.max_grad_norm,
-            "grad_norm_type": optim.norm_order(),
         }
 
 
@@ -222,19 +213,13 @@ class OptimConfig:
     final_scale: float = setting(0.1, needs="schedule: not constant", at_least=0, at_most=1)
     """Final learning rate, as a fraction of the peak."""
     max_grad_norm: float | None = setting(1.0, above=0)
-    """Gradient clipping: a larger gradient is scaled down to this norm, over all trained parameters together; null for
-    none."""
-    grad_norm_type: Literal["l2", "max"] = "l2"
-    """Norm for max_grad_norm: l2, or max (the largest element)."""
+    """Gradient clipping: a larger gradient is scaled down to this L2 norm, over all trained parameters together. null
+    for none."""
 
     def rates(self, iterations: int) -> dict[str, Any]:
         """Arguments of `learn.optim.schedule` for a run of this many iterations."""
         total = max(iterations, self.warmup + 1)
         return {"name": self.schedule, "warmup": self.warmup, "total": total, "final_scale": self.final_scale}
-
-    def norm_order(self) -> float:
-        """Order of the norm: 2 or infinity."""
-        return {"l2": 2.0, "max": math.inf}[self.grad_norm_type]
 
 
 @dataclass
@@ -275,8 +260,8 @@ class StopConfig(StopSettings):
 
 
 @dataclass
-class EvalConfig(SamplingConfig):
-    """Evaluation on held-out prompts, with its own sampling settings; the best policy is kept in `best/`."""
+class EvalConfig:
+    """Evaluation on held-out prompts, sampled as rollouts are; the best policy is kept in `best/`."""
 
     every: int = setting(0, at_least=0)
     """Iterations between evaluations; 0 for none."""
@@ -285,8 +270,17 @@ class EvalConfig(SamplingConfig):
     best_of: int = setting(1, at_least=1)
     """Completions per prompt. The metric `eval/best` is the mean over prompts of the best completion's score; `best/`
     is chosen by the mean over all."""
-    prompts: PromptsConfig | None = None
-    """Held-out prompts; null for the training prompts."""
+    max_new_tokens: int | None = setting(None, at_least=1)
+    """Longest completion, in tokens; null for rollout.max_new_tokens."""
+    temperature: float | None = setting(None, above=0)
+    """Sampling temperature; null for rollout.temperature."""
+    text: list[str] | str | None = setting(None, needs="not dataset")
+    """Held-out prompt or prompts; without these and `dataset`, evaluations have the training prompts. All else is as
+    under `prompts`."""
+    dataset: str | None = None
+    """Dataset of held-out prompts, read by the keys of `prompts`, such as prompts.column."""
+    split: str = setting("train", needs="dataset")
+    """Split of the dataset."""
 
 
 @dataclass
@@ -325,9 +319,6 @@ class RunSettings:
     get one too. With 0 there is none of them, only one when the run is interrupted."""
     keep_last: int = setting(2, at_least=1)
     """Number of newest checkpoints to keep, beside that of the best evaluation."""
-    max_bad_steps: int = setting(3, at_least=1)
-    """Consecutive non-finite losses, gradients or rewards after which the run stops. Their optimizer steps are
-    skipped."""
     timeout: float = setting(1800.0, at_least=1)
     """Seconds after which a process of several counts as hanging: it gave no sign of life, or kept the others waiting
     at a common step. The job then ends, or torchrun restarts it. Keep it above the longest time that one process may
@@ -346,9 +337,7 @@ class RunConfig(RunSettings):
     gradients and moments of policy, separate critics and reference model (PyTorch's FSDP2)."""
 
     samples: int = setting(8, at_least=0)
-    """Completions logged to samples.jsonl token by token, the first of the batch; 0 for none."""
-    samples_every: int = setting(1, needs="samples", at_least=1)
-    """Iterations between logged samples; raise it to keep samples.jsonl small."""
+    """Completions per iteration logged to samples.jsonl token by token, the first of the batch; 0 for none."""
     show_every: int = setting(10, needs="samples", at_least=0)
     """Iterations between tables of samples on the screen; 0 for none."""
     push_to_hub: str | None = None

@@ -55,7 +55,7 @@ class Credit:
         self.args, self.reduce, self.first = args, reduce, first
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
-        self.baseline = RunningMoments(args.advantage.baseline_decay)
+        self.baseline = RunningMoments()
         self.explained = RunningMoments(EXPLAINED_DECAY)
 
     def give(self, scored: Batch) -> tuple[Batch, Experience]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from tokencredit.errors import RunStopped
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.source import Source
+from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.batch import Batch, text_metrics
 from tokencredit.text.data.prompts import Prompts
@@ -46,8 +48,8 @@ SEED_OFFSET = 1_000_003
 """Separates the seeds of evaluation from those of training; all evaluations of a run share their random numbers."""
 
 
-def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig, *, seed: int) -> dict[str, float]:
-    """Sample `best_of` completions for each of the first `samples` prompts and compute metrics.
+def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, args: PPOConfig) -> dict[str, float]:
+    """Sample `eval.best_of` completions for each of the first `eval.samples` prompts and compute metrics.
 
     Returns:
         `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
@@ -58,13 +60,14 @@ def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, settings: EvalConfig,
     Raises:
         UnusableBatch: a log-probability or reward is not finite, in any process.
     """
-    processes, total = pipeline.processes, settings.samples * settings.best_of
-    rows = share_of_rows(processes, total, settings.best_of)
-    generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
-    uniforms = torch.rand(total, settings.max_new_tokens, generator=generator)
-    batch = prompts.batch(rows.start, rows.stop - rows.start, settings.best_of)
-    scored = pipeline.collect(batch, settings, uniforms[rows], settings.best_of)
-    return {f"eval/{name}": value for name, value in measure(scored, settings.best_of, processes).items()}
+    processes, best_of, sampling = pipeline.processes, args.eval.best_of, args.evaluation_sampling()
+    total = args.eval.samples * best_of
+    rows = share_of_rows(processes, total, best_of)
+    generator = torch.Generator().manual_seed(args.seed + SEED_OFFSET)
+    uniforms = torch.rand(total, sampling.max_new_tokens, generator=generator)
+    batch = prompts.batch(rows.start, rows.stop - rows.start, best_of)
+    scored = pipeline.collect(batch, sampling, uniforms[rows], best_of)
+    return {f"eval/{name}": value for name, value in measure(scored, best_of, processes).items()}
 
 
 def measure(scored: Batch, best_of: int, processes: Processes) -> dict[str, float]:
@@ -114,7 +117,7 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
     for line in filter(None, [*models.notes, *pipeline.engine.notes, prompts.dropped()]):
         print(visible(line))
     try:
-        metrics = evaluate(pipeline, prompts, config.eval, seed=config.seed)
+        metrics = evaluate(pipeline, prompts, config)
     except UnusableBatch as error:
         raise RunStopped(str(error)) from error
     print(sizes(config.eval, prompts))
@@ -155,8 +158,10 @@ def write_metrics(
 ) -> None:
     """Write an evaluation's metrics with its settings as JSON; null replaces a metric that is not finite."""
     config = source.config
-    about = describe(source, which, reference, config.eval.prompts or config.prompts)
-    sampling = {name: value for name, value in asdict(config.eval).items() if name not in ("every", "prompts")}
+    about = describe(source, which, reference, config.held_out_prompts() or config.prompts)
+    own = asdict(config.evaluation_sampling())
+    sampling = {item.name: own[item.name] for item in fields(SamplingConfig)}
+    sampling |= {"samples": config.eval.samples, "best_of": config.eval.best_of}
     numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     result = about | {"sampling": sampling, "metrics": numbers}
     write_file(file, json.dumps(result, indent=2, allow_nan=False) + "\n")

@@ -29,7 +29,7 @@ from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.data import DefaultReward
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import DIVERGENCE_LIMITS, EvalConfig
+from tokencredit.settings.training import DIVERGENCE_LIMITS
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
@@ -73,14 +73,14 @@ def check_arguments(
         )
     if peft_config is not None:
         check_peft_config(args, peft_config)
-    datasets = {"train_dataset": (train_dataset, args.prompts), "eval_dataset": (eval_dataset, args.eval.prompts)}
+    datasets = {"train_dataset": (train_dataset, args.prompts), "eval_dataset": (eval_dataset, args.eval)}
     for name, (dataset, prompts) in datasets.items():
         if dataset is None:
             continue
         from_python(dataset, name)
         for key in ("text", "dataset"):
-            if prompts is not None and getattr(prompts, key) is not None:
-                group = {"train_dataset": "prompts", "eval_dataset": "eval.prompts"}[name]
+            if getattr(prompts, key) is not None:
+                group = {"train_dataset": "prompts", "eval_dataset": "eval"}[name]
                 raise ConfigError(f"{name} and {group}.{key} are both given; leave one of them out")
     if eval_dataset is not None and not args.eval.every:
         raise ConfigError("eval_dataset is given, which has no effect without eval.every; leave it out")
@@ -163,10 +163,10 @@ def prepare_prompts(
     eval_dataset: Rows | None = None,
 ) -> tuple[Prompts, Prompts]:
     """Load the prompts for training and for evaluation, which may be the same."""
-    held_out = args.eval.prompts is not None or eval_dataset is not None
+    held_out = args.held_out_prompts() is not None or eval_dataset is not None
     longest = args.rollout.max_new_tokens
     if args.eval.every and not held_out:
-        longest = max(longest, args.eval.max_new_tokens)
+        longest = max(longest, args.evaluation_sampling().max_new_tokens)
     limit = max_prompt_length(lm, longest, args.ppo.micro_batch_tokens)
     prompts = load_prompts(args.prompts, tokenizer, seed=args.seed, limit=limit, dataset=train_dataset)
     return prompts, evaluation_prompts(args, lm, tokenizer, eval_dataset) if held_out else prompts
@@ -176,14 +176,14 @@ def evaluation_prompts(
     args: PPOConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dataset: Rows | None = None
 ) -> Prompts:
     """Load the prompts for evaluation: held-out ones if configured, otherwise those of training."""
-    held_out = args.eval.prompts is not None or dataset is not None
+    held_out = args.held_out_prompts()
     return load_prompts(
-        args.eval.prompts or args.prompts,
+        held_out or args.prompts,
         tokenizer,
         seed=args.seed,
-        limit=max_prompt_length(lm, args.eval.max_new_tokens, args.ppo.micro_batch_tokens),
+        limit=max_prompt_length(lm, args.evaluation_sampling().max_new_tokens, args.ppo.micro_batch_tokens),
         dataset=dataset,
-        group="eval.prompts" if held_out else "prompts",
+        group="prompts" if held_out is None and dataset is None else "eval",
         dataset_name="eval_dataset",
     )
 
@@ -200,12 +200,12 @@ def prepare_tasks(
     Raises:
         ConfigError: the environments do not take the rows; no prompt fits beside an episode; and as `load_tasks`.
     """
-    for sampling in (args.rollout, args.eval) if args.eval.every else (args.rollout,):
+    for sampling in (args.rollout, args.evaluation_sampling()) if args.eval.every else (args.rollout,):
         max_prompt_length(lm, sampling.max_new_tokens, args.ppo.micro_batch_tokens)
     train = load_tasks(
         args.prompts, seed=args.seed, stream=0, dataset=train_dataset, group="prompts", dataset_name="train_dataset"
     )
-    own = train_dataset if args.eval.prompts is None else None
+    own = train_dataset if args.held_out_prompts() is None else None
     tasks = train, evaluation_tasks(args, own if eval_dataset is None else eval_dataset)
     for rows in tasks if args.eval.every else tasks[:1]:
         environments.check_columns(rows.columns, rows.values(COLUMN))
@@ -214,9 +214,11 @@ def prepare_tasks(
 
 def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
     """The rows of episodes for evaluation: held-out ones if configured, else those of training with other seeds."""
-    group = "prompts" if args.eval.prompts is None else "eval.prompts"
-    config = args.eval.prompts or args.prompts
-    return load_tasks(config, seed=args.seed, stream=1, dataset=dataset, group=group, dataset_name="eval_dataset")
+    held_out = args.held_out_prompts()
+    group = "prompts" if held_out is None else "eval"
+    return load_tasks(
+        held_out or args.prompts, seed=args.seed, stream=1, dataset=dataset, group=group, dataset_name="eval_dataset"
+    )
 
 
 def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
@@ -320,17 +322,17 @@ def build_pipeline(
     )
 
 
-def check_evaluation_lengths(settings: EvalConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
+def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
     """Raise `ConfigError` if a vLLM server takes no sequences as long as those of the run's evaluations."""
     longest = pipeline.engine.longest
-    if longest is None or not (settings.every and isinstance(prompts, Prompts)):
+    if longest is None or not (args.eval.every and isinstance(prompts, Prompts)):
         return
-    width = prompts.batch(0, settings.samples).ids.shape[1]
-    if width + settings.max_new_tokens > longest:
+    width, new = prompts.batch(0, args.eval.samples).ids.shape[1], args.evaluation_sampling().max_new_tokens
+    if width + new > longest:
         raise ConfigError(
-            f"eval.max_new_tokens is {settings.max_new_tokens}, and prompts of evaluations have up to {width} tokens; "
+            f"eval.max_new_tokens is {new}, and prompts of evaluations have up to {width} tokens; "
             f"rollout.server takes {longest} together: start it with --max-model-len "
-            f"{width + settings.max_new_tokens} or more, or lower eval.max_new_tokens"
+            f"{width + new} or more, or lower eval.max_new_tokens"
         )
 
 

@@ -130,7 +130,7 @@ class PPOTrainer:
         self.sharded = is_sharded(self.policy.lm)
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *setup.remarks(args, sharded=self.sharded)]
-        setup.check_evaluation_lengths(args.eval, self.pipeline, self.eval_prompts)
+        setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
         self.auditor: CompletionAuditor | None = None
@@ -263,7 +263,7 @@ class PPOTrainer:
     def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
         """This iteration's records for samples.jsonl: first rows of all processes, with log-probs after the update."""
         run = self.args.run
-        if not run.samples or (number % run.samples_every and number not in (1, run.iterations)):
+        if not run.samples:
             return []
         rollout = batch.rollout.head(max(run.samples - self.credit.first, 0))
         logprobs: Tensor = rollout.logprobs
@@ -283,7 +283,7 @@ class PPOTrainer:
         """
         try:
             with self.stages("evaluation") as results:
-                metrics = evaluate(self.pipeline, self.eval_prompts, self.args.eval, seed=self.args.seed)
+                metrics = evaluate(self.pipeline, self.eval_prompts, self.args)
                 results["metrics"] = metrics
         except (UnusableBatch, EngineLost) as error:
             self.record.event(f"an evaluation is skipped: {error}")

@@ -56,7 +56,7 @@ class Pretraining:
             `pretrain/batches`, `pretrain/tokens`, and `pretrain/explained_variance`, a mean over the last batches.
 
         Raises:
-            TooManyBadSteps: `run.max_bad_steps` batches or steps in a row were not finite.
+            TooManyBadSteps: `MAX_BAD_STEPS` batches or steps in a row were not finite.
             RewardError: a reward could not be computed.
         """
         began = time.perf_counter()

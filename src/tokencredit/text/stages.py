@@ -87,7 +87,7 @@ def count_step(
         error: the reason why the step was skipped; None if it was taken.
 
     Raises:
-        TooManyBadSteps: this is the `run.max_bad_steps`-th skipped step in a row.
+        TooManyBadSteps: this is the `MAX_BAD_STEPS`-th skipped step in a row.
     """
     if error is None:
         record.bad_in_a_row = 0

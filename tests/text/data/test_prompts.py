@@ -247,8 +247,8 @@ def test_what_is_dropped_is_said(tokenizer):
 
 def test_messages_name_the_group_that_asks(tokenizer):
     config = PromptsConfig(text=["A", "This movie was really not what I had expected"], max_length=4)
-    with pytest.raises(ConfigError, match=r"^eval\.prompts\.text\[1\] has .* set eval\.prompts\.overlong to drop"):
-        load_prompts(config, tokenizer, seed=1, limit=None, group="eval.prompts")
+    with pytest.raises(ConfigError, match=r"^eval\.text\[1\] has .* set prompts\.overlong to drop"):
+        load_prompts(config, tokenizer, seed=1, limit=None, group="eval")
 
 
 def test_data_sets_from_python(tokenizer):

@@ -374,7 +374,6 @@ def test_the_random_numbers_of_the_process_stay_as_they_were(model, tokenizer):
     [
         ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
         ({"rollout.min_new_tokens": 2}, r"rollout\.min_new_tokens is 2"),
-        ({"eval.min_new_tokens": 2}, r"eval\.min_new_tokens is 2"),
     ],
 )
 def test_settings_that_the_engine_lacks_are_refused(settings, message):

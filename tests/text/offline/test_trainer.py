@@ -104,7 +104,7 @@ def test_epochs_become_iterations(answers, tmp_path):
 def test_a_step_that_is_not_finite_is_skipped_and_kept(answers, tmp_path):
     trainer = OfflineTrainer(SFTConfig.from_dict(settings(tmp_path / "run")), train_dataset=answers)
     trainer.model.lm.transformer.ln_f.weight.data[0] = math.nan
-    with pytest.raises(RunStopped, match=r"not finite, in 3 steps in a row \(run\.max_bad_steps\)"):
+    with pytest.raises(RunStopped, match=r"not finite, in 3 steps in a row"):
         trainer.train()
     assert len(list((tmp_path / "run" / "bad_steps").iterdir())) == 3
 

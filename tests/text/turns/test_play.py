@@ -129,7 +129,7 @@ def test_the_completions_of_a_group_share_row_and_seed(player):
     assert seen[0][0] != seen[3][0]
 
 
-def test_an_environment_that_waits_for_the_others_does_not_hold_them_up(player):
+def test_an_environment_that_waits_for_the_others_does_not_hold_them_up(player, monkeypatch):
     """The first episode answers only once all others have ended; if they waited for it, it would time out."""
     others = threading.Semaphore(0)
 
@@ -147,7 +147,8 @@ def test_an_environment_that_waits_for_the_others_does_not_hold_them_up(player):
                 others.release()
             return result
 
-    playing = player(Patient, patience=0.05, timeout=60.0)
+    monkeypatch.setattr("tokencredit.text.turns.play.PATIENCE", 0.05)
+    playing = player(Patient, timeout=60.0)
     played = play(playing, rows=[{"first": row == 0} for row in range(6)])
     assert [transcript.ending for transcript in played.transcripts] == ["done"] * 6
     assert not any(reply.problems for transcript in played.transcripts for reply in transcript.replies)
@@ -207,7 +208,7 @@ def test_a_failing_environment_ends_no_run(player):
 
 
 @pytest.mark.slow
-def test_a_hanging_environment_is_cut_off_and_the_others_go_on(player):
+def test_a_hanging_environment_is_cut_off_and_the_others_go_on(player, monkeypatch):
     hung, returned = threading.Event(), []
 
     class Hangs(Steps):
@@ -221,7 +222,8 @@ def test_a_hanging_environment_is_cut_off_and_the_others_go_on(player):
                 returned.append(completion)
             return super().step(completion)
 
-    played = play(player(Hangs, timeout=0.3, patience=0.1), rows=[{"first": row == 0} for row in range(6)])
+    monkeypatch.setattr("tokencredit.text.turns.play.PATIENCE", 0.1)
+    played = play(player(Hangs, timeout=0.3), rows=[{"first": row == 0} for row in range(6)])
     assert not returned, "nothing waited for the hanging call"
     hung.set()
     assert [transcript.ending for transcript in played.transcripts][1:] == ["done"] * 5

@@ -263,7 +263,7 @@ def truncated_support(run: Evidence) -> Finding | None:
         f"{run.where('behavior_ratio')}: tokens that {' and '.join(filters)} left had {left:.1%} of the probability",
         "Tokens are drawn from a narrower distribution than the one in the loss, so that its gradient is scaled up at "
         "the states where much is left out. Tokens that are left out are never tried.",
-        "set off_policy.correct: clip, or use fewer filters in training (eval has its own)",
+        "set off_policy.correct: clip, or use fewer filters",
     )
 
 

@@ -254,7 +254,7 @@ def read_hub(name: str, split: str, config_name: str | None, group: str) -> Rows
         return load_dataset(name, config_name, split=split)
     except Exception as error:  # files of a hub data set may be wrong in any way; pass the library's message on
         raise ConfigError(
-            f"{group}.dataset {name!r} with {group}.split {split!r} and {group}.config_name {config_name!r} cannot be "
+            f"{group}.dataset {name!r} with {group}.split {split!r} and config_name {config_name!r} cannot be "
             f"loaded: {_first_line(error)}" + (f"; {instead}" if isinstance(error, ConnectionError) else "")
         ) from error
 

@@ -118,11 +118,11 @@ def load_tasks(
     for key in ("template", "max_length"):
         if getattr(config, key) is not None:
             raise ConfigError(
-                f"{group}.{key} is {getattr(config, key)!r}, and an environment makes the prompts from the rows; leave "
+                f"prompts.{key} is {getattr(config, key)!r}, and an environment makes the prompts from the rows; leave "
                 "it out"
             )
     if config.overlong != "error":
-        raise ConfigError(f"{group}.overlong is {config.overlong}, and an environment makes the prompts; leave it out")
+        raise ConfigError(f"prompts.overlong is {config.overlong}, and an environment makes the prompts; leave it out")
     rows: Rows | None = None
     name = f"{group}.text"
     if dataset is not None:

@@ -162,7 +162,7 @@ class OfflineTrainer:
         # TRL's metrics are those of training if the whole model is in training mode.
         with training([lm, *self.training_modules]), self.precision.updates():
             loss, measured = self._passes(rows)
-        norm = float(clip_gradients(self.parameters, optim.max_grad_norm, optim.norm_order()))
+        norm = float(clip_gradients(self.parameters, optim.max_grad_norm))
         read, sequences = self._sum(tokens(rows)), self._sum(sum(1 for row in rows for _ in texts(row)))
         metrics = {**self._with_perplexity(loss, measured), "grad_norm": norm, "tokens": read}
         metrics["sequence_length"] = read / sequences

@@ -25,6 +25,9 @@ from tokencredit.text.turns.episode_record import Span, Transcript, episode_reco
 from tokencredit.text.turns.protocols.episode import TERMINATED, Episode, Reply, fit
 from tokencredit.text.user_code.workers import Workers
 
+PATIENCE = 1.0
+"""Seconds that episodes whose replies have come wait for the others, so that they continue as one batch."""
+
 
 class PlayedBatch(NamedTuple):
     """A batch of episodes."""
@@ -184,13 +187,13 @@ class EpisodeState:
     def _receive(self) -> dict[int, list[int]]:
         """Wait for replies; returns the observations of the rows that have another turn.
 
-        Replies that come within `env.patience` are taken together, in the order of the rows, so that the batches, and
+        Replies that come within `PATIENCE` are taken together, in the order of the rows, so that the batches, and
         with them the rounding of log-probs, do not depend on the threads.
         """
         if not self.pending:
             return {}
         # Wait for all but late replies, and for a late one only if there is nothing else to do.
-        wait(set(self.pending.values()) - self.late, self.player.config.patience)
+        wait(set(self.pending.values()) - self.late, PATIENCE)
         done, self.late = wait(self.pending.values(), 0)
         if not done:
             done, self.late = wait(self.late, return_when=FIRST_COMPLETED)

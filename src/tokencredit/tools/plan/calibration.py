@@ -162,7 +162,7 @@ def timed(work: Work, processes: Processes, layers: int, rows: int) -> Timings:
             values.sum().backward()
 
     def step() -> None:
-        clip_gradients(group[0]["params"], config.optim.max_grad_norm, config.optim.norm_order())  # type: ignore[arg-type]
+        clip_gradients(group[0]["params"], config.optim.max_grad_norm)  # type: ignore[arg-type]
         optimizer.step()
 
     calls: dict[str, Callable[[], None]] = {"start": start, "end": end, "scoring": partial(scored, policy)}

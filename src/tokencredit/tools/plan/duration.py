@@ -22,7 +22,7 @@ def stage_seconds(work: Work, timings: Timings) -> dict[str, float]:
     updates = config.ppo.epochs * (passes * timings.training + batch.minibatches * timings.optimizer)
     alone = config.critic.epochs * (1 + config.critic.buffer)
     updates += alone * (passes * timings.critic_training + batch.minibatches * timings.optimizer)
-    shown = min(config.run.samples, batch.rows) / timings.rows / config.run.samples_every
+    shown = min(config.run.samples, batch.rows) / timings.rows
     stages = {
         "rollout": rollout,
         "reference": passes * timings.reference,

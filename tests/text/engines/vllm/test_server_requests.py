@@ -17,6 +17,7 @@ from helpers.warm import together
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
+from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.request_engine import RequestEngine
@@ -399,8 +400,10 @@ def test_evaluations_that_do_not_fit_are_refused_before_a_run(sampler, policy, t
     pipeline = SimpleNamespace(engine=engine)
     prompts = Prompts(["one two three"], tokenizer)
     width = prompts.batch(0, 1).ids.shape[1]
-    check_evaluation_lengths(EvalConfig(every=1, samples=2, max_new_tokens=64 - width), pipeline, prompts)
-    too_long = EvalConfig(every=1, samples=2, max_new_tokens=65 - width)
+    check_evaluation_lengths(
+        PPOConfig(eval=EvalConfig(every=1, samples=2, max_new_tokens=64 - width)), pipeline, prompts
+    )
+    too_long = PPOConfig(eval=EvalConfig(every=1, samples=2, max_new_tokens=65 - width))
     with pytest.raises(ConfigError, match=rf"eval\.max_new_tokens is {65 - width}, .* takes 64 together"):
         check_evaluation_lengths(too_long, pipeline, prompts)
-    check_evaluation_lengths(replace(too_long, every=0), pipeline, prompts)
+    check_evaluation_lengths(replace(too_long, eval=replace(too_long.eval, every=0)), pipeline, prompts)

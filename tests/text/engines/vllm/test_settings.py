@@ -22,7 +22,10 @@ from tokencredit.text.models.precision import Precision
         ({"rollout.temperature": 0.005}, r"rollout\.temperature is 0\.005, and vLLM samples at 0\.01 to 2"),
         ({"rollout.temperature": 2.5}, r"rollout\.temperature is 2\.5, and vLLM samples at 0\.01 to 2"),
         ({"eval.temperature": 0.005}, r"eval\.temperature is 0\.005"),
-        ({"eval.min_p": 0.1, "eval.top_p": 0.9}, r"eval\.min_p and eval\.top_p are both set; vLLM applies min_p first"),
+        (
+            {"rollout.min_p": 0.1, "rollout.top_p": 0.9},
+            r"rollout\.min_p and rollout\.top_p are both set; vLLM applies min_p first",
+        ),
         ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
         ({"rollout.engine_memory": 1.5}, r"rollout\.engine_memory"),
         ({"rollout.engine_memory": 0.5, "rollout.engine": "local"}, r"rollout\.engine_memory .* rollout\.engine: vllm"),
@@ -34,7 +37,7 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 
 def test_settings_that_fit():
-    fitting = {"rollout.min_new_tokens": 2, "kl.coef": 0.0, "eval.top_p": 0.9, "rollout.engine_memory": 0.3}
+    fitting = {"rollout.min_new_tokens": 2, "kl.coef": 0.0, "rollout.top_p": 0.9, "rollout.engine_memory": 0.3}
     config = PPOConfig.from_dict({"rollout.engine": "vllm"} | fitting)
     assert with_engine(config).rollout.engine_memory is None
 
@@ -55,7 +58,6 @@ SERVER = "http://gpu.example:8000/vllm"
             {"rollout.min_new_tokens": 2, "rollout.stop_at_eos": False},
             r"rollout\.min_new_tokens is 2, and .*stop_at_eos",
         ),
-        ({"eval.min_new_tokens": 2, "eval.stop_at_eos": False}, r"eval\.min_new_tokens is 2"),
         ({"rollout.server_timeout": 0.0}, r"rollout\.server_timeout"),
     ],
 )

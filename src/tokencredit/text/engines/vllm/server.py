@@ -96,7 +96,7 @@ class VllmServer:
     ) -> None:
         """Send all requests at once, at most `IN_FLIGHT`; a failure, or an exception of `ended`, cancels the rest."""
         settings.check_vllm("sampling")
-        settings.check_vllm_server("sampling")
+        settings.check_vllm_server()
         self._check_lengths(requests)
         results: queue.SimpleQueue[tuple[int, Completion | Exception]] = queue.SimpleQueue()
 
