@@ -50,7 +50,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"rollout.server": "http://localhost:1"}, "rollout.server", "without rollout.engine: vllm"),
     *[
         ("text", {"rollout.engine": "vllm", f"rollout.{key}": value}, f"rollout.{key}", "without rollout.server")
-        for key, value in [("server_transfer", "nccl"), ("server_folder", "weights"), ("server_timeout", 60.0)]
+        for key, value in [("server_folder", "weights"), ("server_timeout", 60.0)]
     ],
     ("text", {"critic.lr": 0.1, "critic.coef": 0.0}, "critic.lr", "without critic.coef or critic.epochs"),
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),

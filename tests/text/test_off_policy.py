@@ -419,7 +419,7 @@ def test_the_kept_support_is_what_tokens_are_drawn_from(ties, tokenizer):
     """Also if several tokens share the probability of the last one that top_k keeps."""
     settings = SamplingConfig(top_k=3, top_p=0.9, min_new_tokens=1)
     one, ends = torch.tensor([], dtype=torch.long), torch.tensor([0])
-    state = Decoding(torch.tensor([[0.999]] * 2), [one] * 2, settings, ends, [], keeps_support=True)
+    state = Decoding(torch.tensor([[0.999]] * 2), [one] * 2, settings, ends, {}, keeps_support=True)
     logits = torch.tensor([[9.0, 2.0, 1.5, 1.0 if not ties else 1.5, 1.5 if ties else 0.5, -9.0]] * 2)
     state.draw(logits, torch.zeros(2, 1, dtype=torch.long), None)
     kept = state.support[0, 0].tolist()

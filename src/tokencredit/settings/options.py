@@ -134,15 +134,14 @@ def with_engine(
     """The configuration with another sampling engine, without corrections or shards: nothing is trained with it.
 
     `server` and `folder` are `rollout.server` and `rollout.server_folder`. Those of the configuration are dropped: a
-    run may still train with that server. Weights reach the server through a folder, since they are sent once.
+    run may still train with that server.
     """
     own = config.rollout
-    if (engine, server, "folder", folder) == (own.engine, own.server, own.server_transfer, own.server_folder):
+    if (engine, server, folder) == (own.engine, own.server, own.server_folder):
         return config
     changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
     changed |= {"server": server, "server_folder": folder}
-    changed |= {key: getattr(RolloutConfig(), key) for key in ("server_transfer", "server_timeout")}
-    changed |= {"max_age": 0, "stale_cache": "recompute"}
+    changed |= {"server_timeout": RolloutConfig().server_timeout, "max_age": 0, "stale_cache": "recompute"}
     rollout, whole = replace(own, **changed), replace(config.run, shard="none")
     return replace(config, rollout=rollout, off_policy=OffPolicyConfig(), run=whole, sharding=ShardingConfig())
 

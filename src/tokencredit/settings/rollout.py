@@ -107,10 +107,7 @@ class RolloutConfig(SamplingConfig):
     server: str | None = setting(None, needs="engine: vllm")
     """Address of a vLLM server, such as http://localhost:8000; null for vLLM in this process. docs/engines.md has the
     command that starts it. Its API key is read from the environment variable VLLM_API_KEY."""
-    server_transfer: Literal["folder", "nccl"] = setting("folder", needs="server")
-    """Way of the weights to the server: a folder that both see, or vLLM's own transfer from the trainer's GPU to those
-    of the server, which needs vLLM in the trainer too."""
-    server_folder: str | None = setting(None, needs=("server", "server_transfer: folder"))
+    server_folder: str | None = setting(None, needs="server")
     """Folder through which weights reach the server, which must see it under the same path; null for a temporary folder
     of this machine."""
     server_timeout: float = setting(600.0, needs="server", above=0)

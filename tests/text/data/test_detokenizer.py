@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.stop_strings import contains_stop
+from tokencredit.text.engines.stop_strings import StopSearch
 
 KINDS = ["sentencepiece", "unigram", "wordpiece", "bytes"]
 
@@ -182,7 +182,6 @@ def test_rows_of_a_rollout_whatever_pads_them(tokenizer):
 def test_stop_strings_see_the_space_and_special_tokens(tokenizer):
     prompt = ids(tokenizer, "The sky is")
     blue = ids(tokenizer, "The sky is blue")[len(prompt) :]
-    reader = Detokenizer(tokenizer, prompt, skip_special_tokens=False)
-    rows = torch.tensor([[*blue, tokenizer.eos_token_id]])
+    row = [*blue, tokenizer.eos_token_id]
     for stop, found in {" blue": True, "</s>": True, "is": False, "is blue": False, "green": False}.items():
-        assert contains_stop([stop], rows[0].tolist(), reader) is found
+        assert (StopSearch([stop], tokenizer, prompt).end(row) is not None) is found

@@ -14,9 +14,9 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.background import BackgroundEngine, BackgroundSampler
-from tokencredit.text.engines.continuous import ContinuousSampler, Progress, spared
+from tokencredit.text.engines.continuous import ContinuousSampler, spared
 from tokencredit.text.engines.request_engine import RequestEngine
-from tokencredit.text.engines.requests import EngineFailure, Request
+from tokencredit.text.engines.requests import EngineFailure, Progress, Request
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
@@ -261,6 +261,6 @@ def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenize
 
 def test_an_error_in_reading_tokens_fails_the_requests(model, start, monkeypatch):
     sampler = start(model)
-    monkeypatch.setattr(Progress, "completion", lambda *_: 1 / 0)
+    monkeypatch.setattr(Progress, "take", lambda *_: 1 / 0)
     with pytest.raises(EngineFailure, match="could not be read: ZeroDivisionError"):
         sampler.complete(requests(), NO_END, lambda *_: None)

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import RunStopped
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
-from tokencredit.text.engines.continuous import Progress, manager_of, pages_of, quiet, spared
+from tokencredit.text.engines.continuous import manager_of, pages_of, quiet, spared, take
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.engines.probe import require_same_logprobs
 from tokencredit.text.engines.request_engine import RequestEngine
-from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Request
+from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Progress, Request
 from tokencredit.text.models.actor_critic import ActorCritic
 
 POLL_SECONDS = 0.005
@@ -218,7 +218,7 @@ class BackgroundSampler:
         """Submit the rest of a request."""
         flight.ids += flight.progress.ids
         flight.logprobs += flight.progress.logprobs
-        flight.progress = flight.progress.rest(flight.ids)
+        flight.progress = Progress(flight.request, self.settings, self.tokenizer, flight.ids)
         self._submit(flight)
 
     def _read(self) -> None:
@@ -251,7 +251,7 @@ class BackgroundSampler:
                 del self.flights[output.request_id]
                 flight.results.put((flight.index, EngineFailure(str(output.error))))
                 continue
-            last = flight.progress.completion(output, self.ends)
+            last = take(flight.progress, output, self.ends)
             if last is not None:
                 del self.flights[output.request_id]
                 if not output.is_finished():

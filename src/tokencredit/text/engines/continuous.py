@@ -15,9 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 from transformers.utils import logging as transformers_logging
 
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.data.detokenizer import Detokenizer
-from tokencredit.text.engines.requests import Completion, EngineFailure, Request
-from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop
+from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request
 from tokencredit.text.models.actor_critic import ActorCritic
 
 PAGE = 32
@@ -53,11 +51,11 @@ class ContinuousSampler:
         ends = list(self.end_ids) if settings.stop_at_eos else []
         results = {str(number): Progress(request, settings, self.tokenizer) for number, request in enumerate(requests)}
         with quiet(), spared(), self._manager(requests, settings) as manager:
-            for name, progress in results.items():
+            for number, request in enumerate(requests):
                 manager.add_request(
-                    progress.request.tokens,
-                    name,
-                    max_new_tokens=progress.request.limit,
+                    request.tokens,
+                    str(number),
+                    max_new_tokens=request.limit,
                     streaming=bool(settings.stop),
                     eos_token_id=ends or -1,
                 )
@@ -70,7 +68,7 @@ class ContinuousSampler:
                     continue
                 if output.error is not None:
                     raise EngineFailure(str(output.error))
-                done = results[output.request_id].completion(output, ends)
+                done = take(results[output.request_id], output, ends)
                 if done is not None:
                     del results[output.request_id]
                     if not output.is_finished():
@@ -170,34 +168,11 @@ def _draw_alone(manager: Any, seed: int) -> None:
     manager.batch_processor.model_runner._sample = sample
 
 
-class Progress:
-    """The tokens of a request so far."""
-
-    def __init__(
-        self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
-    ):
-        """Start without tokens, or after those of an earlier part of the same completion."""
-        prompt, started = request.searched()
-        self.request, self.settings, self.tokenizer, self.before = request, settings, tokenizer, [*started, *before]
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        if settings.stop:
-            self.detokenizer = Detokenizer(tokenizer, prompt[-STOP_CONTEXT:], skip_special_tokens=False)
-
-    def rest(self, before: Sequence[int]) -> Progress:
-        """The progress of the rest of the completion, after its first tokens."""
-        return Progress(self.request, self.settings, self.tokenizer, before)
-
-    def completion(self, output: Any, ends: Sequence[int]) -> Completion | None:
-        """Take over a result; returns the completion, without the part before, if it has ended."""
-        searched = len(self.ids)
-        self.ids, self.logprobs = output.generated_tokens, output.logprobs
-        for length in range(searched + 1, len(self.ids) + 1) if self.settings.stop else ():
-            if contains_stop(self.settings.stop, self.before + self.ids[:length], self.detokenizer):
-                return Completion(self.ids[:length], self.logprobs[:length], truncated=False)
-        if not output.is_finished():
-            return None
-        return Completion(self.ids, self.logprobs, truncated=self.ids[-1] not in ends)
+def take(progress: Progress, output: Any, ends: Sequence[int]) -> Completion | None:
+    """Take over a manager's result, which has all tokens so far; returns the completion if it has ended."""
+    ids, known = output.generated_tokens, len(progress.ids)
+    reason = None if not output.is_finished() else "stop" if ids[-1] in ends else "length"
+    return progress.take(ids[known:], output.logprobs[known : len(ids)], reason)
 
 
 @contextmanager

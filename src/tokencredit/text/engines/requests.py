@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
 
 SEEDS = 2**31
@@ -28,11 +31,6 @@ class Request:
     started: int = 0
     """Number of its last tokens that belong to the completion, where a stop string may begin."""
 
-    def searched(self) -> tuple[list[int], list[int]]:
-        """The tokens before the completion, and its first ones."""
-        start = len(self.tokens) - self.started
-        return self.tokens[:start], self.tokens[start:]
-
 
 class Completion(NamedTuple):
     """Sampled tokens."""
@@ -48,6 +46,44 @@ class Completion(NamedTuple):
 
 class EngineFailure(RuntimeError):
     """A sampler failed, or cannot be reached; the message is the cause, in a line."""
+
+
+class Progress:
+    """The tokens of a request so far, and the search for its end."""
+
+    def __init__(
+        self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
+    ):
+        """Start without tokens, or after those of an earlier part of the same completion."""
+        start = len(request.tokens) - request.started
+        self.before, self.shortest = [*request.tokens[start:], *before], request.shortest
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.search: StopSearch | None = None
+        if settings.stop:
+            self.search = StopSearch(settings.stop, tokenizer, request.tokens[:start], searched=len(self.before))
+
+    def take(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Completion | None:
+        """Append new tokens; returns the completion, without the part before, if it has ended.
+
+        Args:
+            ids: the new tokens.
+            logprobs: of each.
+            reason: `stop` at an end token, `length` at the limit; None if the sampler goes on.
+
+        Raises:
+            EngineFailure: it ended for another reason.
+        """
+        self.ids += ids
+        self.logprobs += logprobs
+        before = len(self.before)
+        if self.search is not None:
+            end = self.search.end(self.before + self.ids, before + self.shortest)
+            if end is not None:
+                return Completion(self.ids[: end - before], self.logprobs[: end - before], truncated=False)
+        if reason not in (None, "stop", "length"):
+            raise EngineFailure(f"a request ended with {reason}")
+        return None if reason is None else Completion(self.ids, self.logprobs, truncated=reason == "length")
 
 
 class Sampler(Protocol):

@@ -7,22 +7,29 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.text.data.detokenizer import Detokenizer
-from tokencredit.text.data.prompts import PromptBatch
 
 STOP_CONTEXT = 16
-"""Prompt tokens that are decoded again at each step of a search for stop strings."""
+"""Tokens before a completion that are decoded with it in the search; decoding depends on few."""
 
 
-def stop_detokenizers(prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase) -> list[Detokenizer]:
-    """A detokenizer per row for the search for stop strings, which may be special tokens.
+class StopSearch:
+    """Finds the first stop string in a completion that grows; it may be a special token."""
 
-    Decoding depends on a few tokens before, so the prompt's last ones are enough and each step stays cheap.
-    """
-    rows = zip(prompts.ids, prompts.mask, strict=True)
-    return [Detokenizer(tokenizer, ids[mask][-STOP_CONTEXT:].tolist(), skip_special_tokens=False) for ids, mask in rows]
+    def __init__(
+        self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, context: Sequence[int], searched: int = 0
+    ):
+        """Search after the tokens of `context`; the first `searched` tokens of the completion end it nowhere."""
+        self.stops, self.searched = stops, searched
+        self.detokenizer = Detokenizer(tokenizer, context[-STOP_CONTEXT:], skip_special_tokens=False)
 
+    def end(self, ids: Sequence[int], shortest: int = 0) -> int | None:
+        """Number of tokens, at least `shortest`, at which the first stop string is complete; None without one.
 
-def contains_stop(stops: Sequence[str], ids: Sequence[int], detokenizer: Detokenizer) -> bool:
-    """True if the text of these token ids contains a stop string."""
-    text = detokenizer.text(ids)
-    return any(stop in text for stop in stops)
+        Tokens of an earlier call are not searched again.
+        """
+        first, self.searched = max(self.searched + 1, shortest), len(ids)
+        for length in range(first, len(ids) + 1):
+            text = self.detokenizer.text(ids[:length])
+            if any(stop in text for stop in self.stops):
+                return length
+        return None

@@ -141,7 +141,7 @@ def decoding_step(model, tokenizer, cls, **settings):
     """A rollout after its prompts, and its step."""
     batch = prompts(tokenizer)
     settings = SamplingConfig(**settings)
-    state = Decoding(uniforms(), [batch.ids.new_zeros(0)] * 12, settings, torch.arange(40), [])
+    state = Decoding(uniforms(), [batch.ids.new_zeros(0)] * 12, settings, torch.arange(40), {})
     steps = cls(model, batch.mask, 80)
     state.draw(model.logits(steps.prompts(batch.ids, 1)), batch.ids, None)
     steps.repeat(lambda: None, 1)

@@ -36,7 +36,7 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.engines.stop_strings import stop_detokenizers
+from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.engines.vllm import sampler as vllm
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
@@ -116,8 +116,8 @@ def local_ending(settings, prompts, row, ids, tokenizer):
     """The completion that the local engine makes of these draws, and true if it is truncated."""
     one = Prompts([TEXTS[row % len(TEXTS)]], tokenizer).batch(0, 1)
     assert torch.equal(one.ids[one.mask], prompts.ids[row][prompts.mask[row]])
-    detokenizers = stop_detokenizers(one, tokenizer) if settings.stop else []
-    state = Decoding(torch.zeros(1, LIMIT), [one.ids.new_zeros(0)], settings, torch.tensor(ENDS), detokenizers)
+    searches = {0: StopSearch(settings.stop, tokenizer, one.ids[0].tolist())}
+    state = Decoding(torch.zeros(1, LIMIT), [one.ids.new_zeros(0)], settings, torch.tensor(ENDS), searches)
     for token in ids:
         logits = torch.full((1, len(tokenizer)), -torch.inf)
         logits[0, token] = 0

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from copy import deepcopy
-from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -18,7 +17,6 @@ import torch
 
 pytest.importorskip("vllm")
 
-from helpers import nccl_on_cpu
 from helpers.commands import COMMAND as COMMAND_LINE
 from helpers.commands import TWO_PROCESSES, command, python, wait_for
 from helpers.engines import (
@@ -32,21 +30,20 @@ from helpers.engines import (
     policy_of,
     with_first_weights,
 )
-from tokencredit.errors import EngineLost, RunStopped
+from tokencredit.errors import RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.engines.request_engine import RequestEngine
-from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.engines.vllm import connection, transfer
+from tokencredit.text.engines.vllm import connection
 from tokencredit.text.engines.vllm import server as vllm_server
-from tokencredit.text.engines.vllm.answers import COMMAND
+from tokencredit.text.engines.vllm.connection import COMMAND
 from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import build_policy
 
 pytestmark = pytest.mark.slow
-TEST_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--weight-transfer-config", '{"backend": "nccl"}')
+TEST_OPTIONS = ("--dtype", "float32", "--enforce-eager")
 
 
 class Server:
@@ -64,7 +61,6 @@ class Server:
         module = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {self.model}"
         variable, *words = shlex.split(COMMAND.replace(*replaced).replace("vllm serve MODEL", module))
         own = dict([variable.split("=")]) | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        own["PYTHONPATH"] = nccl_on_cpu.plugin(self.log.parent / f"plugin{self.port}", Path(__file__).parents[3])
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*words, *options, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -103,8 +99,8 @@ def started(server, tokenizer):
     return engine, deepcopy(engine.policy.lm.state_dict())
 
 
-def engine_of(server, policy, tokenizer, dtype="float32", transfer="folder"):
-    rollout = RolloutConfig(engine="vllm", server=server.address, server_transfer=transfer, server_timeout=300.0)
+def engine_of(server, policy, tokenizer, dtype="float32"):
+    rollout = RolloutConfig(engine="vllm", server=server.address, server_timeout=300.0)
     sampler = VllmServer(policy, tokenizer, ENDS, rollout)
     return RequestEngine(policy, tokenizer, ENDS, Precision(dtype, CPU), sampler)
 
@@ -115,22 +111,7 @@ def engine(started):
     return with_first_weights(*started)
 
 
-@pytest.fixture(scope="module")
-def over_nccl(server, tokenizer):
-    nccl_on_cpu.install_in_trainer()
-    engine = engine_of(server, policy_of(tokenizer), tokenizer, transfer="nccl")
-    return engine, deepcopy(engine.policy.lm.state_dict())
-
-
-@pytest.fixture(params=["folder", "nccl"])
-def either(request):
-    """The engine with its first weights, by each way of the weights."""
-    return with_first_weights(*request.getfixturevalue("started" if request.param == "folder" else "over_nccl"))
-
-
-def test_log_probs_are_those_of_a_full_pass_after_each_sync(either, monkeypatch):
-    engine = either
-    monkeypatch.setattr(transfer, "PART_BYTES", 100_000)
+def test_log_probs_are_those_of_a_full_pass_after_each_sync(engine):
     assert_equal_logprobs(generate(engine, rows=24), engine.policy)
     before = engine.probe
     changed(engine.policy)
@@ -175,20 +156,15 @@ def test_filters_and_the_shortest_completion(engine):
         ("stale keys and values", "only texts that it has seen before differ"),
     ],
 )
-def test_a_sync_that_failed_is_found(broken, cause, either, monkeypatch):
-    engine = either
+def test_a_sync_that_failed_is_found(broken, cause, engine, monkeypatch):
     whole, fetched = vllm_server.plain_weights, engine.sampler.connection.fetch
     changed(engine.policy)
     engine.weights_changed()
     changed(engine.policy)
-    loading = ["/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-    dropping = [vllm_server.RESET]
-    paths = {"skipped": loading, "stale keys and values": dropping}.get(broken, ())
+    skipped = {"skipped": "/collective_rpc", "stale keys and values": vllm_server.RESET}.get(broken)
 
     async def pretend(client, method, place, body=None):
-        if broken == "stale keys and values" and place.startswith("/pause"):
-            place += "&clear_cache=false"
-        return {"success": True} if place in paths else await fetched(client, method, place, body)
+        return {"success": True} if place == skipped else await fetched(client, method, place, body)
 
     monkeypatch.setattr(engine.sampler.connection, "fetch", pretend)
     if broken in BROKEN:
@@ -196,7 +172,6 @@ def test_a_sync_that_failed_is_found(broken, cause, either, monkeypatch):
         monkeypatch.setattr(vllm_server, "plain_weights", parts)
     with pytest.raises(RunStopped, match=rf"engine vllm are not the policy's .*{cause}.*Nothing was learned"):
         engine.weights_changed()
-    engine.sampler.transfer.renew()  # the server has received fewer parts than the trainer has sent
 
 
 def test_two_runs_at_one_server_find_each_other(engine, server, tokenizer):
@@ -217,84 +192,11 @@ def test_weights_that_nothing_labels_are_found_in_the_rollout(engine, server):
     changed(policy)
     engine.sampler.sync(policy)
     assert engine.sampler.version != version
-    with pytest.raises(RunStopped, match="did not draw a rollout from the policy, though the sync before was proven"):
+    with pytest.raises(RunStopped, match="are not the policy's in a rollout, though the sync before was proven"):
         generate(engine)
 
 
-@pytest.mark.parametrize("refused", [True, False])
-def test_a_transfer_that_breaks_between_two_parts_is_done_anew(refused, over_nccl, monkeypatch):
-    engine = with_first_weights(*over_nccl)
-    fetched, parts, events = engine.sampler.connection.fetch, [], []
-
-    async def break_once(client, method, place, body=None):
-        if place == "/update_weights":
-            parts.append(place)
-            if len(parts) == 4 and refused:
-                body["update_info"]["names"][0] = "no.such.weight"
-            elif len(parts) == 4:
-                raise connection.Unreachable("the connection broke")
-        return await fetched(client, method, place, body)
-
-    monkeypatch.setattr(transfer, "PART_BYTES", 10_000)
-    monkeypatch.setattr(engine.sampler.connection, "fetch", break_once)
-    changed(engine.policy)
-    message = r"HTTP 500: .*" if refused else "the connection broke"
-    with pytest.raises(EngineLost, match=message + ", while weights were sent; the server must hold the run's model"):
-        engine.weights_changed()
-    engine.report = events.append
-    assert_equal_logprobs(generate(engine), engine.policy)
-    assert len(parts) > 8
-    assert not events, "the next rollout syncs first"
-
-
-def test_a_server_that_dies_after_it_took_weights_gets_them_again(over_nccl, server, monkeypatch):
-    engine = with_first_weights(*over_nccl)
-    fetched, back = engine.sampler.connection.fetch, threading.Thread(target=server.start)
-
-    async def killed(client, method, place, body=None):
-        if place == vllm_server.RESET and back.ident is None:
-            server.kill()
-            back.start()
-        return await fetched(client, method, place, body)
-
-    monkeypatch.setattr(engine.sampler.connection, "fetch", killed)
-    engine.sampler.report = lambda _: None
-    changed(engine.policy)
-    with pytest.raises(EngineLost, match="was lost after it had taken weights"):
-        engine.weights_changed()
-    back.join()
-    assert_equal_logprobs(generate(engine), engine.policy)
-
-
-def test_a_server_survives_weights_over_nccl_while_others_sample(over_nccl, server, tokenizer):
-    engine, other = with_first_weights(*over_nccl), engine_of(server, over_nccl[0].policy, tokenizer)
-    other.sampler.version = engine.sampler.version
-    asked = [Request([100 + row], 400, 0, row) for row in range(8)]
-    done, over, failures = [], threading.Event(), []
-
-    def sample():
-        while not over.is_set():
-            try:
-                settings = SamplingConfig(max_new_tokens=400, stop_at_eos=False)
-                other.sampler.complete(asked, settings, lambda *_: done.append(1))
-            except EngineFailure as failure:
-                failures.append(str(failure))
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    assert wait_for(lambda: done, seconds=60)
-    try:
-        changed(engine.policy)
-        engine.weights_changed()
-    finally:
-        over.set()
-        thread.join()
-    assert failures, "they are cut, or have other weights"
-    assert_equal_logprobs(generate(engine), engine.policy)
-
-
-def test_a_server_that_dies_in_a_rollout_comes_back(either, server, monkeypatch):
-    engine = either
+def test_a_server_that_dies_in_a_rollout_comes_back(engine, server, monkeypatch):
     monkeypatch.setattr(connection, "IN_FLIGHT", 8)  # the first is read before the last is sent
     back = threading.Thread(target=server.start)
 
@@ -367,14 +269,6 @@ SHARDED = {"run__shard": "full", "critic__kind": "separate"}
 @pytest.mark.parametrize("more", [{}, SHARDED, SHARDED | {"sharding__sampling": "layers", "model__lora__rank": 2}])
 def test_the_processes_of_a_job_share_it(more, engine, server, tmp_path):
     done = python(*TWO_PROCESSES, *COMMAND_LINE, "train", *options(engine, server, tmp_path, **more), timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert_trained(tmp_path / "run")
-
-
-def test_sharded_processes_send_their_weights_over_nccl(engine, server, tmp_path):
-    more = SHARDED | {"sharding__sampling": "layers", "model__lora__rank": 2, "rollout__server_transfer": "nccl"}
-    flags = options(engine, server, tmp_path, **more)
-    done = python(*TWO_PROCESSES, nccl_on_cpu.__file__, "train", *flags, timeout=600)
     assert done.returncode == 0, done.stderr
     assert_trained(tmp_path / "run")
 

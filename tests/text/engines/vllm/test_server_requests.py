@@ -70,7 +70,6 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"id": "model", "max_model_len": 64}]},
             "/weight_info": {"weight_version": state.version},
             "/reset_prefix_cache": {"success": True},
-            "/resume": {"status": "resumed"},
             "/collective_rpc": {"results": [None]},
             "/update_weight_version": {"success": True},
             "/health": "",
@@ -162,10 +161,8 @@ def test_a_sync_hands_over_all_weights_and_drops_the_cache(sampler, state, polic
     assert all(torch.equal(state.weights[name], x) for name, x in weights.items())
     assert paths(state) == [
         "/v1/models",
-        "/weight_info",
         "/update_weight_version",
         "/collective_rpc",
-        "/resume",
         "/reset_prefix_cache",
         "/inference/v1/generate",
         "/update_weight_version",

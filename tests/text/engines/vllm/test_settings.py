@@ -80,8 +80,6 @@ def test_commands_use_the_server_that_they_are_given():
     assert with_engine(config).rollout.server_timeout == 600
     other = with_engine(config, "vllm", "http://other:1", "folder").rollout
     assert (other.server, other.server_folder) == ("http://other:1", "folder")
-    sent = PPOConfig.from_dict({"rollout.engine": "vllm", "rollout.server": SERVER, "rollout.server_transfer": "nccl"})
-    assert with_engine(sent, "vllm", SERVER).rollout.server_transfer == "folder"
 
 
 def test_another_engine_samples_from_a_run_that_was_sharded():

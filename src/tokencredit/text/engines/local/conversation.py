@@ -9,11 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.engines.local.sampling import Decoding, decode
-from tokencredit.text.engines.stop_strings import STOP_CONTEXT, stop_detokenizers
+from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.kv_cache import SPARE_TOKENS, CachedSteps, RowCache, can_keep_rows, put_rows, take_rows
 from tokencredit.text.models.precision import Precision
@@ -57,10 +56,9 @@ class LocalConversation:
         """
         self.model, self.prompts, self.tokenizer = model, prompts, tokenizer
         self.precision, self.exact = precision, exact
-        detokenizers = stop_detokenizers(prompts, tokenizer) if settings.stop else []
         ends = torch.tensor(list(end_ids), device=prompts.ids.device)
         started = [prompts.ids.new_zeros(0)] * len(uniforms)
-        self.state = Decoding(uniforms, started, settings, ends, detokenizers, keeps_support=keeps_support)
+        self.state = Decoding(uniforms, started, settings, ends, {}, keeps_support=keeps_support)
         self.prompt_ids: list[list[int]] = [
             ids[mask].tolist() for ids, mask in zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)
         ]
@@ -90,11 +88,8 @@ class LocalConversation:
         before = [len(self.tokens(row)) for row in rows]
         self.state.begin_turn(rows, observations, limits)
         if self.state.settings.stop:
-            detokenizers = list(self.state.detokenizers)
-            for row in rows:
-                context = self.tokens(row)[-STOP_CONTEXT:]
-                detokenizers[row] = Detokenizer(self.tokenizer, context, skip_special_tokens=False)
-            self.state.detokenizers = detokenizers
+            stops = self.state.settings.stop
+            self.state.searches |= {row: StopSearch(stops, self.tokenizer, self.tokens(row)) for row in rows}
         texts = [self.tokens(row) for row in rows]
         running = list(rows)
 

@@ -18,10 +18,9 @@ from transformers import (
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import within
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import Rollout
-from tokencredit.text.engines.stop_strings import contains_stop, stop_detokenizers
+from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.kv_cache import CachedSteps
@@ -58,7 +57,7 @@ class Decoding:
         started: Sequence[Tensor],
         settings: SamplingConfig,
         ends: Tensor,
-        detokenizers: Sequence[Detokenizer],
+        searches: dict[int, StopSearch],
         *,
         keeps_support: bool = False,
     ):
@@ -69,14 +68,14 @@ class Decoding:
             started: first tokens of each completion, which count as sampled.
             settings: sampling settings and stop conditions.
             ends: token ids that end a completion.
-            detokenizers: one per completion, if there are stop strings.
+            searches: of each completion, if there are stop strings.
             keeps_support: keep the tokens that filters leave, if `settings.top_k` bounds their number.
         """
         (batch, self.limit), device = uniforms.shape, ends.device
         # Finished completions write to the extra column.
         shape = (batch, self.limit + 1)
         self.uniforms = uniforms
-        self.settings, self.ends, self.detokenizers = settings, ends, detokenizers
+        self.settings, self.ends, self.searches = settings, ends, searches
         self.start_lengths = [len(tokens) for tokens in started]
         self.response_ids = torch.zeros(shape, dtype=torch.long, device=device)
         self.lengths = torch.tensor(self.start_lengths, device=device)
@@ -94,7 +93,6 @@ class Decoding:
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
         self.rows = torch.arange(batch, device=device)
         self.warpers = logits_warpers(settings)
-        self._searched = list(self.start_lengths)
 
     def begin_turn(self, rows: Sequence[int], observations: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Append observations, and make these rows the running batch.
@@ -108,7 +106,7 @@ class Decoding:
             start, end = int(self.lengths[row]), int(self.lengths[row]) + len(ids)
             self.response_ids[row, start:end] = torch.tensor(ids, dtype=torch.long, device=self.ends.device)
             self.acted[row, start:] = False  # tokens after a stop string, drawn before it was found
-            self.lengths[row] = self.turn_starts[row] = self._searched[row] = end
+            self.lengths[row] = self.turn_starts[row] = end
             self.turn_limits[row] = min(end + most, self.limit)
         self.rows = torch.tensor(rows, device=self.ends.device)
         self.active[self.rows] = self.truncated[self.rows] = True
@@ -173,19 +171,12 @@ class Decoding:
     def _end_at_stops(self) -> None:
         """Cut completions after the first new token that completes a stop string."""
         completions = zip(self.rows.tolist(), self.response_ids[self.rows].tolist(), strict=True)
-        lengths, starts, shortest = (
-            self.lengths.tolist(),
-            self.turn_starts.tolist(),
-            max(self.settings.min_new_tokens, 1),
-        )
+        lengths, starts = self.lengths.tolist(), self.turn_starts.tolist()
         for row, ids in completions:
-            start = starts[row]
-            for length in range(max(self._searched[row] + 1, start + shortest), lengths[row] + 1):
-                if contains_stop(self.settings.stop, ids[start:length], self.detokenizers[row]):
-                    self.lengths[row] = length
-                    self.active[row] = self.truncated[row] = False
-                    break
-            self._searched[row] = lengths[row]
+            end = self.searches[row].end(ids[starts[row] : lengths[row]], self.settings.min_new_tokens)
+            if end is not None:
+                self.lengths[row] = starts[row] + end
+                self.active[row] = self.truncated[row] = False
 
     def keep(self, slots: Tensor | None) -> None:
         """Keep only these slots; None keeps all."""
@@ -254,10 +245,14 @@ def sample(
         keeps_support: as in `Decoding`.
     """
     batch, limit = uniforms.shape
-    detokenizers = stop_detokenizers(prompts, tokenizer) if settings.stop else []
     started = [prompts.ids.new_zeros(0)] * batch if started is None else started
+    rows = zip(prompts.ids, prompts.mask, started, strict=True) if settings.stop else ()
+    searches = {
+        row: StopSearch(settings.stop, tokenizer, ids[mask].tolist(), len(tokens))
+        for row, (ids, mask, tokens) in enumerate(rows)
+    }
     ends = torch.tensor(list(end_ids), device=prompts.ids.device)
-    state = Decoding(uniforms, started, settings, ends, detokenizers, keeps_support=keeps_support)
+    state = Decoding(uniforms, started, settings, ends, searches, keeps_support=keeps_support)
     inputs, mask = append_started(prompts, started)
     left = limit - min(state.start_lengths)
     states = steps(model, mask, left)

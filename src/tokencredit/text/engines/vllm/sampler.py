@@ -18,9 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.distributed.sharding import kind_of
 from tokencredit.errors import ConfigError
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.data.detokenizer import Detokenizer
-from tokencredit.text.engines.requests import Completion, EngineFailure, Request
-from tokencredit.text.engines.stop_strings import STOP_CONTEXT, contains_stop
+from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request
 from tokencredit.text.engines.vllm.process import (
     classes_of,
     contained,
@@ -156,36 +154,6 @@ class VllmSampler:
         if tags := [part for part in self._asleep if part in parts]:
             _ask(self.llm.wake_up, tags=tags)
             self._asleep = [part for part in self._asleep if part not in tags]
-
-
-class Progress:
-    """The tokens of a request so far, and the search for its end."""
-
-    def __init__(self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase):
-        self.stops, self.shortest = settings.stop, max(request.shortest, 1)
-        prompt, self.started = request.searched()
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        if self.stops:
-            self.detokenizer = Detokenizer(tokenizer, prompt[-STOP_CONTEXT:], skip_special_tokens=False)
-
-    def take(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Completion | None:
-        """Append new tokens; the completion, if they or vLLM's reason to finish end it.
-
-        Raises:
-            EngineFailure: vLLM ended it for another reason than an end token or the limit.
-        """
-        first = max(len(self.ids) + 1, self.shortest)
-        self.ids += ids
-        self.logprobs += logprobs
-        for length in range(first, len(self.ids) + 1) if self.stops else ():
-            if contains_stop(self.stops, self.started + self.ids[:length], self.detokenizer):
-                return Completion(self.ids[:length], self.logprobs[:length], truncated=False)
-        if reason is None:
-            return None
-        if reason not in ("stop", "length"):
-            raise EngineFailure(f"a request ended with {reason}")
-        return Completion(self.ids, self.logprobs, truncated=reason == "length")
 
 
 def _new_tokens(output: Any) -> tuple[Sequence[int], list[float], str | None]:

@@ -1,40 +1,45 @@
-"""A vLLM server elsewhere as a sampler: requests of token ids over HTTP, and weights in one of two ways."""
+"""A vLLM server elsewhere as a sampler: requests of token ids over HTTP, and weights through a folder."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import queue
+import shutil
+import tempfile
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx2
-import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
-from tokencredit.text.engines.requests import Completion, EngineFailure, Request
-from tokencredit.text.engines.vllm.answers import (
+from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request
+from tokencredit.text.engines.vllm.connection import (
     CERTAIN,
     COMMAND,
+    LOOP,
+    Connection,
+    Unreachable,
     check_ending,
     choice_of,
     choice_version,
     excerpt,
     read_choice,
 )
-from tokencredit.text.engines.vllm.connection import LOOP, Connection, Unreachable
-from tokencredit.text.engines.vllm.sampler import Progress, rows_of, sampling_arguments
-from tokencredit.text.engines.vllm.transfer import FolderTransfer, NcclTransfer, Transfer, Weights
+from tokencredit.text.engines.vllm.sampler import rows_of, sampling_arguments
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.plain_weights import plain_weights
+from tokencredit.text.models.plain_weights import plain_weights, write_weights
 
 RESET = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
 """Drops keys and values, also those that the server keeps outside of its memory for them."""
@@ -76,7 +81,7 @@ class VllmServer:
             processes: those that share the server, and sync in step; by default those of the job.
 
         Raises:
-            ConfigError: the folder cannot be written to, there is no GPU for NCCL, or the API key is none.
+            ConfigError: nothing can be written to the folder, or the API key is none.
         """
         assert rollout.server is not None
         self.processes = processes or Processes()
@@ -88,8 +93,16 @@ class VllmServer:
         self.versions = map(f"{self.run}-{{}}".format, count(1))
         self.version: str | None = None
         """The version of the last sync; None before the first."""
+        self.folder = Path(rollout.server_folder or tempfile.gettempdir()).absolute()
         with self.processes.agreed(ConfigError):
-            self.transfer = self._transfer(rollout, next(policy.lm.parameters()).device)
+            try:
+                if self.processes.main:  # which alone gives the server its weights
+                    with self._new_folder():
+                        pass
+            except OSError as error:
+                raise ConfigError(
+                    f"rollout.server_folder is {str(self.folder)!r}, where no weights can be written: {error}"
+                ) from error
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
@@ -133,71 +146,76 @@ class VllmServer:
         version = next(self.versions)
         self.processes.wait()
         with self.processes.agreed(EngineFailure):
-            taken = plain_weights(policy) if self.processes.main or is_sharded(policy.lm) else iter(())
-            self._send(taken, version)
+            weights = plain_weights(policy) if self.processes.main or is_sharded(policy.lm) else iter(())
+            try:
+                if self.processes.main:
+                    with self._written(weights) as folder:
+                        self._hand_over(folder, version)
+            finally:
+                deque(weights, maxlen=0)  # iterating over sharded ones takes all processes
         self.longest = self.processes.most(self.longest or 0)
         self.version = version
 
     def sleep(self) -> None:
         """Do nothing: the server has memory of its own."""
 
-    def _transfer(self, rollout: RolloutConfig, device: torch.device) -> Transfer:
-        """The way for weights, which the main process alone gives to the server, and checks.
-
-        Raises:
-            ConfigError: it is not there.
-        """
-        if rollout.server_transfer == "nccl":
-            return NcclTransfer(self.connection, device)
-        folder = FolderTransfer(self.connection, rollout.server_folder)
-        if self.processes.main:
-            folder.check()
-        return folder
-
-    def _send(self, weights: Weights, version: str) -> None:
-        """Give weights to the server, in the main process; iterating over sharded ones takes all processes."""
+    @contextmanager
+    def _new_folder(self) -> Iterator[Path]:
+        """A context with a new folder; whoever can read its parent can read it, such as a server of another user."""
+        folder = Path(tempfile.mkdtemp(prefix="tokencredit-", dir=self.folder))
         try:
-            if self.processes.main:
-                with self.transfer.offered(weights) as load:
-                    self._hand_over(load, version)
+            if self.folder != Path(tempfile.gettempdir()):
+                folder.chmod(0o700 | self.folder.stat().st_mode & 0o055)
+            yield folder
         finally:
-            deque(weights, maxlen=0)
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _hand_over(self, load: Callable[[], None], version: str) -> None:
+    @contextmanager
+    def _written(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Path]:
+        """A context with the folder of a checkpoint, which is renamed when it is whole, and deleted at the end."""
+        with ExitStack() as stack:
+            try:
+                folder = stack.enter_context(self._new_folder())
+                with safetensors_errors(folder / "partial"):
+                    write_weights(weights, folder / "partial")
+                (folder / "partial").rename(folder / "weights")
+            except OSError as error:
+                raise EngineFailure(f"weights could not be written to {self.folder}: {error}") from error
+            yield folder / "weights"
+
+    def _hand_over(self, folder: Path, version: str) -> None:
         """Let the server load weights; one that has answered before, or to a job that was restarted, is waited for."""
         try:
-            self._load(load, version)
+            self._load(folder, version)
         except Unreachable as failure:
             if self.version is None and not self.processes.restarted():
                 raise
             seconds = self.connection.seconds
             self.report(f"rollout.server is waited for, for up to {seconds:g} s: {failure}")
             self.connection.run(self.connection.wait)
-            self._load(load, version)
+            self._load(folder, version)
 
-    def _load(self, load: Callable[[], None], version: str) -> None:
-        """Let the server load weights; tokens drawn meanwhile have a version of their own.
-
-        None are drawn before: that ends a server whose last load failed.
-        """
+    def _load(self, folder: Path, version: str) -> None:
+        """Let the server load weights. None of its tokens are drawn before: that ends one whose last load failed."""
         self.connection.run(self._take_longest)
-        if self.connection.run(self._version) != self.version:
-            self.transfer.renew()
-        self.connection.request("POST", "/update_weight_version", {"new_version": f"{version} loading"})
+        # Tokens that are drawn while weights are loaded have a version of their own.
+        self._set_version(f"{version} loading")
         try:
-            load()
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self.connection.request("POST", "/collective_rpc", reload)
         except Unreachable:
             raise
         except EngineFailure as failure:
             raise EngineFailure(
-                f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and "
-                f"{self.transfer.hint}"
+                f"{failure}; the server must hold the run's model, with a vocabulary of {self.vocabulary}, and see the "
+                f"folder {self.folder}"
             ) from failure
-        self.connection.request("POST", "/resume")  # also a server that a lost trainer left paused
-        dropped = self.connection.request("POST", RESET)
-        if dropped != {"success": True}:
+        if self.connection.request("POST", RESET) != {"success": True}:
             raise EngineFailure("its prefix cache could not be dropped")
         self.connection.run(self._check_logprobs)
+        self._set_version(version)
+
+    def _set_version(self, version: str) -> None:
         self.connection.request("POST", "/update_weight_version", {"new_version": version})
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.engines.vllm.answers import check_ending, choice_of, choice_version, excerpt, read_choice
+from tokencredit.text.engines.vllm.connection import check_ending, choice_of, choice_version, excerpt, read_choice
 
 
 def choice(ids=(5, 6), logprobs=None, named=None, **other):
