@@ -14,7 +14,6 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.settings.environment import EnvironmentConfig
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.turns.protocols.episode import Episode
 from tokencredit.text.turns.protocols.factories import Factory, Instance, inspect_factory, own_reward
 from tokencredit.text.turns.protocols.step_episode import StepEpisode
 from tokencredit.text.turns.protocols.tool_episode import ToolEpisode
@@ -33,6 +32,8 @@ ADAPTERS = {
     "openenv": "tokencredit.text.turns.builtin.openenv:OpenEnv",
 }
 """Classes that make environments of other packages; the setting is their first argument."""
+Episode = StepEpisode | ToolEpisode
+"""One episode of an environment with its tools. `start` and `reply` run the user's code, and are called in threads."""
 COLUMN = "environment"
 """Column that selects one of several factories by name."""
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
-from tokencredit.text.turns.builtin.calculator import LONGEST, Calculator, evaluate
+from tokencredit.text.turns.builtin.calculator import MAX_LENGTH, Calculator, evaluate
 
 
 def asked(seed):
@@ -73,8 +73,8 @@ def test_values_of_expressions(expression, value):
         ("(1)(2)", "and nothing else"),
         ("...", "and nothing else"),
         ("1e999", "and nothing else"),
-        ("(" * LONGEST, "no arithmetic expression"),
-        ("9" * (LONGEST + 1), f"at most {LONGEST} characters; this one has {LONGEST + 1}"),
+        ("(" * MAX_LENGTH, "no arithmetic expression"),
+        ("9" * (MAX_LENGTH + 1), f"at most {MAX_LENGTH} characters; this one has {MAX_LENGTH + 1}"),
         ("9 ** 9 ** 9", "and nothing else"),
         ("__import__('os').remove('x')", "and nothing else"),
         ("[1][0]", "and nothing else"),
@@ -95,7 +95,7 @@ def test_division_by_zero():
         evaluate("1 / (2 - 2)")
 
 
-@given(st.text(alphabet="0123456789.+-*/() eE_jabx%<>=,[]{}'\"\\\n", max_size=LONGEST + 5))
+@given(st.text(alphabet="0123456789.+-*/() eE_jabx%<>=,[]{}'\"\\\n", max_size=MAX_LENGTH + 5))
 def test_any_text_is_a_number_or_refused(text):
     with suppress(ValueError, ZeroDivisionError, OverflowError):
         assert type(evaluate(text)) in (int, float)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-LONGEST = 100
+MAX_LENGTH = 100
 """Longest expression, in characters; it bounds the size of numbers and the depth of brackets."""
 Number = int | float
 BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
@@ -63,14 +63,9 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """Value of an arithmetic expression of numbers, + - * / and brackets.
-
-    Raises:
-        ValueError: it is longer than `LONGEST`, or contains anything else.
-        ZeroDivisionError: it divides by 0.
-    """
-    if len(expression) > LONGEST:
-        raise ValueError(f"an expression has at most {LONGEST} characters; this one has {len(expression)}")
+    """Value of an arithmetic expression of numbers, + - * / and brackets; `ValueError` for anything else."""
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"an expression has at most {MAX_LENGTH} characters; this one has {len(expression)}")
     if re.search(r"[^0-9.+*/() -]", expression.strip()):
         raise ValueError("an expression may have numbers, + - * / and brackets, and nothing else")
     try:

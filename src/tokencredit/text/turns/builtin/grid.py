@@ -35,18 +35,18 @@ class Grid:
         self._moves += 1
         step = DIRECTIONS.get(completion.strip().lower())
         if step is None:
-            said = "No direction: say up, down, left or right."
+            result = "No direction: say up, down, left or right."
         elif inside(there := neighbour(self._position, step)):
-            self._position, said = there, "Moved."
+            self._position, result = there, "Moved."
         else:
-            said = "Blocked."
+            result = "Blocked."
         if self._position == self._goal:
             return "\nYou reached the goal.", 1.0, True
         if self._position in self._holes:
             return "\nYou fell into a hole.", 0.0, True
         if self._moves == MOVES:
             return "\nNo moves are left.", 0.0, True
-        return f"\n{said}\n{self._view()}", 0.0, False
+        return f"\n{result}\n{self._view()}", 0.0, False
 
     def _view(self) -> str:
         """Way to the goal and the neighbouring fields, in lines of equal numbers of words."""

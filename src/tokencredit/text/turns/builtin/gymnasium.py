@@ -36,15 +36,7 @@ class Gymnasium:
     """An environment with discrete actions. A turn's action is the first name of one in its text."""
 
     def __init__(self, name: str, **settings: Any):
-        """Make the environment.
-
-        Args:
-            name: its id, such as `FrozenLake-v1`.
-            settings: its keyword arguments, such as `is_slippery`.
-
-        Raises:
-            ConfigError: not a toy environment, a setting that it does not have, or Gymnasium is not installed.
-        """
+        """Make an environment by its id, such as `FrozenLake-v1`, with its keyword arguments, such as `is_slippery`."""
         try:
             import gymnasium
         except ImportError as error:
@@ -91,5 +83,5 @@ class Gymnasium:
 def marked(text: str) -> str:
     """A map with brackets in place of colors, which may be nested."""
     while MARKED.search(text):
-        text = MARKED.sub(lambda found: COLORS.get(found.group(1), "[{}]").format(found.group(2)), text)
+        text = MARKED.sub(lambda match: COLORS.get(match[1], "[{}]").format(match[2]), text)
     return text

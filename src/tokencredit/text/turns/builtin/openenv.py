@@ -14,25 +14,20 @@ from tokencredit.text.turns.protocols.episode import appended
 
 OWN = ("done", "reward", "metadata")
 """Fields of every observation that are not its content."""
-ANSWER = 10.0
+SCHEMA_TIMEOUT = 10.0
 """Seconds within which a server answers with its schema."""
-DAY = 86400.0
-"""Timeout of the client's messages; env.timeout is shorter."""
+MESSAGE_TIMEOUT = 86400.0
+"""Timeout of the client's messages in seconds; env.timeout is shorter."""
 
 
 class OpenEnv:
     """One session on a server. A turn's text is a field of the action; observations are texts or JSON."""
 
     def __init__(self, url: str, action: str | None = None, observation: str | None = None):
-        """Ask the server for its schema.
+        """Ask the server at `url` for its schema.
 
-        Args:
-            url: its address.
-            action: field of the action that receives the policy's text; by default the only required text.
-            observation: field of the observation that the policy reads; by default all of them as JSON.
-
-        Raises:
-            ConfigError: no server answers there, it has no such field, or openenv is not installed.
+        `action` is the field of the action that receives the policy's text, by default the only required text;
+        `observation` the field of the observation that the policy reads, by default all of them as JSON.
         """
         try:
             from openenv.core import GenericEnvClient
@@ -52,7 +47,7 @@ class OpenEnv:
         if observation is not None and observation not in observations["properties"]:
             fields = ", ".join(key for key in observations["properties"] if key not in OWN)
             raise ConfigError(f"env.kwargs.observation is {observation!r}; it must be one of {fields}")
-        self._client = GenericEnvClient(base_url=url, message_timeout_s=DAY)
+        self._client = GenericEnvClient(base_url=url, message_timeout_s=MESSAGE_TIMEOUT)
 
     async def reset(self, row: Mapping[str, Any]) -> Prompt:
         """Reset with the row's columns, its seed among them; the observation is appended to the row's prompt."""
@@ -77,8 +72,7 @@ class OpenEnv:
         if self._observation is not None:
             value = observation.get(self._observation)
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        content = {key: value for key, value in observation.items() if key not in OWN}
-        return json.dumps(content, ensure_ascii=False)
+        return json.dumps({key: x for key, x in observation.items() if key not in OWN}, ensure_ascii=False)
 
 
 def _schema(url: str) -> Any:
@@ -86,7 +80,7 @@ def _schema(url: str) -> Any:
     if not url.startswith(("http://", "https://")):
         raise ConfigError("it must be an address that begins with http:// or https://")
     try:
-        with urlopen(f"{url.rstrip('/')}/schema", timeout=ANSWER) as reply:
+        with urlopen(f"{url.rstrip('/')}/schema", timeout=SCHEMA_TIMEOUT) as reply:
             schema = json.load(reply)
         if {"action", "observation"} <= schema.keys() and all(
             "properties" in schema[key] for key in schema if key != "state"

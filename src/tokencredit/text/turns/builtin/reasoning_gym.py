@@ -22,15 +22,9 @@ class ReasoningGym:
     """
 
     def __init__(self, name: str, tries: int = 1, **settings: Any):
-        """Check the settings.
+        """Check the settings of a data set of reasoning-gym; the seed and the size are the run's.
 
-        Args:
-            name: name of a data set of reasoning-gym.
-            tries: turns in which the policy may answer; the episode ends earlier with a full score.
-            settings: settings of the data set; the seed and the size are the run's.
-
-        Raises:
-            ConfigError: no such data set, a setting that it does not have, or reasoning-gym is not installed.
+        `tries` are turns in which the policy may answer; the episode ends earlier with a full score.
         """
         try:
             import reasoning_gym

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import get_json_schema
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.turns.chat.tool_calls import Schema
@@ -22,23 +23,21 @@ MARK = "\ufdd0"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NO_TEXT = re.compile(f"[\ud800-\udfff{MARK}]")
 """Characters that are no text: lone surrogates, which tokenizers reject, and the mark."""
-PROBE: Schema = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look up a word.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "word": {"type": "string", "description": "The word."},
-                "limit": {"type": "integer", "description": "Most results."},
-            },
-            "required": ["word", "limit"],
-        },
-    },
-}
-"""A tool that no environment has, for checks of a template."""
 USER: Message = {"role": "user", "content": "x"}
+
+
+def look_up(word: str, limit: int) -> str:
+    """Look up a word.
+
+    Args:
+        word: The word.
+        limit: Most results.
+    """
+    return word * limit
+
+
+PROBE: Schema = get_json_schema(look_up)
+"""A tool that no environment has, for checks of a template."""
 
 
 class TemplateEncoder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
@@ -23,26 +23,13 @@ Tool = Callable[..., Any]
 """A function or method with type hints and a docstring."""
 
 
-class Framing(Protocol):
-    """Token ids of everything that the policy does not write, and the message in what it writes."""
-
-    def prompt(self, prompt: Prompt, tools: Sequence[Tool]) -> tuple[str, list[int]]:
-        """The text and the token ids of an episode's prompt."""
-
-    def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool]) -> Turn:
-        """The sampled turn; never raises for what the policy wrote."""
-
-    def observation(self, observation: str | Sequence[Message], turn: Turn) -> list[int]:
-        """Token ids between a sampled turn and the next: the observation in its framing."""
-
-
 class TextFraming:
     """Plain texts: an observation continues the text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PromptsConfig | None = None):
         self.tokenizer, self.config, self.encoder = tokenizer, config or PromptsConfig(), TemplateEncoder(tokenizer)
 
-    def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:  # noqa: ARG002  (Framing)
+    def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:  # noqa: ARG002  (ChatFraming)
         """The text and its token ids, tokenized as prompts without environments are."""
         if not isinstance(prompt, str):
             raise ConfigError("an environment's prompt is a conversation; it must be a plain text, as the others are")
@@ -106,12 +93,9 @@ class ChatFraming:
         return text, with_bos(self.tokenizer, self.config, self.encoder.ids(text))
 
     def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool] = ()) -> Turn:
-        """The sampled turn as text and as an assistant's message.
+        """The sampled turn as text and as an assistant's message; never raises for what the policy wrote.
 
-        Args:
-            ids: the sampled ids.
-            prefix: all ids before them.
-            tools: the episode's, whose schemas give arguments their types in formats that have none.
+        `prefix` are all ids before it. The tools' schemas give arguments their types in formats that have none.
         """
         text = text_of(self.tokenizer, ids, prefix)
         if self.format is None:
@@ -174,6 +158,10 @@ class ChatFraming:
         if not self.encoder.first(text.lstrip()[len(end) :].lstrip()):
             return own
         return own | {index for name, index in self.template.ends.items() if name in self.template.source}
+
+
+Framing = TextFraming | ChatFraming
+"""Token ids of everything that the policy does not write, and the message in what it writes."""
 
 
 def check_texts(template: ChatTemplate) -> str | None:

@@ -13,7 +13,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.text.models.model_loading import load_tokenizer, resolve
-from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected, shared_start
+from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected, look_up, shared_start
 from tokencredit.text.turns.chat.framing import ChatFraming
 from tokencredit.text.turns.chat.tool_calls import THINK
 from tokencredit.text.turns.protocols.episode import Message, Turn
@@ -23,16 +23,6 @@ CALL = ("look_up", {"word": "rain", "limit": 3}, "call00000")
 END_OF_THINKING = "</think>"
 CONTEXT = 12
 """Tokens shown before one that differs."""
-
-
-def look_up(word: str, limit: int) -> str:
-    """Look up a word.
-
-    Args:
-        word: The word.
-        limit: Most results.
-    """
-    return word * limit
 
 
 class Case(NamedTuple):

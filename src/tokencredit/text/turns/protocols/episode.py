@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.text.data.prompts import Prompt, is_conversation
 from tokencredit.text.rewards.texts import content
-from tokencredit.text.turns.protocols.factories import Instance
 
 Message = dict[str, Any]
 """A message of a conversation: a role and a content, and for an assistant's calls `tool_calls`."""
@@ -57,25 +56,6 @@ class Reply:
     def text(self) -> str:
         """The text of the observation."""
         return self.observation if isinstance(self.observation, str) else "\n".join(map(content, self.observation))
-
-
-class Episode(Protocol):
-    """One episode of an environment with its tools. Its methods run the user's code, and are called in threads."""
-
-    environment: Any
-    """The environment, for reward functions that ask for `environments`; None if there are only tools."""
-    tools: Sequence[Callable[..., Any]]
-    """Functions and methods that the policy may call; the prompt's chat template describes them."""
-
-    @property
-    def instance(self) -> Instance | None:
-        """The holder of its environment; None if there are only tools."""
-
-    def start(self) -> Prompt:
-        """Reset the environment; returns the prompt: a plain text, or messages."""
-
-    def reply(self, turn: Turn) -> Reply:
-        """The environment's or the tools' reply to a turn, within `env.timeout`; never raises for the user's code."""
 
 
 def as_text(result: Any) -> str:

@@ -48,7 +48,7 @@ class ToolEpisode:
         """Keep what an episode needs.
 
         Args:
-            instance: the environment; None if there are only functions.
+            instance: holder of the environment; None if there are only functions.
             row: arguments of its `reset`, with the prompt, if there is one, as `prompt`.
             tools: descriptions of all tools by name.
             functions: the tools that are functions, by name.
@@ -59,7 +59,9 @@ class ToolEpisode:
         self.instance, self._row = instance, row
         self._described, self._callables = tools, dict(functions)
         self.environment: Any = None
+        """The environment, for reward functions that ask for `environments`; None if there are only functions."""
         self.tools: Sequence[Callable[..., Any]] = list(functions.values())
+        """Functions and methods that the policy may call; the prompt's chat template describes them."""
         self._workers, self._timeout, self._tokens = workers, timeout, tokens
 
     def start(self) -> Prompt:
