@@ -65,8 +65,7 @@ class HalfEngine(LocalEngine):
         if rollout.behavior_logprobs is None:
             rollout = replace(rollout, behavior_logprobs=rollout.logprobs)
         with torch.no_grad():
-            outputs = evaluate_rollout(self.policy, rollout, settings.temperature, None)
-        return replace(rollout, logprobs=outputs.logprobs, values=outputs.values)
+            return evaluate_rollout(self.policy, rollout, settings.temperature, None)
 
 
 class HalfWeights(HalfEngine):

@@ -68,17 +68,35 @@ REMEMBERS = {"optimizer": "muon", "critic_epochs": 1, "critic_buffer": 2}
 """Settings of a learner whose moments, generator and buffer a checkpoint has to keep."""
 
 
+class FunctionPasses(Passes):
+    """Passes whose critic is a function of states."""
+
+    critic_inputs = ("states",)
+
+    def __init__(self, critic, separate_critic=False, evaluate=None):
+        self.values, self.separate_critic = critic, separate_critic
+        self.function = evaluate or (lambda model, inputs, loss: model(inputs, loss))
+
+    def evaluate(self, model, inputs, loss):
+        return self.function(model, inputs, loss)
+
+    def critic(self, inputs):
+        return CriticOutputs(self.values(inputs["states"]))
+
+
 class TablePolicy(nn.Module):
     def __init__(self):
         super().__init__()
         self.logits = nn.Parameter(torch.randn(STATES, ACTIONS))
         self.value = nn.Parameter(torch.randn(STATES))
 
-    def forward(self, inputs, policy_loss):
+    def forward(self, inputs, policy_loss, kl=None):
         distribution = torch.distributions.Categorical(logits=self.logits[inputs["states"]])
         logprobs, entropy, mask = distribution.log_prob(inputs["actions"]), distribution.entropy(), inputs["mask"]
-        loss = policy_loss(TokenStats(logprobs[mask], entropy[mask], None), slice(None))
-        return PolicyOutputs(loss, logprobs.detach(), self.value[inputs["states"]], entropy.detach(), None)
+        numbers = [logprobs, entropy, None if kl is None else kl(logprobs)]
+        loss = policy_loss(TokenStats(*(None if x is None else x[mask] for x in numbers)), slice(None))
+        stats = TokenStats(*(None if x is None else x.detach() for x in numbers))
+        return PolicyOutputs(loss, stats, CriticOutputs(self.value[inputs["states"]]))
 
 
 class Net(nn.Module):
@@ -111,7 +129,8 @@ class SeparatePolicy(nn.Module):
         distribution = torch.distributions.Categorical(logits=logits if self.adapter is None else self.adapter(logits))
         logprobs, entropy, mask = distribution.log_prob(inputs["actions"]), distribution.entropy(), inputs["mask"]
         loss = policy_loss(TokenStats(logprobs[mask], entropy[mask], None), slice(None))
-        return PolicyOutputs(loss, logprobs.detach(), self.values(inputs["states"]), entropy.detach(), None)
+        stats = TokenStats(logprobs.detach(), entropy.detach(), None)
+        return PolicyOutputs(loss, stats, CriticOutputs(self.values(inputs["states"])))
 
 
 def experience_of(seed, processes, *, weighted=False, aged=False):
@@ -148,16 +167,10 @@ def learner_of(processes, objective, settings):
     torch.manual_seed(0)
     policy = TablePolicy()
 
-    def evaluate(model, inputs, loss):
-        return model(inputs, loss)
-
-    def critic(inputs):
-        return CriticOutputs(policy.value[inputs["states"]])
-
     return Learner(
         policy,
         torch.optim.SGD(policy.parameters(), lr=0.5),
-        Passes(evaluate, critic, ("states",)),
+        FunctionPasses(lambda states: policy.value[states]),
         kind(**{"clip": 0.2, "value_clip": 0.3, "entropy_coef": 0.01} | objective),
         UpdateSettings(**{"epochs": 2, "minibatches": 3, "max_grad_norm": 1.0} | settings),
         schedule("constant"),
@@ -176,16 +189,10 @@ def separate_learner(processes, adapter=False, optimizer="adamw", **settings):
     trained = [p for p in policy.parameters() if p.requires_grad]
     hidden = hidden_matrices(policy)
 
-    def evaluate(model, inputs, loss):
-        return model(inputs, loss)
-
-    def critic(inputs):
-        return CriticOutputs(policy.values(inputs["states"]))
-
     return Learner(
         policy,
         build_optimizer([{"params": trained, "lr": 0.05, "weight_decay": 0.01}], optimizer, hidden=hidden),
-        Passes(evaluate, critic, ("states",), separate_critic=True),
+        FunctionPasses(policy.values, separate_critic=True),
         Objective(clip=0.2, value_clip=0.3, entropy_coef=0.01),
         UpdateSettings(**{"epochs": 1, "minibatches": 4, "max_grad_norm": 0.5, "micro_batch_tokens": 8} | settings),
         schedule("constant"),
@@ -229,7 +236,7 @@ def rows_of_minibatches(processes):
     drawn = minibatches(experience_of(1, processes), Objective(), 6, torch.Generator().manual_seed(5), processes)
     parts = []
     for part in drawn:
-        tokens = part.experience.inputs["prompt_ids"]
+        tokens = part.inputs["prompt_ids"]
         assert tokens.shape[1] == 3, "padded to the longest prompt"
         assert not tokens[:, 0].any(), "on the left"
         assert tokens[:, -1].tolist() == part.rows.tolist()

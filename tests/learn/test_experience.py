@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencredit.learn import experience
-from tokencredit.learn.experience import length_batches
+from tokencredit.learn import minibatches
+from tokencredit.learn.minibatches import length_batches
 
 
 def cost(batches, lengths, overhead):
@@ -29,7 +29,7 @@ def test_no_other_cut_reads_less(lengths, overhead, slack):
     lengths = torch.tensor(lengths)
     budget = None if slack is None else int(lengths.max()) + slack
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experience, "PASS_OVERHEAD", overhead)
+        patch.setattr(minibatches, "PASS_OVERHEAD", overhead)
         batches = length_batches(lengths, budget)
     assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths))), "each row once"
     allowed = [
@@ -44,7 +44,7 @@ def test_no_other_cut_reads_less(lengths, overhead, slack):
 
 def test_by_hand(monkeypatch):
     # Together 4 · 100 tokens; apart 100 + 3 · 10 and one more pass at 20.
-    monkeypatch.setattr(experience, "PASS_OVERHEAD", 20)
+    monkeypatch.setattr(minibatches, "PASS_OVERHEAD", 20)
     first, second = length_batches(torch.tensor([10, 100, 10, 10]))
     assert first.tolist() == [1]
     assert sorted(second.tolist()) == [0, 2, 3]

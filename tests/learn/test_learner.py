@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.minibatches import FunctionPasses, TablePolicy
 from tokencredit.core.logprobs import token_loss
 from tokencredit.core.losses import clipped_surrogate, token_weights, total_loss, value_loss
 from tokencredit.core.masked import whiten
@@ -19,7 +20,6 @@ from tokencredit.learn.objective import (
     Interpolation,
     MicroBatchLoss,
     Objective,
-    Passes,
     PolicyOutputs,
     SequenceObjective,
     WeightedObjective,
@@ -36,27 +36,6 @@ def nothing(now, at):
     return now.logprobs.sum() * 0
 
 
-class TablePolicy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.logits = nn.Parameter(torch.randn(STATES, ACTIONS))
-        self.value = nn.Parameter(torch.randn(STATES))
-
-    def forward(self, inputs, policy_loss, kl=None):
-        distribution = torch.distributions.Categorical(logits=self.logits[inputs["states"]])
-        logprobs, entropy = distribution.log_prob(inputs["actions"]), distribution.entropy()
-        kl = None if kl is None else kl(logprobs)
-        mask = inputs["mask"]
-        stats = TokenStats(logprobs[mask], entropy[mask], None if kl is None else kl[mask])
-        loss = policy_loss(stats, slice(None))
-        values = self.value[inputs["states"]]
-        return PolicyOutputs(loss, logprobs.detach(), values, entropy.detach(), None if kl is None else kl.detach())
-
-
-def evaluate(model, inputs, loss):
-    return model(inputs, loss)
-
-
 @pytest.fixture
 def world():
     torch.manual_seed(0)
@@ -70,11 +49,11 @@ def world():
     return policy, Experience(inputs, mask, mask.sum(1), now.logprobs, now.values, advantages, returns)
 
 
-def learner_of(policy, objective=OBJECTIVE, evaluate=evaluate, **settings):
+def learner_of(policy, objective=OBJECTIVE, evaluate=None, **settings):
     return Learner(
         policy,
         torch.optim.SGD(policy.parameters(), lr=0.5),
-        Passes(evaluate, lambda inputs: CriticOutputs(policy.value[inputs["states"]]), ("states",)),
+        FunctionPasses(lambda states: policy.value[states], evaluate=evaluate),
         objective,
         UpdateSettings(**{"epochs": 1, "minibatches": 1} | settings),
         schedule("constant"),
@@ -83,12 +62,12 @@ def learner_of(policy, objective=OBJECTIVE, evaluate=evaluate, **settings):
     )
 
 
-def update(world, evaluate=evaluate, **settings):
+def update(world, evaluate=None, **settings):
     policy, experience = world
     return learner_of(policy, evaluate=evaluate, **settings).update(experience)
 
 
-def backward(world, objective=OBJECTIVE, evaluate=evaluate, micro_batch_tokens=None):
+def backward(world, objective=OBJECTIVE, evaluate=None, micro_batch_tokens=None):
     """The loss and its parts, and the gradients, of the whole experience as one minibatch."""
     policy, experience = world
     policy.zero_grad()
@@ -179,12 +158,12 @@ def test_a_constant_reduction_divides_by_rows_times_the_horizon(world):
 
 def test_the_loss_is_that_of_core(world):
     policy, experience = world
-    loss = MicroBatchLoss(OBJECTIVE, experience, experience.mask.sum().repeat(2))
+    loss = MicroBatchLoss(OBJECTIVE, replace(experience, counts=experience.mask.sum().repeat(2).tolist()))
     now = policy(experience.inputs, loss)
     policy_losses = clipped_surrogate(now.logprobs, experience.logprobs, experience.advantages, experience.mask)
     value_losses = value_loss(now.values, experience.values, experience.returns, experience.mask, clip=0.3)
     weights = token_weights(experience.mask)
-    expected = total_loss(policy_losses, value_losses, now.entropy, weights, value_coef=0.5, entropy_coef=0.01)
+    expected = total_loss(policy_losses, value_losses, now.stats.entropy, weights, value_coef=0.5, entropy_coef=0.01)
     torch.testing.assert_close(loss.complete(now).total, expected)
 
 
@@ -260,7 +239,7 @@ def test_without_a_critic_there_is_no_value_loss(world):
     policy, experience = world
 
     def actor(model, inputs, loss):
-        return model(inputs, loss)._replace(values=None)
+        return model(inputs, loss)._replace(critic=None)
 
     before = policy.value.detach().clone()
     metrics = update((policy, replace(experience, values=None)), evaluate=actor)
@@ -327,7 +306,7 @@ def test_a_gradient_that_is_not_finite_is_named(world):
 
     def spoilt(model, inputs, loss):
         now = model(inputs, loss)
-        return now._replace(values=now.values + (policy.value.sum() * 0).sqrt())  # d√x/dx at 0
+        return now._replace(critic=CriticOutputs(now.values + (policy.value.sum() * 0).sqrt()))  # d√x/dx at 0
 
     with pytest.raises(NonFiniteUpdate, match="gradient") as caught:
         update(world, evaluate=spoilt)
@@ -615,7 +594,7 @@ def test_a_row_may_hold_a_pair_of_sequences_for_a_preference_loss():
     def in_pairs(model, inputs, loss):
         flat = {name: x.flatten(0, 1) for name, x in inputs.items()}
         now = model(flat, loss)
-        return PolicyOutputs(now.policy_loss, now.logprobs.view(-1, 2 * TIME))
+        return PolicyOutputs(now.policy_loss, TokenStats(now.logprobs.view(-1, 2 * TIME), None, None))
 
     flat = mask.flatten(1)
     nothing_yet = torch.zeros(pairs, 2 * TIME)
@@ -694,9 +673,9 @@ def test_importance_weights_by_hand():
     advantages, values = torch.tensor([[1.0, 3.0], [-2.0, 9.0]]), torch.tensor([[1.0, 0.0], [2.0, 5.0]])
     weights, entropy, kl = torch.tensor([[0.5, 0.0], [2.0, 7.0]]), torch.tensor([1.0, 2.0, 3.0]), torch.ones(3)
     rows = Experience({}, mask, mask.sum(1), old, values, advantages, torch.zeros(2, 2), weights=weights)
-    loss = MicroBatchLoss(Objective(value_coef=1.0, entropy_coef=0.1, kl_coef=0.5), rows, [3.0, 3.0])
+    loss = MicroBatchLoss(Objective(value_coef=1.0, entropy_coef=0.1, kl_coef=0.5), replace(rows, counts=[3.0, 3.0]))
     policy = loss(TokenStats(now[mask], entropy, kl), slice(None))
-    parts = loss.complete(PolicyOutputs(policy, now, values)).parts
+    parts = loss.complete(PolicyOutputs(policy, TokenStats(now, None, None), CriticOutputs(values))).parts
     surrogate = (-0.5 * 1.2 - 0.0 + 2.0 * 2.0) / 3
     assert float(policy) == pytest.approx(surrogate - 0.1 * 2.0 + 0.5 * 1.0)
     expected = {"policy_loss": surrogate, "entropy_in_update": 2.0, "kl_in_update": 1.0, "value_loss": 0.5 * 5 / 3}
@@ -724,7 +703,7 @@ def test_interpolation_by_hand(correct, weights):
     torch.testing.assert_close(losses, expected)
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, 4.0 * weights[2]]))
-    centred = objective.centred(now, rows)
+    centred = objective.around_proximal(now, rows)
     torch.testing.assert_close((now - centred.logprobs).exp()[mask], torch.tensor([2.0, 1.4, 2.0]))
 
 
@@ -795,7 +774,7 @@ def test_chunks_of_the_vocabulary_projection_change_no_gradient_of_any_loss(name
     found = []
     for chunk in (3, 512):
         leaves = [x.clone().requires_grad_() for x in (states, weight)]
-        loss = MicroBatchLoss(LOSSES[name], rows, [10.0, 10.0])
+        loss = MicroBatchLoss(LOSSES[name], replace(rows, counts=[10.0, 10.0]))
         options = {"mask": rows.mask, "chunk": chunk, "additive": loss.additive}
         total, _ = token_loss(*leaves, rows.inputs["actions"], loss, **options)
         found.append((total.detach(), *torch.autograd.grad(total, leaves)))

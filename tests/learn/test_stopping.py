@@ -2,30 +2,7 @@ import math
 
 import pytest
 
-from tokencredit.learn.stopping import EarlyStopping, Plateau, past_target_kl
-
-
-@pytest.mark.parametrize(
-    ("kl", "target", "slack", "past"),
-    [
-        (0.02, 0.02, 1.0, False),
-        (0.021, 0.02, 1.0, True),
-        (0.03, 0.02, 1.5, False),
-        (0.031, 0.02, 1.5, True),
-        (1e9, None, 1.0, False),
-        (math.nan, 0.02, 1.0, True),
-        (-0.01, 0.02, 1.0, False),
-    ],
-)
-def test_target_kl(kl, target, slack, past):
-    assert past_target_kl(kl, target, slack) is past
-
-
-def test_target_kl_refuses():
-    with pytest.raises(ValueError, match=r"target_kl is 0.0"):
-        past_target_kl(0.1, 0.0)
-    with pytest.raises(ValueError, match=r"slack is -1.0"):
-        past_target_kl(0.1, 0.1, -1.0)
+from tokencredit.learn.stopping import EarlyStopping, Plateau
 
 
 @pytest.mark.parametrize(

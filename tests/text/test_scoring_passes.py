@@ -52,7 +52,7 @@ def test_however_rows_are_cut_the_results_are_those_of_the_whole(
 ):
     model = load(model_folders, architecture)
     whole = model(rollout.inputs(), temperature=TEMPERATURE)
-    monkeypatch.setattr("tokencredit.learn.experience.PASS_OVERHEAD", overhead)
+    monkeypatch.setattr("tokencredit.learn.minibatches.PASS_OVERHEAD", overhead)
     for budget in (None, 30):
         now = evaluate_rollout(model, rollout, TEMPERATURE, budget)
         torch.testing.assert_close(now.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tokencredit.learn.experience import length_batches
+from tokencredit.learn.minibatches import length_batches
 from tokencredit.learn.objective import SequenceObjective, WeightedObjective
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig

@@ -236,7 +236,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     paid[range(8), rollout.mask.sum(1) - 1] -= scored.totals()
     if place == "reward":
         torch.testing.assert_close(paid[rollout.mask], -0.5 * exact[rollout.mask], atol=1e-5, rtol=1e-3)
-        assert now.kl is None
+        assert now.stats.kl is None
         assert loss.kl == [None]
     else:
         assert paid.abs().max() < 1e-6
@@ -547,7 +547,7 @@ def assert_same(run, other_run):
 def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
     runs = []
     for overhead in (0, 10**6):
-        monkeypatch.setattr("tokencredit.learn.experience.PASS_OVERHEAD", overhead)
+        monkeypatch.setattr("tokencredit.learn.minibatches.PASS_OVERHEAD", overhead)
         runs.append(two_iterations(tmp_path / str(overhead)))
     assert_same(*runs)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tokencredit.control.actions import actions_of
 from tokencredit.core.vocab_projection import TokenStats
-from tokencredit.learn.objective import PolicyLoss, PolicyOutputs
+from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.settings.control import AgentConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -99,12 +99,10 @@ class Agent(nn.Module):
         entropies = self.distribution.entropy(outputs) if entropy else None
         loss = policy_loss(TokenStats(logprobs, entropies, None), slice(None))
         values = self.values(rows)
-        return PolicyOutputs(
-            loss,
-            logprobs.detach().view(shape),
-            None if values is None else values.view(shape),
-            None if entropies is None else entropies.detach().reshape(shape),
+        stats = TokenStats(
+            logprobs.detach().view(shape), None if entropies is None else entropies.detach().reshape(shape), None
         )
+        return PolicyOutputs(loss, stats, None if values is None else CriticOutputs(values.view(shape)))
 
 
 def body(size: int, args: AgentConfig) -> nn.Module:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
@@ -16,6 +18,25 @@ from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.control import AgentConfig, ControlConfig
 
 
+@dataclass(frozen=True)
+class AgentPasses(Passes):
+    """The passes of an agent."""
+
+    agent: Agent
+    entropy: bool
+    """The loss needs entropies."""
+    critic_inputs = ("observations",)
+
+    def evaluate(self, model: nn.Module, inputs: dict[str, Tensor], loss: PolicyLoss) -> PolicyOutputs:
+        """Outputs of actor and critic."""
+        outputs: PolicyOutputs = model(**inputs, policy_loss=loss, entropy=self.entropy)
+        return outputs
+
+    def critic(self, inputs: dict[str, Tensor]) -> CriticOutputs:
+        """Outputs of the critic."""
+        return CriticOutputs(self.agent.critic_values(inputs["observations"]))
+
+
 def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Learner:
     """The learner of an agent: optimizer, schedule, objective and shuffling RNG.
 
@@ -23,19 +44,10 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
         ConfigError: a setting has no effect with the environment's actions.
     """
     check_actions(args.agent, agent)
-    entropy = args.ppo.entropy_coef > 0
-
-    def evaluate(model: nn.Module, inputs: dict[str, torch.Tensor], loss: PolicyLoss) -> PolicyOutputs:
-        outputs: PolicyOutputs = model(**inputs, policy_loss=loss, entropy=entropy)
-        return outputs
-
-    def critic(inputs: dict[str, torch.Tensor]) -> CriticOutputs:
-        return CriticOutputs(agent.critic_values(inputs["observations"]))
-
     return Learner(
         agent,
         build_agent_optimizer(args, agent),
-        Passes(evaluate, critic, ("observations",)),
+        AgentPasses(agent, entropy=args.ppo.entropy_coef > 0),
         Objective(**args.ppo.objective(args.critic), horizon=1),
         build_update(args),
         schedule(**args.optim.rates(args.run.iterations)),

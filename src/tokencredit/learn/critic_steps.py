@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.learn.experience import Experience, ReturnBuffer
-from tokencredit.learn.minibatches import Minibatch, micro_batches, minibatches
+from tokencredit.learn.experience import Experience, joined
+from tokencredit.learn.minibatches import micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients
 from tokencredit.learn.update import NonFiniteUpdate, OnStep, UpdateSettings, drop_gradients
@@ -28,20 +30,10 @@ class CriticSteps:
         generator: torch.Generator,
         processes: Processes,
         lockstep: Processes | None,
-        locate: Callable[[Minibatch], NonFiniteUpdate],
+        locate: Callable[[Experience], NonFiniteUpdate],
     ):
-        """Store the parts.
-
-        Args:
-            passes: the critic's forward pass and the names of its inputs.
-            optimizer: over all parameters; skips those without a gradient, weight decay and moments included.
-            settings: the update's settings.
-            generator: shuffles the rows.
-            processes: the processes of the job.
-            lockstep: as in `micro_batches`.
-            locate: finds the row of a minibatch whose loss is not finite.
-        """
-        self._critic, self.optimizer, self.settings = passes.critic, optimizer, settings
+        """Arguments as in `Learner`; `lockstep` as in `micro_batches`; `locate` finds a row that is not finite."""
+        self._passes, self.optimizer, self.settings = passes, optimizer, settings
         self.generator, self.processes, self.lockstep, self._locate = generator, processes, lockstep, locate
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.buffer = ReturnBuffer(settings.critic_buffer, passes.critic_inputs)
@@ -64,13 +56,13 @@ class CriticSteps:
         losses: list[float] = []
         bad_steps = 0
         for source, objective in passes:
-            for part in minibatches(source, objective, self.settings.minibatches, self.generator, self.processes):
-                minibatch, is_new = part.experience, source is experience
-                loss, grad_norm = self.gradient(minibatch, objective, part.counts, real=part.real)
+            parts = minibatches(source, objective, self.settings.minibatches, self.generator, self.processes)
+            for minibatch in parts:
+                loss, grad_norm = self.gradient(minibatch, objective)
                 if not self.processes.all(math.isfinite(loss + grad_norm)):
                     bad_steps += 1
                     buffered_error = NonFiniteUpdate("value loss of an earlier batch", None)
-                    on_step(minibatch, self._locate(part) if is_new else buffered_error)
+                    on_step(minibatch, self._locate(minibatch) if source is experience else buffered_error)
                     continue
                 self.optimizer.step()
                 losses.append(loss)
@@ -82,27 +74,16 @@ class CriticSteps:
         last = losses[-self.settings.minibatches :]
         return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
 
-    def gradient(
-        self,
-        minibatch: Experience,
-        objective: Objective,
-        counts: Sequence[float] | None = None,
-        *,
-        real: bool = True,
-    ) -> tuple[float, float]:
+    def gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
         """Compute the clipped value-loss gradient of the critic's own parameters; returns loss and gradient norm.
 
-        Bypasses the model's data-parallel wrapper, which would wait for the gradient of every parameter. Arguments as
-        in `Learner.backward`.
+        Bypasses the model's data-parallel wrapper, which would wait for the gradient of every parameter.
         """
-        assert self._critic is not None
-        if counts is None:
-            counts = self.processes.sum(objective.count(minibatch.mask, minibatch.value_mask)).tolist()
         drop_gradients(self.parameters)
         losses = []
-        for part, in_loss in micro_batches(minibatch, self.settings.micro_batch_tokens, self.lockstep, real=real):
-            value_loss = MicroBatchLoss(objective, part, counts).value_loss(self._critic(part.inputs))
-            value_loss = value_loss if in_loss else 0 * value_loss
+        for part in micro_batches(minibatch, self.settings.micro_batch_tokens, self.lockstep):
+            value_loss = MicroBatchLoss(objective, part).value_loss(self._passes.critic(part.inputs))
+            value_loss = value_loss if part.real else 0 * value_loss
             self.processes.backward(value_loss)
             losses.append(value_loss.detach())
         self.processes.average_gradients(self.parameters)
@@ -110,6 +91,60 @@ class CriticSteps:
         total = self.processes.sum(torch.stack(losses).sum())
         loss, grad_norm = torch.stack([total, norm]).tolist()
         return loss, grad_norm
+
+
+BUFFERED = ("mask", "lengths", "values", "returns", "value_mask")
+"""Tensors of an experience, besides its inputs, that the critic reads."""
+
+
+class ReturnBuffer:
+    """Buffer of the last experiences, reduced to the critic's inputs, values and returns."""
+
+    def __init__(self, size: int, inputs: Iterable[str]):
+        """Start empty; `size` is the capacity in experiences, `inputs` the names of the critic's inputs."""
+        self.inputs = tuple(inputs)
+        self.experiences: deque[Experience] = deque(maxlen=size)
+
+    def add(self, experience: Experience) -> None:
+        """Add an experience; evicts the oldest one from a full buffer."""
+        inputs = {name: experience.inputs[name] for name in self.inputs}
+        empty = experience.returns[:, :0]  # placeholders for tensors that the critic does not read
+        without = replace(experience, ref_logprobs=None, weights=None, behavior_logprobs=None, age=None)
+        self.experiences.append(replace(without, inputs=inputs, logprobs=empty, advantages=empty))
+
+    def state(self) -> list[dict[str, Any]]:
+        """The experiences, oldest first, as copies: a checkpoint cannot hold tensors that share memory."""
+        return [
+            {"inputs": {name: x.clone() for name, x in experience.inputs.items()}}
+            | {name: x.clone() for name in BUFFERED if (x := getattr(experience, name)) is not None}
+            for experience in self.experiences
+        ]
+
+    def load(
+        self,
+        states: Sequence[Sequence[dict[str, Any]]],
+        device: torch.device,
+        share: Callable[[int], slice] | None = None,
+    ) -> None:
+        """Restore the results of `state`, on a device.
+
+        Args:
+            states: of this process, or of all processes that wrote the checkpoint.
+            device: where to.
+            share: selects this process's rows of all; None keeps them.
+        """
+        self.experiences.clear()
+        for parts in zip(*states, strict=True):
+            experience = joined([_buffered(tensors, device) for tensors in parts])
+            self.experiences.append(experience if share is None else experience.select(share(len(experience))))
+
+
+def _buffered(tensors: Mapping[str, Any], device: torch.device) -> Experience:
+    """An experience from its part of `ReturnBuffer.state`."""
+    inputs = {name: x.to(device) for name, x in tensors["inputs"].items()}
+    own = {name: x.to(device) for name, x in tensors.items() if name != "inputs"}
+    empty = own["returns"][:, :0]
+    return Experience(inputs, logprobs=empty, advantages=empty, **own)
 
 
 def unclipped(objective: Objective) -> Objective:

@@ -18,12 +18,11 @@ from tokencredit.distributed.sharding import sharded_in
 from tokencredit.learn.critic_steps import CriticSteps, unclipped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import follow_returns, histogram_heads
-from tokencredit.learn.minibatches import Minibatch, micro_batches, minibatches
+from tokencredit.learn.minibatches import micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
-from tokencredit.learn.stopping import past_target_kl
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import (
     NonFiniteUpdate,
@@ -68,7 +67,7 @@ class Learner:
         self.wrapped = processes.wrap(model)
         self.lockstep = processes if sharded_in(model) else None
         """The processes, if all must make equal numbers of passes."""
-        self._evaluate, self.separate_critic = passes.evaluate, passes.separate_critic
+        self.passes = passes
         self.critic = CriticSteps(passes, optimizer, settings, generator, processes, self.lockstep, self._locate)
         self.histograms = histogram_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -106,25 +105,32 @@ class Learner:
         records: list[list[StepRecord]] = []
         grad_norms: list[float] = []
         bad_steps = 0
+        # The support of a histogram critic must hold the returns before it learns from them.
         follow_returns(self.histograms, experience, self.processes)
         with training(self.training_modules):
-            for part in self._minibatches(experience):
-                minibatch = self._whitened(part)
-                record, norm = self._gradient(minibatch, part, frozen)
-                # The only device synchronisation of a step.
+            for minibatch in self._minibatches(experience):
+                # The gradient of the whole minibatch, on all processes; during a warm-up the critic's alone.
+                whitened = self._whitened(minibatch)
+                drop_gradients(self.parameters)
+                record = self.backward(whitened)
+                drop_gradients(frozen)
+                norm = clip_gradients(self.parameters, settings.max_grad_norm)
+                # The only device synchronisation of a step. A step that is not finite anywhere is skipped everywhere.
                 *losses, grad_norm = torch.stack([*(micro.loss for micro in record), norm]).tolist()
                 if not self.processes.all(math.isfinite(sum(losses) + grad_norm)):
                     bad_steps += 1
-                    on_step(minibatch, self._locate(part))
+                    on_step(whitened, self._locate(minibatch))
                     continue
                 records.append(record)
+                # The update ends before the step of a policy that is already too far away; NaN counts as too far.
                 if settings.target_kl is not None:
                     kl = ratios(record, self.objective.clip, self.processes).metrics()["approx_kl_k3"]
-                    if past_target_kl(kl, settings.target_kl):
+                    if not kl <= settings.target_kl:
                         break
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
-                on_step(minibatch, None)
+                on_step(whitened, None)
+            # Steps of the critic alone, also on buffered experiences.
             passes = self.critic.passes(experience, self.objective)
             critic, bad_critic_steps = self.critic.run(experience, passes, on_step)
         drop_gradients(self.parameters)  # sampling needs the memory
@@ -193,68 +199,54 @@ class Learner:
             share = None if everyone is None else self.processes.share
             self.critic.buffer.load(parts, self.processes.device, share)
 
-    def _minibatches(self, experience: Experience) -> Iterator[Minibatch]:
+    def _minibatches(self, experience: Experience) -> Iterator[Experience]:
         """The minibatches of all joint steps."""
         settings = self.settings
         for _ in range(settings.epochs):
             yield from minibatches(experience, self.objective, settings.minibatches, self.generator, self.processes)
 
-    def _whitened(self, part: Minibatch) -> Experience:
-        minibatch = part.experience
+    def _whitened(self, minibatch: Experience) -> Experience:
         if not self.settings.whiten_minibatches:
             return minibatch
-        mask = minibatch.mask & part.real
+        mask = minibatch.mask & minibatch.real
         reduce = None if self.processes.count == 1 else self.processes.sum
-        return replace(minibatch, advantages=whiten(minibatch.advantages, mask, reduce=reduce, count=part.tokens))
+        return replace(minibatch, advantages=whiten(minibatch.advantages, mask, reduce=reduce, count=minibatch.tokens))
 
-    def _gradient(
-        self, minibatch: Experience, part: Minibatch, frozen: Iterable[Tensor]
-    ) -> tuple[list[StepRecord], Tensor]:
-        """Compute a minibatch's clipped gradient; returns its record, and the gradient norm before clipping."""
-        drop_gradients(self.parameters)
-        record = self.backward(minibatch, part.counts, real=part.real)
-        drop_gradients(frozen)
-        return record, clip_gradients(self.parameters, self.settings.max_grad_norm)
-
-    def backward(
-        self, minibatch: Experience, counts: Sequence[float] | None = None, *, real: bool = True
-    ) -> list[StepRecord]:
+    def backward(self, minibatch: Experience) -> list[StepRecord]:
         """Accumulate a minibatch's gradient over micro-batches of similar lengths.
 
         Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
         and processes add up to the same gradient, however they are split. Processes synchronise gradients once, with
         the last micro-batch, so that their numbers of micro-batches may differ; those of a model with sharded modules,
         whose passes are collective, are made equal.
-
-        Args:
-            minibatch: the rows.
-            counts: divisors of the means, over all processes; None computes them.
-            real: false for rows that only take part in the collective operations: gradient and record are 0.
         """
-        if counts is None:
+        if minibatch.counts is None:  # an experience as a minibatch of its own
             counts = self.processes.sum(self.objective.count(minibatch.mask, minibatch.value_mask)).tolist()
+            minibatch = replace(minibatch, counts=counts)
         records = []
-        batches = micro_batches(minibatch, self.settings.micro_batch_tokens, self.lockstep, real=real)
-        for number, (part, in_loss) in enumerate(batches, start=1):
-            loss = MicroBatchLoss(self.objective, part, counts)
-            with self.processes.no_sync(self.wrapped) if number < len(batches) else nullcontext():
-                records.append(self._pass(part, loss, in_loss))
+        parts = micro_batches(minibatch, self.settings.micro_batch_tokens, self.lockstep)
+        for number, part in enumerate(parts, start=1):
+            with self.processes.no_sync(self.wrapped) if number < len(parts) else nullcontext():
+                records.append(self._pass(part))
         if self.lockstep is not None:
             self.processes.average_gradients(self.parameters)
         return records
 
-    def _pass(self, part: Experience, loss: MicroBatchLoss, real: bool) -> StepRecord:
+    def _pass(self, part: Experience) -> StepRecord:
         """Run a forward and a backward pass; without an effect if the rows are not real."""
-        outputs = self._evaluate(self.wrapped, part.inputs, loss)
+        # Forward: the model calls the loss with its token statistics; the critic's part comes on top.
+        loss = MicroBatchLoss(self.objective, part)
+        outputs = self.passes.evaluate(self.wrapped, part.inputs, loss)
         losses = loss.complete(outputs)
-        factor = 1 if real else 0
-        terms = [losses.total]
-        if self.separate_critic and self.lockstep is not None and losses.critic is not None:
-            terms = [losses.policy, losses.critic]  # one after the other, so that gathered weights do not meet
+        # Backward. Sharded policy and critic one after the other, so that gathered weights of both never meet.
+        factor, terms = 1 if part.real else 0, [losses.total]
+        if self.passes.separate_critic and self.lockstep is not None and losses.critic is not None:
+            terms = [losses.policy, losses.critic]
         for term in terms:
             self.processes.backward(factor * term)
+        # What the metrics need, measured from the log-probs around which the loss was clipped.
         parts = {name: factor * x for name, x in losses.parts.items()}
-        part, mask = self.objective.centred(outputs.logprobs, part), part.mask & real
+        part, mask = self.objective.around_proximal(outputs.logprobs, part), part.mask & part.real
         clipped = self.objective.clipped(outputs.logprobs, part)
         behavior, stats = part.behavior_logprobs, None
         if behavior is not None:
@@ -263,18 +255,19 @@ class Learner:
         return StepRecord(total, parts, outputs.logprobs, part.logprobs, mask, clipped, stats)
 
     @torch.no_grad()
-    def _locate(self, part: Minibatch) -> NonFiniteUpdate:
+    def _locate(self, minibatch: Experience) -> NonFiniteUpdate:
         """Find the first row and loss term of a failed minibatch that are not finite, one row at a time."""
+        assert minibatch.rows is not None
         first, names = (-1, -1), []
-        rows = len(part.rows)
+        rows = len(minibatch)
         for number in range(rows if self.lockstep is None else self.processes.most(rows)):
             place = min(number, rows - 1)
-            row = part.experience.select(slice(place, place + 1))
+            row = replace(minibatch.select(slice(place, place + 1)), counts=None)
             loss = MicroBatchLoss(self.objective, row)
-            parts = loss.complete(self._evaluate(self.model, row.inputs, loss)).parts
+            parts = loss.complete(self.passes.evaluate(self.model, row.inputs, loss)).parts
             names, finite = list(parts), [bool(x.isfinite()) for x in parts.values()]
             if not all(finite) and first == (-1, -1):
-                first = int(part.rows[place]), finite.index(False)
+                first = int(minibatch.rows[place]), finite.index(False)
                 if self.lockstep is None:
                     break
         everywhere = self.processes.gather(torch.tensor([first], device=self.processes.device)).tolist()

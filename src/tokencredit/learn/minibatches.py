@@ -1,36 +1,28 @@
-"""Minibatches of the rows of all processes: the same ones, however many processes share them."""
+"""Minibatches of the rows of all processes, the same however many share them; micro-batches of similar length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.learn.experience import Experience, length_batches
+from tokencredit.learn.experience import Experience
 from tokencredit.learn.objective import Objective
 
+PASS_OVERHEAD = 256
+"""Fixed cost of an extra forward pass on a CPU, in tokens: split a batch only if that saves more padding."""
 
-class Minibatch(NamedTuple):
-    """One process's rows of a minibatch."""
-
-    experience: Experience
-    """The rows; one row of another process if `real` is false."""
-    rows: Tensor
-    """Their numbers in the batch of all processes, which begins with the rows of the first one."""
-    real: bool
-    """False in a process without a row: its pass has no effect, but passes are collective."""
-    tokens: float
-    """Tokens in the loss, over all processes."""
-    counts: list[float]
-    """`Objective.count` over all processes: the divisors of the means."""
+PASS_OVERHEAD_ON_ACCELERATORS = 4096
+"""Fixed cost of an extra forward pass on other devices, in tokens; only large products keep them busy."""
 
 
 def minibatches(
     experience: Experience, objective: Objective, count: int, generator: torch.Generator, processes: Processes
-) -> Iterator[Minibatch]:
+) -> Iterator[Experience]:
     """The minibatches of one pass, except those without a token in the loss on any process.
 
     On an empty minibatch, momentum and weight decay alone would still move the weights.
@@ -50,15 +42,15 @@ def minibatches(
         experience, shares = aligned(experience, processes)
     mask = processes.gather_rows(experience.mask, shares)
     sparse = None if experience.value_mask is None else processes.gather_rows(experience.value_mask, shares)
-    parts = torch.randperm(len(mask), generator=generator).to(mask.device).tensor_split(count)
-    masks = [mask[rows] for rows in parts]
-    divisors = map(objective.count, masks, [None if sparse is None else sparse[rows] for rows in parts])
+    shuffled = torch.randperm(len(mask), generator=generator).to(mask.device).tensor_split(count)
+    masks = [mask[rows] for rows in shuffled]
+    divisors = map(objective.count, masks, [None if sparse is None else sparse[rows] for rows in shuffled])
     # One transfer for the counts of all minibatches, since each one stalls a GPU's queue.
     counts = torch.stack([torch.cat([x.sum().view(1), count]) for x, count in zip(masks, divisors, strict=True)])
-    counted = [(rows, numbers) for rows, numbers in zip(parts, counts.tolist(), strict=True) if numbers[0] > 0]
-    shared = dealt(experience, [rows for rows, _ in counted], shares, processes)
-    for (_, (tokens, *numbers)), (part, rows, real) in zip(counted, shared, strict=True):
-        yield Minibatch(part, rows, real, tokens, numbers)
+    counted = [(rows, numbers) for rows, numbers in zip(shuffled, counts.tolist(), strict=True) if numbers[0] > 0]
+    parts = assign_rows(experience, [rows for rows, _ in counted], shares, processes)
+    for (_, (tokens, *numbers)), part in zip(counted, parts, strict=True):
+        yield replace(part, tokens=tokens, counts=numbers)
 
 
 def aligned(experience: Experience, processes: Processes) -> tuple[Experience, list[int]]:
@@ -68,16 +60,16 @@ def aligned(experience: Experience, processes: Processes) -> tuple[Experience, l
     return experience.padded(everywhere.amax(0)[1:].tolist()), everywhere[:, 0].tolist()
 
 
-def dealt(
+def assign_rows(
     experience: Experience, parts: Sequence[Tensor], shares: Sequence[int], processes: Processes
-) -> Iterator[tuple[Experience, Tensor, bool]]:
-    """This process's rows of each minibatch: the rows, their numbers in the whole batch, and `Minibatch.real`.
+) -> Iterator[Experience]:
+    """This process's rows of each minibatch; one row that is not `real` if there are fewer rows than processes.
 
     All rows of a pass move in one exchange per tensor.
     """
     if processes.count == 1:
         for rows in parts:
-            yield experience.select(rows), rows, True
+            yield replace(experience.select(rows), rows=rows)
         return
     split = [[own if len(own) else rows[:1] for own in rows.tensor_split(processes.count)] for rows in parts]
     wanted = [torch.cat(own) for own in zip(*split, strict=True)]
@@ -85,25 +77,61 @@ def dealt(
     first = 0
     for rows, own in zip(parts, split, strict=True):
         mine = own[processes.rank]
-        yield moved.select(slice(first, first + len(mine))), mine, processes.rank < len(rows)
+        part = moved.select(slice(first, first + len(mine)))
+        yield replace(part, rows=mine, real=processes.rank < len(rows))
         first += len(mine)
 
 
-def micro_batches(
-    minibatch: Experience, budget: int | None, lockstep: Processes | None, *, real: bool = True
-) -> list[tuple[Experience, bool]]:
-    """Micro-batches of rows of similar length, and true for those whose pass has an effect.
+def micro_batches(minibatch: Experience, budget: int | None, lockstep: Processes | None) -> list[Experience]:
+    """Micro-batches of rows of similar length.
 
     Args:
         minibatch: the rows.
         budget: most tokens per micro-batch, padding included; None for no limit.
-        lockstep: processes that make as many passes as the one with most, because each pass is collective; None if
-            processes may make different numbers of passes.
-        real: false for a row of another process (`Minibatch.real`).
+        lockstep: processes that make as many passes as the one with most, because each pass is collective: the others
+            add passes that are not `real`. None if processes may make different numbers of passes.
     """
     batches = length_batches(minibatch.lengths, budget)
-    parts = [(minibatch if len(batches) == 1 else minibatch.select(rows), real) for rows in batches]
+    parts = [minibatch if len(batches) == 1 else minibatch.select(rows) for rows in batches]
     if lockstep is None:
         return parts
-    spare = minibatch.select(batches[-1][:1])
-    return parts + [(spare, False)] * (lockstep.most(len(parts)) - len(parts))
+    spare = replace(minibatch.select(batches[-1][:1]), real=False)
+    return parts + [spare] * (lockstep.most(len(parts)) - len(parts))
+
+
+def length_batches(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
+    """Group rows of similar length into batches, to reduce padding.
+
+    Sorts the rows by length and splits them where Σ (rows · longest + overhead) is least, by dynamic programming. The
+    overhead is the fixed cost of another forward pass, in tokens.
+
+    Args:
+        lengths: `[batch]`, int64.
+        budget: most tokens per batch, padding included; None for no limit.
+
+    Returns:
+        Row indices, one tensor per batch, the longest rows first.
+
+    Raises:
+        ValueError: a single row is longer than the budget.
+    """
+    overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
+    longest = np.sort(np.array(lengths.tolist(), dtype=np.int64))[::-1]
+    if budget is None and longest[0] == longest[-1]:
+        return [torch.arange(len(lengths), device=lengths.device)]
+    order = lengths.argsort(descending=True, stable=True)
+    if budget is not None and longest[0] > budget:
+        raise ValueError(f"budget is {budget}; it must be at least {longest[0]}, the tokens of the longest row")
+    min_cost, best_start = np.zeros(len(longest) + 1, dtype=np.int64), np.zeros(len(longest) + 1, dtype=np.int64)
+    for end in range(1, len(longest) + 1):
+        tokens = longest[:end] * np.arange(end, 0, -1)  # of a batch from each row to this one
+        costs = min_cost[:end] + tokens + overhead
+        if budget is not None:
+            costs[tokens > budget] = np.iinfo(np.int64).max
+        best_start[end] = costs.argmin()
+        min_cost[end] = costs[best_start[end]]
+    batches, end = [], len(longest)
+    while end:
+        batches.append(order[best_start[end] : end])
+        end = int(best_start[end])
+    return batches[::-1]

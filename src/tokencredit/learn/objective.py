@@ -6,7 +6,6 @@ token statistics, so that the projection to a large vocabulary can form its grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -38,27 +37,35 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import Histogram
 
 
-class PolicyOutputs(NamedTuple):
-    """Outputs of policy and critic for an experience; None where not computed."""
-
-    policy_loss: Tensor
-    """A scalar, with the policy's gradient."""
-    logprobs: Tensor
-    """`[batch, time]`, without a gradient, like entropies and KL."""
-    values: Tensor | None = None
-    """`[batch, time]`, with the critic's gradient."""
-    entropy: Tensor | None = None
-    kl: Tensor | None = None
-    histogram: Histogram | None = None
-    """The critic's histograms, whose means are the values, if it predicts them."""
-
-
 class CriticOutputs(NamedTuple):
     """Outputs of a critic for an experience, with its gradient."""
 
     values: Tensor
     """`[batch, time]`."""
     histogram: Histogram | None = None
+    """Histograms whose means are the values, if the critic predicts them."""
+
+
+class PolicyOutputs(NamedTuple):
+    """Outputs of policy and critic for an experience."""
+
+    policy_loss: Tensor
+    """A scalar, with the policy's gradient."""
+    stats: TokenStats
+    """`[batch, time]` each, without a gradient; None where not computed."""
+    critic: CriticOutputs | None = None
+    """None without a critic."""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probs of the tokens."""
+        assert self.stats.logprobs is not None
+        return self.stats.logprobs
+
+    @property
+    def values(self) -> Tensor | None:
+        """The critic's values; None without a critic."""
+        return None if self.critic is None else self.critic.values
 
 
 class PolicyLoss(Protocol):
@@ -72,24 +79,22 @@ class PolicyLoss(Protocol):
         """The loss, a scalar, of a slice of the flattened acted tokens."""
 
 
-Evaluate = Callable[[nn.Module, dict[str, Tensor], PolicyLoss], PolicyOutputs]
-"""Maps a model, an experience's inputs and the policy loss to the outputs.
+class Passes(Protocol):
+    """The forward passes of an update; a subclass per kind of model."""
 
-A model without a vocabulary projection calls `loss(TokenStats(logprobs[mask], …), slice(None))`.
-"""
-
-
-class Passes(NamedTuple):
-    """The forward passes of an update."""
-
-    evaluate: Evaluate
-    critic: Callable[[dict[str, Tensor]], CriticOutputs] | None = None
-    """Maps an experience's inputs to the critic's outputs, with a gradient only for the critic's own parameters; None
-    without a critic."""
     critic_inputs: tuple[str, ...] = ()
     """Names of the inputs that the critic reads."""
     separate_critic: bool = False
     """True if policy and critic have no trained parameter in common."""
+
+    def evaluate(self, model: nn.Module, inputs: dict[str, Tensor], loss: PolicyLoss) -> PolicyOutputs:
+        """Outputs of the model, possibly in its data-parallel wrapper, for an experience's inputs.
+
+        A model without a vocabulary projection calls `loss(TokenStats(logprobs[mask], …), slice(None))`.
+        """
+
+    def critic(self, inputs: dict[str, Tensor]) -> CriticOutputs:
+        """The critic's outputs, with a gradient only for the critic's own parameters."""
 
 
 class Loss(NamedTuple):
@@ -118,7 +123,7 @@ class Interpolation:
     low: float = 0.0
     high: float = 2.0
 
-    def centred(self, logprobs: Tensor, rows: Experience) -> Experience:
+    def around_proximal(self, logprobs: Tensor, rows: Experience) -> Experience:
         """The rows with log-probs and weights of the proximal policy, for present log-probs `[batch, time]`."""
         behavior, age = rows.behavior_logprobs, rows.age
         assert behavior is not None, "`Credit` sets it"
@@ -191,7 +196,7 @@ class Objective:
         assert now.logprobs is not None
         if self.interpolation is not None:
             present = now.logprobs.detach().new_zeros(rows.mask.numel()).index_copy(0, at, now.logprobs.detach())
-            rows = self.interpolation.centred(present.view(rows.mask.shape), rows)  # right at these tokens only
+            rows = self.interpolation.around_proximal(present.view(rows.mask.shape), rows)  # right at these tokens only
         kl = now.kl
         if self.kl_estimator is not None and rows.ref_logprobs is not None:
             kl = kl_estimate(self.kl_estimator, now.logprobs, rows.ref_logprobs.flatten()[at])
@@ -201,9 +206,9 @@ class Objective:
         parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
         return {name: losses for name, losses in parts.items() if losses is not None}
 
-    def centred(self, logprobs: Tensor, rows: Experience) -> Experience:
+    def around_proximal(self, logprobs: Tensor, rows: Experience) -> Experience:
         """The rows with log-probs and weights of the proximal policy of a pass with these log-probs."""
-        return rows if self.interpolation is None else self.interpolation.centred(logprobs, rows)
+        return rows if self.interpolation is None else self.interpolation.around_proximal(logprobs, rows)
 
     def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
         """The policy loss at acted tokens, from their log-probs; `rows` and `at` as in `token_losses`."""
@@ -281,15 +286,9 @@ class WeightedObjective(Objective):
 class MicroBatchLoss:
     """The loss of one micro-batch: the model calls it for the policy's part, `complete` adds the critic's."""
 
-    def __init__(self, objective: Objective, rows: Experience, counts: Sequence[float] | Tensor | None = None):
-        """Compute the token weights.
-
-        Args:
-            objective: the objective.
-            rows: the micro-batch.
-            counts: the two divisors of `Objective.count`; None for weights of 1, to examine single rows.
-        """
-        self.objective, self.rows, self.counts = objective, rows, counts
+    def __init__(self, objective: Objective, rows: Experience):
+        """Compute the token weights from the minibatch's `counts`; None gives weights of 1, to examine single rows."""
+        self.objective, self.rows = objective, rows
         self.additive = objective.additive
         self.weights = self._weights(rows.mask, 0)
         self.acted_count = rows.mask.flatten().cumsum(0)
@@ -312,15 +311,15 @@ class MicroBatchLoss:
         return torch.searchsorted(self.acted_count, ordinals)
 
     def _weights(self, mask: Tensor, part: int) -> Tensor:
-        if self.counts is None:
+        if self.rows.counts is None:
             return mask.float()
-        return token_weights(mask, by=self.objective.reduction, count=self.counts[part])
+        return token_weights(mask, by=self.objective.reduction, count=self.rows.counts[part])
 
     def complete(self, now: PolicyOutputs) -> Loss:
         """The whole loss, with its gradient; the terms carry none."""
         critic, parts = None, dict(self.parts)
-        if now.values is not None and self.rows.values is not None:
-            value = self.value_loss(CriticOutputs(now.values, now.histogram))
+        if now.critic is not None and self.rows.values is not None:
+            value = self.value_loss(now.critic)
             critic = self.objective.value_coef * value
             parts["value_loss"] = value.detach()
         return Loss(now.policy_loss, critic, parts)

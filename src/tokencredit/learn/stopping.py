@@ -5,25 +5,6 @@ import math
 from tokencredit.core.argument_checks import require_positive
 
 
-def past_target_kl(kl: float, target: float | None, slack: float = 1.0) -> bool:
-    """True if an update should end because the policy is too far from the sampling policy: KL > slack · target.
-
-    Args:
-        kl: the approximate KL between the two, in nats per token, such as `RatioStats.metrics()["approx_kl_k3"]`. NaN
-            counts as too far.
-        target: in nats per token; None never ends an update.
-        slack: tolerance factor on the target. Spinning Up and Stable-Baselines3 use 1.5.
-
-    Raises:
-        ValueError: `target` or `slack` is not above 0.
-    """
-    if target is None:
-        return False
-    require_positive("target_kl", target)
-    require_positive("slack", slack)
-    return not kl <= slack * target
-
-
 class Plateau:
     """Detects a plateau: `patience` checks in a row without a rise of more than `min_delta` above the best so far."""
 

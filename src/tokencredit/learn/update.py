@@ -82,26 +82,27 @@ class StepRecord(NamedTuple):
 
 def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processes: Processes) -> dict[str, float]:
     """Mean loss and terms over minibatches, and metrics of ratios and weights over all tokens of all passes; all
-    processes count."""
+    processes count.
+
+    `first_ratio_error` is the largest deviation of the ratio from 1 in the first minibatch, e^|log r| − 1. The policy
+    is then still the sampling policy, so anything beyond rounding is a bug: 8e-6 in float32; in bfloat16 up to 5e-2,
+    since each pass pads and batches rows its own way.
+    """
     micro_batches = [micro for record in records for micro in record]
     names = ["loss", *micro_batches[0].parts]
     sums = torch.stack([torch.stack([micro.loss, *micro.parts.values()]) for micro in micro_batches]).sum(0)
     means = (processes.sum(sums) / len(records)).tolist()
-    return {
+    errors = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in records[0]]
+    metrics = {
         **dict(zip(names, means, strict=True)),
         **ratios(micro_batches, clip, processes).metrics(),
-        "first_ratio_error": ratio_error(records[0], processes),
-        **correction_metrics([micro.correction for micro in micro_batches], processes),
+        "first_ratio_error": float(processes.max(torch.stack(errors).amax()).expm1()),
     }
-
-
-def correction_metrics(stats: Sequence[CorrectionStats | None], processes: Processes) -> dict[str, float]:
-    """Metrics of the weights and of π / μ over all passes; empty without `Experience.behavior_logprobs`."""
-    parts = [x for x in stats if x is not None]
-    if not parts:
-        return {}
-    sums = processes.sum(torch.stack([x.sums for x in parts]).sum(0))
-    return CorrectionStats(sums, parts[0].weighted).metrics()
+    corrections = [x for micro in micro_batches if (x := micro.correction) is not None]
+    if corrections:
+        total = processes.sum(torch.stack([x.sums for x in corrections]).sum(0))
+        metrics |= CorrectionStats(total, corrections[0].weighted).metrics()
+    return metrics
 
 
 def ratios(record: Sequence[StepRecord], clip: Clip, processes: Processes) -> RatioStats:
@@ -112,13 +113,3 @@ def ratios(record: Sequence[StepRecord], clip: Clip, processes: Processes) -> Ra
     parts = [micro.clipped for micro in record if micro.clipped is not None]
     stats = ratio_stats(logprobs, old_logprobs, mask, clip=clip, clipped=torch.cat(parts) if parts else None)
     return RatioStats(processes.sum(stats.sums), processes.max(stats.extremes))
-
-
-def ratio_error(record: Sequence[StepRecord], processes: Processes) -> float:
-    """Largest deviation of the ratio from 1 in a minibatch, e^|log r| − 1.
-
-    In an update's first minibatch the policy is still the sampling policy, so anything beyond rounding is a bug: 8e-6
-    in float32; in bfloat16 up to 5e-2, since each pass pads and batches rows its own way.
-    """
-    log_ratios = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in record]
-    return float(processes.max(torch.stack(log_ratios).amax()).expm1())

@@ -35,8 +35,9 @@ from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
-from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.model_loading import max_prompt_length
+from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
@@ -343,6 +344,36 @@ def build_player(args: PPOConfig, engine: Engine, environments: Environments) ->
     return EpisodePlayer(engine, framings, environments, args.env, room)
 
 
+class TextPasses(Passes):
+    """The passes of a language model and its critic, in the dtype of a run."""
+
+    def __init__(
+        self,
+        policy: ActorCritic,
+        precision: Precision,
+        temperature: float,
+        entropy: bool,
+        reference: ActorCritic | None,
+    ):
+        """Store the options of `ActorCritic.forward`; a reference model is for an exact KL in the loss."""
+        self.policy, self.precision = policy, precision
+        self.options = {"temperature": temperature, "entropy": entropy, "reference": reference}
+        members = [] if policy.critic is None else policy.critic.members
+        self.separate_critic = bool(members) and members[0].trunk is not None
+        self.critic_inputs = ("prompt_ids", "prompt_mask", "response_ids", "mask") + ("member",) * (len(members) > 1)
+
+    def evaluate(self, model: nn.Module, inputs: Inputs, loss: PolicyLoss) -> PolicyOutputs:
+        """Outputs of policy and critic."""
+        with self.precision.autocast():
+            outputs: PolicyOutputs = model(inputs, policy_loss=loss, **self.options)
+        return outputs
+
+    def critic(self, inputs: Inputs) -> CriticOutputs:
+        """Outputs of the critic."""
+        with self.precision.autocast():
+            return self.policy.critic_outputs(inputs)
+
+
 def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
     """Build a run's learner: optimizer, schedule, objective and the generator for shuffling."""
     policy, precision, optim = models.policy, models.precision, args.optim
@@ -351,26 +382,12 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
         hidden += [] if member.trunk is None else hidden_matrices(member.trunk)
     optimizer = build_optimizer(parameter_groups(args, policy), optim.name, hidden=hidden, eps=optim.eps)
     exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
-    options = {
-        "temperature": args.rollout.temperature,
-        "entropy": args.ppo.entropy_coef > 0,
-        "reference": models.reference if exact_kl else None,
-    }
-
-    def evaluate(model: torch.nn.Module, inputs: dict[str, torch.Tensor], loss: PolicyLoss) -> PolicyOutputs:
-        with precision.autocast():
-            outputs: PolicyOutputs = model(inputs, policy_loss=loss, **options)
-        return outputs
-
-    def critic(inputs: dict[str, torch.Tensor]) -> CriticOutputs:
-        with precision.autocast():
-            return policy.critic_outputs(inputs)
-
-    critic_inputs = ("prompt_ids", "prompt_mask", "response_ids", "mask") + ("member",) * (args.critic.members > 1)
+    reference = models.reference if exact_kl else None
+    passes = TextPasses(policy, precision, args.rollout.temperature, args.ppo.entropy_coef > 0, reference)
     return Learner(
         policy,
         optimizer,
-        Passes(evaluate, critic, critic_inputs, separate_critic=args.critic.kind == "separate"),
+        passes,
         build_objective(args),
         build_update(args),
         schedule(**optim.rates(args.run.iterations)),

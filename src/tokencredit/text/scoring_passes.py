@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 from tokencredit.core.masked import extents
 from tokencredit.core.rewards import kl_estimate
 from tokencredit.distributed.processes import Processes
-from tokencredit.learn.experience import length_batches
-from tokencredit.learn.objective import PolicyOutputs
+from tokencredit.learn.minibatches import length_batches
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.engines.engine import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, idle_row
@@ -71,15 +70,15 @@ def read_by_length(
 
 def evaluate_rollout(
     policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None, processes: Processes | None = None
-) -> PolicyOutputs:
-    """Log-probs and values of a rollout under a policy and its critic; `processes` is as in `read_by_length`."""
+) -> Rollout:
+    """The rollout with log-probs and values by a policy and its critic; `processes` is as in `read_by_length`."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         outputs = policy(inputs, temperature=temperature)
         return {"logprobs": outputs.logprobs} | ({} if outputs.values is None else {"values": outputs.values})
 
     outputs = read_by_length(rollout, budget, read, processes)
-    return PolicyOutputs(torch.zeros(()), outputs["logprobs"], outputs.get("values"))
+    return replace(rollout, logprobs=outputs["logprobs"], values=outputs.get("values"))
 
 
 def rollout_logprobs(
@@ -190,7 +189,7 @@ def reference_outputs(
         if full and in_loss:
             results["ref_hidden"] = hidden
         elif full:
-            kl = policy(inputs | {"ref_hidden": hidden}, temperature=temperature, reference=reference).kl
+            kl = policy(inputs | {"ref_hidden": hidden}, temperature=temperature, reference=reference).stats.kl
             assert kl is not None
             results["kl"] = kl
         return results

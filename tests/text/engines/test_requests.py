@@ -106,7 +106,7 @@ def test_with_filters_the_draw_has_the_log_prob_of_the_filtered_distribution(fil
     filtered = scores.log_softmax(-1).view_as(logits).gather(-1, rollout.response_ids[..., None]).squeeze(-1)
     acted = rollout.mask
     torch.testing.assert_close(rollout.behavior_logprobs[acted], filtered[acted], atol=1e-4, rtol=0)
-    torch.testing.assert_close(rollout.entropy[acted], now.entropy[acted], atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.entropy[acted], now.stats.entropy[acted], atol=1e-5, rtol=0)
     assert (rollout.behavior_logprobs >= rollout.logprobs - 1e-5)[acted].all()
 
 

@@ -34,7 +34,7 @@ def test_log_probabilities_are_those_of_the_plain_model_without_padding(loaded):
     lm, _ = loaded
     batch = padded_batch()
     now = with_critic(lm)(batch, temperature=0.7, entropy=True)
-    logprobs, entropy = now.logprobs, now.entropy
+    logprobs, entropy = now.logprobs, now.stats.entropy
     for row in range(2):
         prompt = batch["prompt_ids"][row][batch["prompt_mask"][row]]
         response = batch["response_ids"][row][batch["mask"][row]]

@@ -285,7 +285,7 @@ def test_a_histogram_s_gradient_reaches_the_trunk_unless_it_is_detached(tmp_path
         args = small(tmp_path / str(detach), critic=CriticConfig(loss="histogram", init="default", detach=detach))
         trainer = PPOTrainer(args=args)
         inputs = trainer.collect().rollout.inputs()
-        trainer.policy(inputs, temperature=1.0).histogram.logits.square().sum().backward()
+        trainer.policy(inputs, temperature=1.0).critic.histogram.logits.square().sum().backward()
         assert all(p.grad is not None for p in trainer.policy.critic.head.parameters())
         gradient = trainer.policy.lm.get_input_embeddings().weight.grad
         assert (gradient is None) is detach

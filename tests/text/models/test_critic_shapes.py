@@ -1,5 +1,7 @@
 """Critics on fewer layers, of several members, with frozen attention, and from classifiers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -323,7 +325,7 @@ def test_a_members_gradient_is_that_of_a_critic_on_its_rows(tmp_path):
     learner.critic.settings = UpdateSettings(minibatches=1, micro_batch_tokens=24)
     member = experience.inputs["member"]
     for rows in (experience, experience.select(member == 0), experience.select(member == 1)):
-        learner.critic.gradient(rows, learner.objective)
+        learner.critic.gradient(replace(rows, counts=[float(rows.mask.sum())] * 2), learner.objective)
         tokens.append(rows.mask.sum())
         gradients.append([[p.grad * tokens[-1] for p in x.parameters()] for x in trainer.policy.critic.members])
     for number in (0, 1):

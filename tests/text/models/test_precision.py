@@ -7,7 +7,7 @@ import torch
 from helpers.configs import quiet
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.learn.experience import length_batches
+from tokencredit.learn.minibatches import length_batches
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig

@@ -89,7 +89,7 @@ def test_the_value_loss_counts_first_tokens_only(tmp_path):
     counts = objective.count(experience.mask, first)
     assert counts.tolist() == [experience.mask.sum(), first.sum()] == [experience.mask.sum(), 24]
     values = torch.where(first, experience.returns, 1e6)
-    loss = MicroBatchLoss(objective, experience, counts.tolist())
+    loss = MicroBatchLoss(objective, replace(experience, counts=counts.tolist()))
     assert loss.value_loss(CriticOutputs(values)) == 0, "values of other tokens do not count"
     assert loss.value_loss(CriticOutputs(values.masked_fill(first, 0))) > 0
 

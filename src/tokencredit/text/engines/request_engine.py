@@ -142,7 +142,7 @@ class RequestEngine:
             if not (shared or filtered):
                 return {"logprobs": self.policy.logprobs(inputs, settings.temperature)[0]}
             outputs = self.policy(inputs, temperature=settings.temperature, entropy=filtered)
-            named = {"logprobs": outputs.logprobs, "values": outputs.values, "entropy": outputs.entropy}
+            named = {"logprobs": outputs.logprobs, "values": outputs.values, "entropy": outputs.stats.entropy}
             return {name: x for name, x in named.items() if x is not None}
 
         with self.precision.no_grad():

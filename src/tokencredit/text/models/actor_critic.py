@@ -145,22 +145,19 @@ class ActorCritic(nn.Module):
             reference: also compute the exact KL to this model, from `ref_hidden` in the inputs.
 
         Returns:
-            The loss; log-probs; values of the states before each token, or None without a critic; entropies and exact
-            KL, or None. All but the loss are `[batch, time]` in float32, in nats except values. Loss and values carry
-            gradients.
+            The loss; statistics of the tokens, in float32 and nats; the critic's values of the states before each
+            token, or None without a critic. All but the loss are `[batch, time]`. Loss and values carry gradients.
         """
         # One host sync: where the sampled tokens are. Everything after it runs without waiting for the device.
         extent, loss = Extent.of(inputs), policy_loss or NoLoss()
         # The policy: trunk, then vocabulary projection and loss at the sampled tokens only.
         total, stats, states = within(self.lm, self._losses, inputs, extent, temperature, loss, entropy, reference)
         # Back to [batch, time], with 0 where the policy did not act.
-        logprobs, entropies, kl = (None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats)
-        assert logprobs is not None
+        stats = TokenStats(*(None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats))
+        if self.critic is None:
+            return PolicyOutputs(total, stats)
         # The critic: its head on the states above, or a pass through trunks of its own.
-        values = histogram = None
-        if self.critic is not None:
-            values, histogram = self._outputs(inputs, extent, states if self.critic.shared else None)
-        return PolicyOutputs(total, logprobs, values, entropies, kl, histogram)
+        return PolicyOutputs(total, stats, self._outputs(inputs, extent, states if self.critic.shared else None))
 
     def _losses(
         self,

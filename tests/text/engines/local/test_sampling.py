@@ -134,7 +134,7 @@ def test_with_filters_the_entropy_of_the_whole_distribution_is_kept(filters, mod
     rollout = roll(model, tokenizer, uniforms(rows=6, time=6), **filters)
     with torch.no_grad():
         now = model(rollout.inputs(), temperature=0.8, entropy=True)
-    torch.testing.assert_close(rollout.entropy, now.entropy * rollout.mask, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.entropy, now.stats.entropy * rollout.mask, atol=1e-4, rtol=1e-4)
     assert (rollout.entropy[rollout.mask] > 0).all()
 
 

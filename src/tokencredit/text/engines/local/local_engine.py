@@ -100,8 +100,7 @@ class LocalEngine:
             if rollout.values is None:
                 logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget, self.in_step)
                 return replace(rollout, logprobs=logprobs)
-            outputs = evaluate_rollout(self.policy, rollout, settings.temperature, self.budget, self.in_step)
-            return replace(rollout, logprobs=outputs.logprobs, values=outputs.values)
+            return evaluate_rollout(self.policy, rollout, settings.temperature, self.budget, self.in_step)
 
     def weights_changed(self) -> None:
         """Do nothing: the weights are shared."""
