@@ -26,9 +26,9 @@ from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.report.audit_file import OF_CRITIC as CRITIC
 from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
+from tokencredit.report.reading import OF_CRITIC as CRITIC
 from tokencredit.report.reading import REPORT, read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.jsonl import TRUTH

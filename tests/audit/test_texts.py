@@ -17,7 +17,7 @@ from helpers.files import TIMES, drop_keys, read_metrics
 from helpers.models import loud
 from helpers.warm import together
 from tokencredit.errors import ConfigError
-from tokencredit.report.audit_file import with_audit
+from tokencredit.report.reading import with_audit
 from tokencredit.runs.folder import drop_audit
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig

@@ -21,7 +21,6 @@ def inspection(tokens=TEXT, prompt_length=7, asked=8, layers=2, heads=3, critic=
     positions, prompt = list(range(prompt_length - 1, len(tokens) - 1)), list(range(prompt_length))
     names = ["embedding", *map(str, range(1, layers + 1))]
     return {
-        "version": 1,
         "run": "reviews",
         "base": "builtin:reviews",
         "tuned": "runs/reviews/policy",

@@ -6,8 +6,10 @@ from html import unescape
 
 import pytest
 
+from helpers.commands import imported
 from helpers.inspection import inspection
 from tokencredit.errors import ConfigError
+from tokencredit.report.inspect_file import read_inspect
 from tokencredit.report.inspect_page import (
     COLUMNS,
     LISTED,
@@ -59,10 +61,60 @@ def test_the_page_is_written_beside_the_file(tmp_path):
 def test_without_a_file_there_is_no_page(tmp_path):
     with pytest.raises(ConfigError, match=r"has no inspect.json; `tokencredit inspect` writes it"):
         write_inspect_page(tmp_path)
-    (tmp_path / "inspect.json").write_text(json.dumps(inspection() | {"lens": {}}))
-    with pytest.raises(ConfigError, match="lens is not"):
-        write_inspect_page(tmp_path)
     assert not (tmp_path / "inspect.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["prompt"], 1, "prompt is not a text"),
+        (["seconds"], "1", "seconds is not a number"),
+        (["model"], {"layers": 2}, "model is not an object with the counts"),
+        (["tokens"], ["a"], "tokens is not a list of two texts or more"),
+        (["prompt_length"], 0, "prompt_length is not a count from 1 to 9"),
+        (["prompt_length"], 10, "prompt_length is not a count from 1 to 9"),
+        (["prompt_length"], 5, "lens is not an object"),
+        (["question", "position"], 9, "question is not an object"),
+        (["question", "base"], float("inf"), "question is not an object"),
+        (["answer", "top", 0, "share"], "much", "answer is not an object"),
+        (["lens", "layers"], ["embedding"], "lens is not an object"),
+        (["lens", "kl", 1], [0.0], "lens is not an object"),
+        (["lens", "tuned", "rank", 0, 0], 1.5, "lens is not an object"),
+        (["attribution", "components", 0, "tuned"], None, "attribution is not an object"),
+        (["attribution", "components", 0, "layer"], "1", "attribution is not an object"),
+        (["patching", "components", 3, "patched"], None, "patching is not an object"),
+        (["patching", "top_five"], ..., "patching is not an object"),
+        (["attention", "from"], 9, "attention is not an object"),
+        (["attention", "heads", 0, "base"], [0.5], "attention is not an object"),
+        (["critic", "values", 0], [1.0], "critic is not null, or an object"),
+        (["critic", "layers"], None, "critic is not null, or an object"),
+        (["critic"], ..., "critic is not null, or an object"),
+        (["weights", "modules", 0, "relative_norm"], 1e200, "weights is not an object"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, path, value, message):
+    damaged = inspection()
+    *parents, last = path
+    place = damaged
+    for name in parents:
+        place = place[name]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    (tmp_path / "inspect.json").write_text(json.dumps(damaged))
+    with pytest.raises(ConfigError, match=rf"inspect\.json: {message}.*run `tokencredit inspect` again$"):
+        read_inspect(tmp_path / "inspect.json")
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "inspect.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"inspect\.json is not JSON"):
+        read_inspect(tmp_path / "inspect.json")
+
+
+def test_reading_an_inspection_needs_no_torch():
+    assert imported("import tokencredit.report.inspect_file", "torch", "transformers", "numpy") == []
 
 
 def test_a_bar_lies_between_zero_and_its_value():

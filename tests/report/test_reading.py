@@ -6,9 +6,7 @@ import pytest
 
 from helpers.episodes import grid
 from tokencredit.errors import ConfigError
-from tokencredit.report.page import write_report
-from tokencredit.report.reading import ITERATIONS, read_run
-from tokencredit.runs.diagnosis import diagnose
+from tokencredit.report.reading import ITERATIONS, read_run, with_audit
 from tokencredit.runs.summary import WINDOW
 
 
@@ -39,7 +37,6 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
     [
         ("metrics.jsonl", b'{"iteration": 1}\n{"iteration"\n', "metrics.jsonl, line 2 is not JSON"),
         ("metrics.jsonl", b"[1]\n", "metrics.jsonl, line 1 is not a JSON object"),
-        ("metrics.jsonl", b"\xff\n", "metrics.jsonl, line 1 is not JSON"),
         ("metrics.jsonl", b"", "has no finished iteration yet"),
         ("samples.jsonl", b"[" * 100_000 + b"\n", "samples.jsonl, line 1 is not JSON"),
         ("samples.jsonl", b'{"iteration": 1}\n', "samples.jsonl, line 1 has no prompt"),
@@ -50,13 +47,10 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("config.yaml", b"seed: 1\nseed: 2\n", "config.yaml: seed is given twice line 2"),
         ("config.yaml", b"model: {class_path: os.system}", "config.yaml: class_path is not a setting"),
         ("config.yaml", b"env:", "config.yaml: env is not a group of keys"),
-        ("config.yaml", b"model: [1]", "config.yaml: model is not a group of keys"),
-        ("config.yaml", b"reward: [length]", "config.yaml: reward is not a list of terms"),
         ("config.yaml", b"reward: [{weight: heavy}]", "config.yaml: reward is not a list of terms"),
         ("config.yaml", b"advantage: {gamma: 2}", r"config.yaml: advantage\.gamma is not a number from 0 to 1"),
         ("config.yaml", b"ppo: {clip: wide}", r"config.yaml: ppo\.clip is not a number between 0 and 1"),
         ("config.yaml", b"ppo: {epochs: {}}", r"config.yaml: ppo\.epochs is not a number"),
-        ("config.yaml", b"optim: {warmup: .nan}", r"config.yaml: optim\.warmup is not a number"),
         ("config.yaml", b"optim: {max_grad_norm: 1%b}" % (b"0" * 400), r"optim\.max_grad_norm is not a number"),
         ("summary.json", b'{"stopped_by": [[]]}', "summary.json: stopped_by is not a text"),
     ],
@@ -84,10 +78,8 @@ def test_lists_of_different_lengths_are_no_sample(copy):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("iteration", True),
         ("iteration", 2**60),
         ("reward", float("nan")),
-        ("reward", "1.0"),
         ("tokens", [1]),
         ("values", ["0.5"]),
         ("logprobs", [float("inf")]),
@@ -119,15 +111,10 @@ START, MIDDLE, END = GRID["turns"]
     [
         ({"mask": [1, 1, 0]}, "has lists of different lengths"),
         ({"mask": [True, True, 0, 0, 0, 0, 0, 1, 1]}, "has no mask that can be read"),
-        ({"mask": [2, 1, 0, 0, 0, 0, 0, 1, 1]}, "has no mask that can be read"),
         ({"mask": [1] * 9}, "mask is not 1 at the tokens of the role assistant, and 0 elsewhere"),
         ({"mask": None}, "has no mask that can be read"),
-        ({"turns": {"role": "assistant"}}, "has no turns that can be read"),
-        ({"turns": [1]}, "has no turns that can be read"),
-        ({"turns": [START | {"role": ["assistant"]}, MIDDLE, END]}, "has no turns that can be read"),
         ({"turns": [START | {"role": "system"}, MIDDLE, END]}, "has no turns that can be read"),
         ({"turns": [START | {"start": False}, MIDDLE, END]}, "has no turns that can be read"),
-        ({"turns": [START | {"reward": "1"}, MIDDLE, END]}, "has no turns that can be read"),
         ({"turns": [START | {"reward": float("nan")}, MIDDLE, END]}, "has no turns that can be read"),
         ({"turns": [START | {"problems": ["malformed", "late"]}, MIDDLE, END]}, "has no turns that can be read"),
         ({"turns": [START, END]}, r"turns\[1\] is from 7 to 9; it must start at 2, and end by 9"),
@@ -137,7 +124,6 @@ START, MIDDLE, END = GRID["turns"]
         ({"turns": []}, "turns end at 0; they must cover all 9 tokens"),
         ({"turns": [MIDDLE | {"start": 0, "end": 9}], "mask": [0] * 9}, "no token is of the role assistant"),
         ({"ending": "won"}, "has no ending that can be read"),
-        ({"ending": ["done"]}, "has no ending that can be read"),
         ({"after": 3}, "has no after that can be read"),
     ],
 )
@@ -162,16 +148,6 @@ def test_samples_without_a_critic_have_no_values(copy):
     assert read_run(copy).samples == [sample]
 
 
-def test_an_old_configuration_is_read_as_it_is(copy):
-    """Keys that have moved do not matter to what only reads metrics."""
-    old = {"model": {"name": "m", "critic": "separate"}, "optim": {"value_lr": 1e-3}, "ppo": {"value_coef": 0.5}}
-    (copy / "config.yaml").write_text(json.dumps(old))
-    run = read_run(copy)
-    assert run.config == old
-    write_report(copy)
-    assert [finding.name for finding in diagnose(run.metrics, run.config, ended=False)] == ["truncated"]
-
-
 def test_metrics_that_are_no_finite_numbers_count_as_missing(copy):
     odd = {"reward": float("nan"), "kl": "3", "length": 10**400, "loss": 1e308, "entropy": [1], "lr": True, "a": 1.5}
     rows = [{"iteration": 1} | odd, {"iteration": True}, {"iteration": 2**60}, {"iteration": -1}]
@@ -192,3 +168,82 @@ def test_of_a_long_run_a_part_is_read(copy):
     assert len(numbers) <= ITERATIONS + 2 * WINDOW
     assert max(b - a for a, b in itertools.pairwise(numbers)) <= 8
     assert read_run(copy, samples=False).samples == []
+
+
+FIGURE = "with value, low and high, each a number or null"
+
+
+@pytest.fixture
+def audited(audited_folder, tmp_path):
+    return shutil.copytree(audited_folder, tmp_path / "audited")
+
+
+def change(folder, *path, value):
+    """Put a value into audit.json; `...` removes the entry."""
+    audit = json.loads((folder / "audit.json").read_text())
+    *parents, last = path
+    place = audit
+    for name in parents:
+        place = place[name]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    (folder / "audit.json").write_text(json.dumps(audit))
+
+
+def test_an_audit_is_read_back_and_its_metrics_stand_in_the_row_of_its_iteration(audited_folder, run_folder):
+    run, before = read_run(audited_folder), read_run(run_folder)
+    written = json.loads((audited_folder / "audit.json").read_text())
+    assert run.audit == written
+    assert before.audit is None
+    assert len(run.audit["samples"]) == 6
+    assert run.metrics[:2] == before.metrics[:2]
+    assert run.metrics[2] == before.metrics[2] | written["metrics"]
+    assert read_run(audited_folder, samples=False).audit == written
+
+
+@pytest.mark.parametrize(("iteration", "row"), [(None, 2), (1, 0), (2, 1), (3, 2), (9, None), (0, None)])
+def test_the_row_of_an_audit(iteration, row):
+    rows = [{"iteration": i, "audit/trust": 0.5} for i in (1, 2, 3)]
+    merged = with_audit(rows, {"iteration": iteration, "metrics": {"audit/trust": 0.25}})
+    assert [found["audit/trust"] for found in merged] == [0.25 if i == row else 0.5 for i in range(3)]
+    assert all(found["audit/trust"] == 0.5 for found in rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["iteration"], -1, "iteration is not the number of an iteration, or null"),
+        (["settings"], [], "settings is not an object with completions or episodes, a count"),
+        (["continuations"], "8", "continuations is not a number"),
+        (["credit"], ..., "credit.tokens is not a count"),
+        (["credit", "noise"], {"value": 1}, f"credit.noise is not an object {FIGURE}"),
+        (["credit", "estimators"], [], "credit.estimators is not an object of estimators"),
+        (["credit", "estimators", "uniform"], {}, "credit.estimators is not an object of estimators"),
+        (["credit", "shown"], "<b>", "credit.shown is none of credit.estimators"),
+        (["critic"], [1], "critic.explained_variance is not an object"),
+        (["critic", "slope", "low"], float("nan"), f"critic.slope is not an object {FIGURE}"),
+        (["critic", "states"], 1.5, "critic.states is not a count"),
+        (["critic", "reliability"], [{"predicted": 1}], "critic.reliability is not a list of objects"),
+        (["metrics"], {"reward": 1.0}, "metrics is not an object of numbers whose names begin with audit/"),
+        (["samples"], None, "samples is not a list"),
+        (["samples", 1], [], r"samples\[1\] is not an object"),
+        (["samples", 1, "prompt"], 5, r"samples\[1\] has no prompt that can be read"),
+        (["samples", 0, "true_values"], ["1"], r"samples\[0\] has no true_values that can be read"),
+        (["samples", 0, "true_advantages"], [None], r"samples\[0\] has lists of different lengths"),
+        (["samples", 0, "true_value_errors"], ..., r"samples\[0\] has no true_value_errors"),
+    ],
+)
+def test_a_damaged_audit_is_named(audited, path, value, message):
+    change(audited, *path, value=value)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_run(audited)
+    assert str(caught.value).startswith(str(audited / "audit.json"))
+
+
+def test_an_audit_may_be_without_a_critic_and_samples(audited):
+    change(audited, "critic", value=None)
+    change(audited, "samples", value=[])
+    change(audited, "iteration", value=None)
+    assert read_run(audited).audit["critic"] is None

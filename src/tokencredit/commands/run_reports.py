@@ -124,14 +124,14 @@ def inspect(options: Namespace) -> None:
     RunFolder(options.run).require_writable()  # before the comparison, which takes long
     from transformers.utils.logging import disable_progress_bar
 
-    from tokencredit.report.inspect_file import write_inspection
+    from tokencredit.report.inspect_file import NAME
     from tokencredit.report.inspect_page import write_inspect_page
     from tokencredit.tools.inspect.inspection import inspect_run
 
     disable_progress_bar()
     arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
     result = inspect_run(run, config, **arguments)
-    write_inspection(RunFolder(options.run), result)
+    RunFolder(options.run).write_json(NAME, result)
     page = write_inspect_page(run)
     print(visible(result["answer"]["sentence"]))
     show_page(page, options)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, text_parts
-from tokencredit.report.audit_file import OF_ESTIMATOR
-from tokencredit.report.reading import Run
+from tokencredit.report.reading import OF_ESTIMATOR, Run
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.run_kind import CONTROL, run_kind_of
 

@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
+from tokencredit.audit.estimates import LAMBDAS, label
 from tokencredit.core.advantages import estimate
 from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.runs.transcript import acted, speeches
 
-LAMBDAS = (0.5, 0.9, 0.95)
 ALTERNATIVES = {
-    "td (gae, λ = 0)": ("td", None),
-    **{f"gae, λ = {lam:g}": ("gae", lam) for lam in LAMBDAS},
-    "monte_carlo (gae, λ = 1)": ("monte_carlo", None),
-    "uniform": ("uniform", None),
+    label(name, {"lam": lam}): (name, lam)
+    for name, lam in (
+        ("td", None),
+        *(("gae", lam) for lam in LAMBDAS),
+        ("monte_carlo", None),
+        ("uniform", None),
+    )
 }
 """Estimators by label, each with its λ."""
 
@@ -40,7 +43,7 @@ def what_if(sample: Mapping[str, Any], gamma: float, *, by_turn: bool = False) -
         where = {"truncated": last[None], "bootstrap": torch.full_like(rewards, kept["bootstrap"])}
     turns = turns_of(sample) if by_turn and "turns" in sample else None
     results = {}
-    for label, (name, lam) in ALTERNATIVES.items():
+    for title, (name, lam) in ALTERNATIVES.items():
         if values is None and ESTIMATORS[name].critic == "required":
             continue
         options = {"gamma": gamma, "baseline": 0.0} | ({} if lam is None else {"lam": lam})
@@ -48,7 +51,7 @@ def what_if(sample: Mapping[str, Any], gamma: float, *, by_turn: bool = False) -
             advantages, _ = estimate(name, rewards, values, options=options, **where)
         else:
             advantages, _ = estimate_by_turn(name, rewards, values, turns=turns, options=options, **where)
-        results[label] = advantages[0].tolist()
+        results[title] = advantages[0].tolist()
     return results
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 
+Check = Callable[[Any], bool]
 FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
 """Start of each line; it allows most of a long file to be skipped without parsing."""
 LARGEST = 1e100
@@ -64,17 +65,29 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def all_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A check for lists whose values pass this check."""
-    return lambda values: isinstance(values, list) and all(map(kind, values))
+def all_of(kind: Check, length: int | None = None) -> Check:
+    """A check for lists, of this length if any, whose values pass this check."""
+    return lambda values: isinstance(values, list) and length in (None, len(values)) and all(map(kind, values))
 
 
-def one_of(names: Container[str]) -> Callable[[Any], bool]:
+def one_of(names: Container[str]) -> Check:
     """A check for one of these names."""
     return lambda value: is_text(value) and value in names
 
 
-SAMPLE: dict[str, Callable[[Any], bool]] = {
+def optional(kind: Check) -> Check:
+    """A check for values that pass this check, or None."""
+    return lambda value: value is None or kind(value)
+
+
+def of(**kinds: Check) -> Check:
+    """A check for objects whose values under these names pass their checks."""
+    return lambda value: (
+        isinstance(value, dict) and all(name in value and kind(value[name]) for name, kind in kinds.items())
+    )
+
+
+SAMPLE: dict[str, Check] = {
     "iteration": is_count,
     "prompt": is_text,
     "completion": is_text,
@@ -100,7 +113,7 @@ def is_turn(value: Any) -> bool:
     )
 
 
-MAY_HAVE: dict[str, Callable[[Any], bool]] = {
+MAY_HAVE: dict[str, Check] = {
     "message": is_text,
     "values": all_of(is_number),
     "behavior_logprobs": all_of(is_number),
@@ -112,7 +125,7 @@ MAY_HAVE: dict[str, Callable[[Any], bool]] = {
     "turns": all_of(is_turn),
     "ending": one_of(ENDINGS),
     "after": is_text,
-    **dict.fromkeys(TRUTH, all_of(lambda value: value is None or is_number(value))),
+    **dict.fromkeys(TRUTH, all_of(optional(is_number))),
 }
 """Optional fields: of a conversation (its last user message), with a critic, with a reference model, after an update,
 sampled ahead, after a truncation, of an episode of several turns, and of audits."""
@@ -175,6 +188,18 @@ def check_turns(where: str, sample: Mapping[str, Any]) -> None:
         raise ConfigError(f"{where}: mask is not 1 at the tokens of the role {ASSISTANT}, and 0 elsewhere")
     if not any(mask):
         raise ConfigError(f"{where}: no token is of the role {ASSISTANT}")
+
+
+def require_fields(where: str, record: Mapping[str, Any], fields: Mapping[str, tuple[Check, str]]) -> None:
+    """Raise `ConfigError`, beginning with `where`, for the first key that is missing or fails its check.
+
+    `fields` has, by dotted key, its check and what it must be.
+    """
+    for key, (fits, wanted) in fields.items():
+        group, _, name = key.rpartition(".")
+        holder = record.get(group) if group else record
+        if not isinstance(holder, dict) or name not in holder or not fits(holder[name]):
+            raise ConfigError(f"{where}: {key} is not {wanted}")
 
 
 def read_lines(file: Path, skip: Callable[[bytes], bool] = lambda _: False) -> Iterator[tuple[str, dict[str, Any]]]:
