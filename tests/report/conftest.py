@@ -70,13 +70,7 @@ def audited_folder(trainer, tmp_path_factory):
     shutil.copytree(trainer.record.folder.path, folder)
     settings = AuditConfig(every=1, completions=6, continuations=8, states=5)
     audit = CompletionAuditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group=4).audit(3)
-    found = audit.judge(trainer.processes) | {
-        "iteration": 3,
-        "settings": {"completions": 6, "continuations": 8, "states": 5},
-        "seconds": audit.seconds,
-        "continuations": audit.continuations,
-        "samples": [{"iteration": 3} | sample for sample in audit.samples(trainer.tokenizer)],
-    }
+    found = audit.judge(trainer.processes) | audit.record(3, settings, trainer.tokenizer)
     (folder / "audit.json").write_text(json.dumps(found, allow_nan=False))
     write_report(folder)
     return folder
