@@ -31,13 +31,8 @@ class Agent(nn.Module):
     ):
         """Build the layers with orthogonal weights: gain √2 for hidden layers, 0.01 for the actor's head, 1 for values.
 
-        Huang et al. 2022, "The 37 implementation details of PPO", core detail 2.
-
-        Args:
-            observations: a flat Box of `args.observations()` stacked observations.
-            actions: the environment's action space.
-            args: the agent's architecture.
-            critic: `separate`, `shared` (on the actor's hidden layers), or `none`.
+        Huang et al. 2022, "The 37 implementation details of PPO", core detail 2. Observations are flat, and stacked if
+        the policy is a transformer. A `shared` critic stands on the actor's hidden layers.
 
         Raises:
             ConfigError: the action space is not supported.
@@ -84,14 +79,7 @@ class Agent(nn.Module):
     def forward(
         self, observations: Tensor, actions: Tensor, policy_loss: PolicyLoss, entropy: bool = False
     ) -> PolicyOutputs:
-        """Policy loss, log-probabilities, values and entropies of steps.
-
-        Args:
-            observations: `[batch, time, size]`.
-            actions: `[batch, time, parts]`.
-            policy_loss: loss of the actions' log-probabilities and entropies.
-            entropy: the loss needs the entropies.
-        """
+        """Policy loss, log-probabilities, values and entropies of steps, from tensors `[batch, time, …]`."""
         shape = observations.shape[:2]
         rows = observations.flatten(0, 1)  # a linear layer on three dimensions takes twice the operations
         outputs = self.outputs(rows)
@@ -107,18 +95,16 @@ class Agent(nn.Module):
 
 def body(size: int, args: AgentConfig) -> nn.Module:
     """Hidden layers for observations of this size."""
-    if args.policy == "transformer":
-        return Transformer(size, args)
-    return Perceptron([size, *args.hidden], ACTIVATIONS[args.activation])
+    return Transformer(size, args) if args.policy == "transformer" else Perceptron(size, args)
 
 
 class Perceptron(nn.Module):
     """Linear layers with an activation after each."""
 
-    def __init__(self, sizes: list[int], activation: Callable[[Tensor], Tensor]):
+    def __init__(self, size: int, args: AgentConfig):
         super().__init__()
-        self.layers = nn.ModuleList(linear(a, b, math.sqrt(2)) for a, b in pairwise(sizes))
-        self.activation = activation
+        self.layers = nn.ModuleList(linear(a, b, math.sqrt(2)) for a, b in pairwise([size, *args.hidden]))
+        self.activation = ACTIVATIONS[args.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states `[..., width]` of observations; functional calls, since module calls are slow at this size."""

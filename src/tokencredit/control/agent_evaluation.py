@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_failures import environment_errors
+from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.control.vector_environments import expected_warnings, make_envs, share_statistics, statistics
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
@@ -32,13 +32,7 @@ class Player:
     """Plays episodes with an agent; normalises observations with the training statistics, which it does not change."""
 
     def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv):
-        """Store the arguments; environments are made on demand.
-
-        Args:
-            args: settings of the environment and the agent.
-            agent: the agent that acts.
-            training: the training environments, which hold the statistics.
-        """
+        """Store the arguments; `training` are the environments whose statistics are used."""
         self.args, self.agent, self.training = args, agent, training
 
     def measure(self, settings: EpisodesConfig, seed: int) -> dict[str, float]:
@@ -60,8 +54,8 @@ class Player:
 
     def _envs(self, number: int, **videos: Any) -> VectorEnv:
         args = self.args
-        stack = args.agent.observations()
-        envs = make_envs(args.env, number, args.advantage.gamma, stack=stack, training=False, **videos)
+        options = {"stack": args.agent.observations(), "training": False} | videos
+        envs = make_envs(args.env, number, args.advantage.gamma, **options)
         share_statistics(envs, self.training)
         return envs
 

@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_failures import environment_errors
+from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.control.vector_environments import merged_envs, restore_envs, save_envs
 from tokencredit.core.advantages import estimate
 from tokencredit.distributed.processes import Processes
@@ -32,7 +32,7 @@ class NonFiniteReward(RunStopped):
 
 
 @dataclass(frozen=True)
-class Rollout:
+class AgentRollout:
     """Steps of several copies of an environment, `[copies, time]`."""
 
     observations: Tensor
@@ -90,17 +90,9 @@ class Collector:
     def __init__(self, envs: VectorEnv, agent: Agent, seed: int, processes: Processes | None = None):
         """Reset all copies; their seeds are `seed`, `seed` + 1, …, counted over all processes.
 
-        Args:
-            envs: environments with flat float32 observations that reset on the step after an episode's end.
-            agent: the agent that acts.
-            seed: seed of the environments and of the action sampling.
-            processes: processes of the job, each with an equal share of the copies, in order; None for a single one.
-
-        Raises:
-            RunStopped: an environment raised.
+        Each of several processes has an equal share of the copies, in order. `seed` also seeds the action sampling.
         """
-        self.envs, self.agent = envs, agent
-        self.processes = processes
+        self.envs, self.agent, self.processes = envs, agent, processes
         self.generator = torch.Generator().manual_seed(seed)
         self.number = envs.num_envs * (processes.count if processes else 1)
         """Copies in all processes."""
@@ -110,7 +102,7 @@ class Collector:
         self.ended = np.zeros(envs.num_envs, dtype=bool)
 
     @torch.no_grad()
-    def collect(self, steps: int) -> Rollout:
+    def collect(self, steps: int) -> AgentRollout:
         """Take `steps` steps with every copy.
 
         Raises:
@@ -139,9 +131,9 @@ class Collector:
                     episodes += [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended]
         observations[steps] = self.observation
         actions = torch.stack(sampled)
-        if message := self.problem("an observation", observations):
+        if message := self.non_finite_message("an observation", observations):
             raise RunStopped(message)
-        if message := self.problem("a reward", rewards):
+        if message := self.non_finite_message("a reward", rewards):
             raise NonFiniteReward(message, observations, rewards)
 
         # One batched forward pass for the log-probs and values, as in the update; so the ratio starts at exactly 1.
@@ -150,7 +142,7 @@ class Collector:
         truncated[-1] |= ~terminated[-1]  # the rollout ends here, the episode does not
         flags = (torch.from_numpy(x).T for x in (acted, terminated & acted, truncated & acted))
         mask, ends, cuts = (x.contiguous() for x in flags)
-        return Rollout(
+        return AgentRollout(
             observations=frames[:-1].transpose(0, 1),
             actions=actions.transpose(0, 1),
             mask=mask,
@@ -167,9 +159,12 @@ class Collector:
         """A context that raises `RunStopped` in all processes if one of them does: they would wait for it later."""
         return nullcontext() if self.processes is None else self.processes.agreed(RunStopped)
 
-    def problem(self, name: str, array: np.ndarray) -> str | None:
-        """Error message for non-finite numbers of any process; None if all are finite."""
-        message = non_finite_message(name, array, self.share.start)
+    def non_finite_message(self, name: str, array: np.ndarray) -> str | None:
+        """Error message for the first non-finite element of `[time, copies, …]` of any process; None without one."""
+        message = None
+        if not np.isfinite(array.sum()) and not np.isfinite(array).all():
+            step, copy = np.argwhere(~np.isfinite(array))[0][:2]
+            message = f"environment {self.share.start + copy} gave {name} that is not finite, at step {step}"
         if self.processes is not None and self.processes.any(message is not None):
             message = message or f"an environment of another process gave {name} that is not finite"
         return message
@@ -194,15 +189,13 @@ class Collector:
     def load(self, state: dict[str, Any], everyone: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Restore the result of `state`; returns the copies that could not be restored and start a new episode.
 
-        Args:
-            state: of this process.
-            everyone: the states of all processes if another number of them wrote the state, else None.
+        `everyone` holds the states of all processes if another number of them wrote the state, else None.
         """
         if everyone is not None:
-            arrays = {
-                name: np.concatenate([x[name] for x in everyone])[self.share] for name in ("observation", "ended")
-            }
-            state = state | arrays | {"envs": merged_envs([x["envs"] for x in everyone], self.share)}
+            state = dict(state)
+            for name in ("observation", "ended"):
+                state[name] = np.concatenate([x[name] for x in everyone])[self.share]
+            state["envs"] = merged_envs([x["envs"] for x in everyone], self.share)
         with self.agreed(), environment_errors():
             lost = restore_envs(self.envs, state["envs"])
         self.generator.set_state(from_hex(state["generator"]))
@@ -213,22 +206,3 @@ class Collector:
         flags = torch.zeros(self.envs.num_envs, dtype=torch.int64)
         flags[lost] = 1
         return self.processes.gather(flags).nonzero().flatten().tolist()
-
-
-def not_restored_message(lost: Sequence[int]) -> str:
-    """Event for copies that a resumed run could not restore."""
-    return (
-        f"environments {', '.join(map(str, lost))} could not be restored (seed and actions do not determine their "
-        "course); they start a new episode"
-    )
-
-
-def non_finite_message(name: str, array: np.ndarray, first: int = 0) -> str | None:
-    """Error message for the first non-finite element of `[time, copies, …]`; None if all are finite.
-
-    `first` is the number of the first copy.
-    """
-    if np.isfinite(array.sum()) or np.isfinite(array).all():
-        return None
-    step, copy = np.argwhere(~np.isfinite(array))[0][:2]
-    return f"environment {first + copy} gave {name} that is not finite, at step {step} of the rollout"

@@ -7,34 +7,37 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from gymnasium.spaces import Discrete
 from gymnasium.spaces.utils import flatdim
-from torch import Tensor
+from torch import Tensor, nn
 
+from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import Player, check_videos, episode_metrics, save_agent
-from tokencredit.control.agent_rollout import Collector, NonFiniteReward, Rollout, not_restored_message
+from tokencredit.control.agent_rollout import AgentRollout, Collector, NonFiniteReward
 from tokencredit.control.audit.agent_auditor import AgentAuditor
-from tokencredit.control.control_setup import build_learner
 from tokencredit.control.vector_environments import expected_warnings, make_envs
 from tokencredit.core.masked import moments, whiten
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.experience import Experience, critic_metrics
+from tokencredit.learn.learner import Learner
+from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
+from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import nbytes
 from tokencredit.learn.stopping import EarlyStopping
-from tokencredit.learn.update import NonFiniteUpdate
+from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
-from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.control import AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.run_kind import CONTROL
 
@@ -45,10 +48,7 @@ EVALUATION_SEED = 10_000
 
 
 class ControlTrainer:
-    """Trains an agent in an environment; `ControlTrainer().train()` is what `tokencredit control` does.
-
-    Restores PyTorch's thread count, warning filters and the global RNG state.
-    """
+    """Trains an agent in an environment; `ControlTrainer().train()` is what `tokencredit control` does."""
 
     def __init__(self, args: ControlConfig | None = None):
         """Make environments, agent and optimizer; `train` makes the run's folder.
@@ -87,10 +87,7 @@ class ControlTrainer:
         self.steps = 0
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
-        """Run all iterations, write the run's folder, and return the summary.
-
-        Args:
-            resume_from_checkpoint: resume an interrupted run in `run.dir`; see docs/resuming.md.
+        """Run all iterations, write the run's folder, and return the summary; see docs/resuming.md.
 
         Raises:
             ConfigError: `run.dir` is in use, or cannot be resumed with these settings.
@@ -162,7 +159,7 @@ class ControlTrainer:
         received: dict[str, float] = json.loads(processes.texts(json.dumps(metrics))[0])
         return received
 
-    def give_credit(self, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
+    def give_credit(self, rollout: AgentRollout) -> tuple[Experience, dict[str, float]]:
         """The experience, with one row per transition, and metrics of its credit."""
         advantages, returns = rollout.credit(self.args.advantage)
         _, mean, variance = moments(advantages, rollout.mask, self.reduce)
@@ -177,14 +174,15 @@ class ControlTrainer:
         """Update on the transitions, only the critic during its warm-up; returns the update's metrics."""
         parts = self.agent.actor_parts().parameters(), self.agent.critic_parts().parameters()
         frozen = self.args.critic.frozen(number, *parts)
-        return self.learner.update(experience, frozen=frozen, on_step=partial(self._on_step, number))
 
-    def _on_step(self, number: int, minibatch: Experience, error: NonFiniteUpdate | None) -> None:
-        """Count consecutive skipped steps, and save their minibatches."""
-        if error is None:
-            self.record.bad_in_a_row = 0
-        else:
-            self.record.bad_step(number, str(error), minibatch.tensors())
+        def on_step(minibatch: Experience, error: NonFiniteUpdate | None) -> None:
+            """Count consecutive skipped steps, and save their minibatches."""
+            if error is None:
+                self.record.bad_in_a_row = 0
+            else:
+                self.record.bad_step(number, str(error), minibatch.tensors())
+
+        return self.learner.update(experience, frozen=frozen, on_step=on_step)
 
     def evaluate(self, number: int) -> dict[str, float]:
         """Play whole episodes in separate copies, with the training statistics; records videos of some."""
@@ -201,7 +199,7 @@ class ControlTrainer:
         return shared, own | {"collector": self.collector.state(), "random": random_state()}
 
     def sharded_tensors(self) -> dict[str, Tensor]:
-        """Nothing: agents are not sharded."""
+        """None: agents are not sharded."""
         return {}
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the Trainer protocol)
@@ -215,7 +213,11 @@ class ControlTrainer:
         self.episodes.extend((score, length) for score, length in state["episodes"])
         self.steps = state["steps"]
         set_random_state(own["random"])
-        return [not_restored_message(lost)] if lost else ()
+        if not lost:
+            return ()
+        copies = ", ".join(map(str, lost))
+        why = "seed and actions do not determine their course"
+        return [f"environments {copies} could not be restored ({why}); they start a new episode"]
 
     def rewind(self) -> bool:
         """Return false: environments cannot rewind to the start of an iteration."""
@@ -223,15 +225,12 @@ class ControlTrainer:
 
     def finish(self, stopped_by: str) -> Summary:
         """Write the agent, summary and report at the end of a run; returns the summary."""
-        summary = self.record.end(stopped_by, self._save)
+        summary = self.record.end(stopped_by, lambda folder, _: save_agent(folder, self.agent, self.envs))
         write_final_report(self.record)
         audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
         self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
         self.envs.close()
         return summary
-
-    def _save(self, folder: Path, _summary: Summary) -> None:
-        save_agent(folder, self.agent, self.envs)
 
 
 def refuse_unsplit(args: ControlConfig, processes: Processes) -> None:
@@ -245,3 +244,62 @@ def refuse_unsplit(args: ControlConfig, processes: Processes) -> None:
         raise ConfigError(
             "several processes train an agent on CPUs; set the environment variable ACCELERATE_USE_CPU=true"
         )
+
+
+@dataclass(frozen=True)
+class AgentPasses(Passes):
+    """The passes of an agent."""
+
+    agent: Agent
+    entropy: bool
+    """The loss needs entropies."""
+    critic_inputs = ("observations",)
+
+    def evaluate(self, model: nn.Module, inputs: dict[str, Tensor], loss: PolicyLoss) -> PolicyOutputs:
+        """Outputs of actor and critic."""
+        outputs: PolicyOutputs = model(**inputs, policy_loss=loss, entropy=self.entropy)
+        return outputs
+
+    def critic(self, inputs: dict[str, Tensor]) -> CriticOutputs:
+        """Outputs of the critic."""
+        return CriticOutputs(self.agent.critic_values(inputs["observations"]))
+
+
+def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Learner:
+    """The learner of an agent: optimizer, schedule, objective and shuffling RNG.
+
+    Raises:
+        ConfigError: a setting has no effect with the environment's actions.
+    """
+    for key in ("log_std", "actions"):
+        value = getattr(args.agent, key)
+        if isinstance(agent.distribution, Categorical) and value != getattr(AgentConfig(), key):
+            raise ConfigError(f"agent.{key} is {value!r}, which has no effect with discrete actions; leave it out")
+    # A plain policy gradient takes one step on the whole batch.
+    one_step = {"epochs": 1, "minibatches": 1} if args.algorithm == "policy_gradient" else {}
+    return Learner(
+        agent,
+        build_agent_optimizer(args, agent),
+        AgentPasses(agent, entropy=args.ppo.entropy_coef > 0),
+        Objective(**args.ppo.objective(args.critic), horizon=1),
+        UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim) | one_step),
+        schedule(**args.optim.rates(args.run.iterations)),
+        torch.Generator().manual_seed(args.seed + 1),
+        processes,
+    )
+
+
+def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Optimizer:
+    """One optimizer for actor and critic; at equal rates a single group, which takes half the time of two."""
+    actor, critic = (list(part.parameters()) for part in (agent.actor_parts(), agent.critic_parts()))
+    constant = args.critic.schedule == "constant"
+    critic_options = {"lr": args.critic.lr, "metric": "value_lr", "constant": constant}
+    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, **critic_options}]
+    if args.optim.lr == args.critic.lr and not constant:
+        groups = [{"params": actor + critic, "lr": args.optim.lr}]
+    return build_optimizer(
+        [group | {"weight_decay": args.optim.weight_decay} for group in groups if group["params"]],
+        args.optim.name,
+        hidden=hidden_matrices(agent),
+        eps=args.optim.eps,
+    )

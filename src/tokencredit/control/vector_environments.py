@@ -6,13 +6,12 @@ import difflib
 import importlib.util
 import multiprocessing
 import signal
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -30,8 +29,13 @@ from gymnasium.wrappers.vector import (
     TransformReward,
 )
 
-from tokencredit.control.environment_failures import EnvironmentRaised
-from tokencredit.control.reward_scale import AgreedSteps, NormalizeAllObservations, ScaleReward, gather_copies
+from tokencredit.control.environment_wrappers import (
+    AgreedSteps,
+    NormalizeAllObservations,
+    ReplayWrapper,
+    ScaleReward,
+    gather_copies,
+)
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import EnvConfig
@@ -43,100 +47,6 @@ EXPECTED_WARNINGS = (
     ".* is deprecated and will be removed",
 )
 """Prefixes of warnings about intended behaviour, or that repeat an exception."""
-
-
-MAX_REPLAY_STEPS = 100_000
-"""Recorded steps per episode; a longer episode restarts when a run is resumed."""
-
-
-class ReplayWrapper(gym.Wrapper):
-    """Outermost wrapper of one environment, which records how to replay the current episode.
-
-    An environment's state cannot be saved directly. Instead, another copy is seeded as the episode was and replays its
-    actions. The wrapper also reports in which environment and step an exception was raised.
-
-    It drops `info`, which nothing here reads: gathering a few of MuJoCo's numbers from all copies at each step takes as
-    long as the step itself.
-    """
-
-    def __init__(self, env: gym.Env):
-        super().__init__(env)
-        self.seed: int | None = None
-        self.steps = 0
-        self.initial_rng: dict[str, Any] = {}
-        self.actions: list[Any] = []
-        self.observation: Any = None
-        self.ended = self.must_reset = False
-        self.saved_state: dict[str, Any] = {}
-        """State for `restore`."""
-
-    def save_state(self) -> dict[str, Any]:
-        """The state for `restore`: seed, initial RNG state and actions of the episode."""
-        if self.ended:  # only the randomness of later episodes is left
-            return {"seed": self.seed, "ended": True, "began": self._rng(None)}
-        position = {"steps": self.steps, "observation": self.flat_observation()}
-        actions = np.array(self.actions)
-        return {"seed": self.seed, "ended": False, "began": self.initial_rng, "actions": actions} | position
-
-    def restore(self) -> bool:
-        """Replay to `saved_state`; False on failure. The next step is then a reset, as after an episode's end."""
-        state, rng = self.saved_state, self.saved_state["began"]
-        self.must_reset = True
-        if rng["seed"] is None and rng["random"] is None:
-            return False
-        if rng["random"] is not None:
-            self.unwrapped.np_random.bit_generator.state = rng["random"]
-        if state["ended"]:
-            self.seed = state["seed"]
-            return True
-        self.reset(seed=rng["seed"])
-        for action in state["actions"]:
-            self.step(action)
-        self.seed = state["seed"]
-        self.must_reset = not (
-            self.steps == state["steps"] and np.array_equal(self.flat_observation(), state["observation"])
-        )
-        return not self.must_reset
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        """Reset, and record the seed or RNG state that the episode starts with."""
-        self.seed, self.steps = self.seed if seed is None else seed, 0
-        self.initial_rng, self.actions, self.ended, self.must_reset = self._rng(seed), [], False, False
-        try:
-            self.observation, _ = self.env.reset(seed=seed, options=options)
-        except Exception as error:
-            raise self._raised(error) from None
-        return self.observation, {}
-
-    def step(self, action: Any) -> Any:
-        """Step, and record the action."""
-        if self.must_reset:
-            return self.reset()[0], 0.0, False, False, {}
-        self.steps += 1
-        if self.steps <= MAX_REPLAY_STEPS:
-            self.actions.append(action)
-        try:
-            self.observation, reward, terminated, truncated, _ = self.env.step(action)
-        except Exception as error:
-            raise self._raised(error) from None
-        self.ended = bool(terminated or truncated)
-        return self.observation, reward, terminated, truncated, {}
-
-    def _rng(self, seed: int | None) -> dict[str, Any]:
-        """The randomness of an episode that starts now with this seed: the seed, or the RNG state without one."""
-        generator = getattr(self.unwrapped, "np_random", None)
-        state = generator.bit_generator.state if seed is None and isinstance(generator, np.random.Generator) else None
-        return {"seed": seed, "random": state}
-
-    def flat_observation(self) -> np.ndarray:
-        """The last observation, flattened."""
-        return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
-
-    def _raised(self, error: Exception) -> EnvironmentRaised:
-        return EnvironmentRaised(
-            f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
-            f"of an episode\n{traceback.format_exc().rstrip()}"
-        )
 
 
 def make_envs(
@@ -152,41 +62,36 @@ def make_envs(
 ) -> VectorEnv:
     """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
 
-    From the inside out, the wrappers record episode returns, flatten observations to float32, and normalise
-    observations and, in training, rewards, if the settings say so.
-
     Args:
         args: the environment's settings.
         number: number of copies.
         gamma: discount of the return whose standard deviation scales rewards.
         stack: number of stacked observations, the oldest first; an episode's first one is repeated.
         training: allow reward normalisation and worker processes.
-        videos: folder for a video of every episode; None for no videos.
-        prefix: prefix of the videos' names.
+        videos: folder for a video of every episode, with names that begin with `prefix`; None for no videos.
+        prefix: of the videos' names.
         several: the processes whose copies enter the statistics; None for a single one.
 
     Raises:
         ConfigError: unknown environment, missing dependency, or unsupported observation space.
     """
-    layers: list[Callable[[gym.Env], gym.Env]] = [ignore_sigint]
-    rendered = {}
+    layers: list[Callable[[gym.Env], gym.Env]] = [_ignore_sigint]
+    options: dict[str, Any] = {}
     if videos is not None:
-        rendered = {"render_mode": "rgb_array"}
-        layers.append(
-            partial(RecordVideo, video_folder=str(videos), name_prefix=prefix, episode_trigger=lambda _: True)
-        )
+        options["render_mode"] = "rgb_array"
+        recording: dict[str, Any] = {
+            "video_folder": str(videos),
+            "name_prefix": prefix,
+            "episode_trigger": lambda _: True,
+        }
+        layers.append(partial(RecordVideo, **recording))
     if stack > 1:
-        layers += [flatten, partial(FrameStackObservation, stack_size=stack)]
+        layers += [_flatten, partial(FrameStackObservation, stack_size=stack)]
     layers.append(ReplayWrapper)
-    envs = make_copies(
-        args,
-        num_envs=number,
-        vectorization_mode="async" if args.processes and training else "sync",
-        # No copies: callers copy the observations that they keep.
-        vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False},
-        wrappers=layers,
-        **rendered,
-    )
+    mode = "async" if args.processes and training else "sync"
+    # No copies: callers copy the observations that they keep.
+    options["vector_kwargs"] = {"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False}
+    envs = make_copies(args, num_envs=number, vectorization_mode=mode, wrappers=layers, **options)
     if not isinstance(envs.single_observation_space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.Dict):
         envs.close()
         raise ConfigError(
@@ -199,7 +104,7 @@ def make_envs(
 def wrap_envs(
     envs: VectorEnv, args: EnvConfig, gamma: float, training: bool, several: Processes | None = None
 ) -> VectorEnv:
-    """Add the vector wrappers: episode statistics, flat float32 observations, optional normalisation."""
+    """Add the vector wrappers: episode statistics, flat float32 observations, and normalisation if it is set."""
     gather = partial(gather_copies, several) if several else None
     if several and (args.normalize_observations or args.normalize_rewards):
         envs = AgreedSteps(envs, several)
@@ -237,8 +142,7 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
         ) from error
 
 
-def flatten(env: gym.Env) -> gym.Env:
-    """Flatten the environment's observations."""
+def _flatten(env: gym.Env) -> gym.Env:
     space = env.observation_space
     return env if isinstance(space, spaces.Box) and len(space.shape) == 1 else FlattenOne(env)
 
@@ -307,9 +211,7 @@ def merged_envs(parts: Sequence[Mapping[str, Any]], share: slice) -> dict[str, A
 
 def base_env(envs: VectorEnv) -> SyncVectorEnv | AsyncVectorEnv:
     """The vector environment inside all wrappers; its `call` reaches each copy."""
-    inner = envs.unwrapped
-    assert isinstance(inner, SyncVectorEnv | AsyncVectorEnv)  # the two that `make_copies` makes
-    return inner
+    return cast("SyncVectorEnv | AsyncVectorEnv", envs.unwrapped)
 
 
 def vector_wrappers(envs: VectorEnv) -> list[VectorEnv]:
@@ -329,8 +231,8 @@ def wrapper_state(layer: VectorEnv) -> dict[str, Any]:
     return state
 
 
-def ignore_sigint(env: gym.Env) -> gym.Env:
-    """Ignore Ctrl-C in a worker process, which leaves it to the training process; returns the environment."""
+def _ignore_sigint(env: gym.Env) -> gym.Env:
+    """Leave Ctrl-C to the training process, in a worker process."""
     if multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return env

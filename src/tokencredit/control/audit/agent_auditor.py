@@ -22,9 +22,9 @@ from tokencredit.audit.agreement import judge
 from tokencredit.audit.estimates import variants
 from tokencredit.audit.truth import STREAM, Samples, Truth, generator, rounds, spread
 from tokencredit.control.agent import Agent
-from tokencredit.control.agent_rollout import Rollout
+from tokencredit.control.agent_rollout import AgentRollout
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
-from tokencredit.control.environment_failures import environment_errors
+from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import preserved
 from tokencredit.runs.folder import AUDIT
@@ -46,7 +46,7 @@ class PairedReturns:
     is measured as such.
     """
 
-    def __init__(self, rollout: Rollout, choices: bool):
+    def __init__(self, rollout: AgentRollout, choices: bool):
         """Start without samples; `choices`: an action is a single discrete choice, whose probability is known."""
         logprobs = rollout.logprobs.double()
         self.probabilities = logprobs.exp() if choices else torch.zeros_like(logprobs)
@@ -189,7 +189,7 @@ class AgentAuditor:
         return total + weight * float(bootstrap), weight
 
     @torch.no_grad()
-    def rollout(self, replays: Replays, episodes: Sequence[Trajectory], random: torch.Generator) -> Rollout:
+    def rollout(self, replays: Replays, episodes: Sequence[Trajectory], random: torch.Generator) -> AgentRollout:
         """Pad episodes into a rollout, truncated after every `steps` steps of a copy as in training."""
         lengths = torch.tensor([len(episode.rewards) for episode in episodes])
         observations = pad_sequence([replays.normalized(x.observations) for x in episodes], batch_first=True)
@@ -201,7 +201,7 @@ class AgentAuditor:
         cut = ((time + offset + 1) % self.args.steps == 0) & mask
         ended = last & torch.tensor([[episode.terminated] for episode in episodes])
         values = self.agent.values(observations)
-        return Rollout(
+        return AgentRollout(
             observations=observations[:, :-1],
             actions=actions,
             mask=mask,
@@ -214,7 +214,7 @@ class AgentAuditor:
             episodes=[],
         )
 
-    def estimates(self, rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
+    def estimates(self, rollout: AgentRollout) -> Iterator[tuple[str, Tensor]]:
         """Advantages of each estimator by label, before whitening."""
         args, has_critic = self.args.advantage, rollout.values is not None
         by_label = variants(args.estimator, args.options(), values=has_critic, texts=False, groups=False)

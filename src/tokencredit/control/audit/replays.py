@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
-from tokencredit.control.reward_scale import ScaleReward
-from tokencredit.control.vector_environments import MAX_REPLAY_STEPS, ReplayWrapper, base_env, make_envs, wrappers
+from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, ReplayWrapper, ScaleReward
+from tokencredit.control.vector_environments import base_env, make_envs, wrappers
 from tokencredit.errors import RunStopped
 from tokencredit.settings.control import ControlConfig
 

@@ -1,0 +1,198 @@
+"""Wrappers of environments: replays for resuming, running statistics over all copies, and named exceptions."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
+
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import RunStopped
+
+MAX_REPLAY_STEPS = 100_000
+"""Recorded steps per episode; a longer episode restarts when a run is resumed."""
+
+Gather = Callable[[np.ndarray], np.ndarray]
+"""Rows of all processes from those of this one, in the order of the copies."""
+
+
+class EnvironmentRaised(RuntimeError):
+    """An exception raised by an environment, as text, since it may come from another process."""
+
+
+@contextmanager
+def environment_errors() -> Iterator[None]:
+    """Turn an environment's exception, or the death of its process, into `RunStopped`."""
+    try:
+        yield
+    except EnvironmentRaised as error:
+        raise RunStopped(str(error)) from error
+    except (EOFError, ConnectionError) as error:
+        raise RunStopped("a process that ran an environment has ended; was it killed?") from error
+
+
+class ReplayWrapper(gym.Wrapper):
+    """Outermost wrapper of one environment, which records how to replay the current episode.
+
+    An environment's state cannot be saved directly. Instead, another copy is seeded as the episode was and replays its
+    actions. The wrapper also reports in which environment and step an exception was raised.
+
+    It drops `info`, which nothing here reads: gathering a few of MuJoCo's numbers from all copies at each step takes as
+    long as the step itself.
+    """
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.seed: int | None = None
+        self.steps = 0
+        self.initial_rng: dict[str, Any] = {}
+        self.actions: list[Any] = []
+        self.observation: Any = None
+        self.ended = self.must_reset = False
+        self.saved_state: dict[str, Any] = {}
+        """State for `restore`."""
+
+    def save_state(self) -> dict[str, Any]:
+        """The state for `restore`: seed, initial RNG state and actions of the episode."""
+        if self.ended:  # only the randomness of later episodes is left
+            return {"seed": self.seed, "ended": True, "began": self._rng(None)}
+        position = {"steps": self.steps, "observation": self.flat_observation()}
+        actions = np.array(self.actions)
+        return {"seed": self.seed, "ended": False, "began": self.initial_rng, "actions": actions} | position
+
+    def restore(self) -> bool:
+        """Replay to `saved_state`; False on failure. The next step is then a reset, as after an episode's end."""
+        state, rng = self.saved_state, self.saved_state["began"]
+        self.must_reset = True
+        if rng["seed"] is None and rng["random"] is None:
+            return False
+        if rng["random"] is not None:
+            self.unwrapped.np_random.bit_generator.state = rng["random"]
+        if state["ended"]:
+            self.seed = state["seed"]
+            return True
+        self.reset(seed=rng["seed"])
+        for action in state["actions"]:
+            self.step(action)
+        self.seed = state["seed"]
+        self.must_reset = not (
+            self.steps == state["steps"] and np.array_equal(self.flat_observation(), state["observation"])
+        )
+        return not self.must_reset
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset, and record the seed or RNG state that the episode starts with."""
+        self.seed, self.steps = self.seed if seed is None else seed, 0
+        self.initial_rng, self.actions, self.ended, self.must_reset = self._rng(seed), [], False, False
+        try:
+            self.observation, _ = self.env.reset(seed=seed, options=options)
+        except Exception as error:
+            raise self._raised(error) from None
+        return self.observation, {}
+
+    def step(self, action: Any) -> Any:
+        """Step, and record the action."""
+        if self.must_reset:
+            return self.reset()[0], 0.0, False, False, {}
+        self.steps += 1
+        if self.steps <= MAX_REPLAY_STEPS:
+            self.actions.append(action)
+        try:
+            self.observation, reward, terminated, truncated, _ = self.env.step(action)
+        except Exception as error:
+            raise self._raised(error) from None
+        self.ended = bool(terminated or truncated)
+        return self.observation, reward, terminated, truncated, {}
+
+    def _rng(self, seed: int | None) -> dict[str, Any]:
+        """The randomness of an episode that starts now with this seed: the seed, or the RNG state without one."""
+        generator = getattr(self.unwrapped, "np_random", None)
+        state = generator.bit_generator.state if seed is None and isinstance(generator, np.random.Generator) else None
+        return {"seed": seed, "random": state}
+
+    def flat_observation(self) -> np.ndarray:
+        """The last observation, flattened."""
+        return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
+
+    def _raised(self, error: Exception) -> EnvironmentRaised:
+        return EnvironmentRaised(
+            f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
+            f"of an episode\n{traceback.format_exc().rstrip()}"
+        )
+
+
+class ScaleReward(NormalizeReward):
+    """Divide rewards by the running standard deviation of the discounted return, which restarts with each episode.
+
+    As in OpenAI's baselines (`VecNormalize`): R ← γ R + r over the steps of an episode, including its last one, however
+    it ends. Gymnasium's own wrapper carries R across truncations, and after a termination starts with the last step's
+    reward.
+    """
+
+    def __init__(self, env: VectorEnv, gamma: float, gather: Gather | None = None):
+        """Wrap the copies of this process; `gather` collects rows of all."""
+        super().__init__(env, gamma=gamma)
+        self.gather = gather
+
+    def step(self, actions: Any) -> Any:
+        """Step all copies; the step after an episode's end is a reset and does not count."""
+        observation, reward, terminated, truncated, info = self.env.step(actions)
+        reset = self._prev_dones.astype(bool)
+        self.accumulated_reward[:] = np.where(reset, 0.0, self.gamma * self.accumulated_reward + reward)
+        returns = self.accumulated_reward
+        if self.gather is not None:
+            returns, was_reset = self.gather(np.stack([returns, reset], axis=1)).T
+            reset = was_reset.astype(bool)
+        if not reset.all():
+            self.return_rms.update(returns[~reset])  # type: ignore[no-untyped-call]
+        self._prev_dones = np.logical_or(terminated, truncated).astype(np.float32)
+        return observation, reward / np.sqrt(self.return_rms.var + self.epsilon), terminated, truncated, info
+
+
+class NormalizeAllObservations(NormalizeObservation):
+    """Gymnasium's normalisation, with the statistics of the copies of all processes."""
+
+    def __init__(self, env: VectorEnv, gather: Gather):
+        """Wrap the copies of this process; `gather` collects rows of all."""
+        super().__init__(env)
+        self.gather = gather
+
+    def observations(self, observations: np.ndarray) -> np.ndarray:
+        """Normalise a step's observations, `[copies, size]`, after an update of the statistics with all copies'."""
+        self.obs_rms.update(self.gather(observations))  # type: ignore[no-untyped-call]
+        deviation = np.sqrt(self.obs_rms.var + self.epsilon)
+        normalized: np.ndarray = ((observations - self.obs_rms.mean) / deviation).astype(np.float32)
+        return normalized
+
+
+class AgreedSteps(VectorWrapper):
+    """Raises `RunStopped` in all processes if an environment of one raises: they would wait for its numbers."""
+
+    def __init__(self, env: VectorEnv, processes: Processes):
+        """Wrap the copies of this process."""
+        super().__init__(env)
+        self.processes = processes
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset this process's copies."""
+        with self.processes.agreed(RunStopped), environment_errors():
+            return self.env.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        """Step this process's copies."""
+        with self.processes.agreed(RunStopped), environment_errors():
+            return self.env.step(actions)
+
+
+def gather_copies(processes: Processes, rows: np.ndarray) -> np.ndarray:
+    """A step's rows of all copies from those of this process's, in the order of the copies."""
+    gathered: np.ndarray = processes.gather(torch.from_numpy(np.ascontiguousarray(rows))).numpy()
+    return gathered
