@@ -39,8 +39,8 @@ fast: install lint types  ## Lint, types and the quick tests: about a minute
 fuzz: install  ## The tests with random inputs, with fresh and thirty times as many inputs
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh
 
-fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templates: a table of tokens that differ, in minutes
-	$(BIN)/python tests/fuzz_templates.py
+fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templates, in minutes
+	TRANSCRIPTS=170 $(BIN)/python -m pytest -n 2 tests/text/turns/chat/test_framing.py -k one_rendering
 
 # Warnings are no errors there: old versions warn of newer ones.
 lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own

@@ -42,6 +42,11 @@ class Model:
     """True if the template writes thinking."""
 
 
+def tokens(names):
+    """Names of tokens, separated by spaces."""
+    return tuple(names.split())
+
+
 TOOL_TOKENS = ("<tool_call>", "</tool_call>")
 LLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -65,16 +70,8 @@ MODELS = {
         several=False,
     ),
     "Mistral": Model(
-        (
-            "<s>",
-            "</s>",
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
+        tokens(
+            "<s> </s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
         ),
         "</s>",
         bos="<s>",
@@ -83,18 +80,10 @@ MODELS = {
     ),
     "Gemma 2": Model(("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", bos="<bos>", system=False),
     "FunctionGemma": Model(
-        (
-            "<bos>",
-            "<eos>",
-            "<start_of_turn>",
-            "<end_of_turn>",
-            "<start_function_declaration>",
-            "<end_function_declaration>",
-            "<start_function_call>",
-            "<end_function_call>",
-            "<start_function_response>",
-            "<end_function_response>",
-            "<escape>",
+        tokens(
+            "<bos> <eos> <start_of_turn> <end_of_turn> <start_function_declaration> "
+            "<end_function_declaration> <start_function_call> <end_function_call> "
+            "<start_function_response> <end_function_response> <escape>"
         ),
         "<eos>",
         bos="<bos>",
@@ -104,37 +93,19 @@ MODELS = {
         ("<s>", "<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"), "<|endoftext|>", swallows=True
     ),
     "Phi-4-mini": Model(
-        (
-            "<|endoftext|>",
-            "<|end|>",
-            "<|user|>",
-            "<|assistant|>",
-            "<|system|>",
-            "<|tool|>",
-            "<|/tool|>",
-            "<|tool_call|>",
-            "<|/tool_call|>",
-            "<|tool_response|>",
+        tokens(
+            "<|endoftext|> <|end|> <|user|> <|assistant|> <|system|> <|tool|> <|/tool|> <|tool_call|> "
+            "<|/tool_call|> <|tool_response|>"
         ),
         "<|end|>",
         tools=True,
     ),
     "Zephyr": Model(("<s>", "</s>"), "</s>"),
     "DeepSeek-V3": Model(
-        (
-            "<｜begin▁of▁sentence｜>",
-            "<｜end▁of▁sentence｜>",
-            "<｜User｜>",
-            "<｜Assistant｜>",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁outputs▁begin｜>",
-            "<｜tool▁outputs▁end｜>",
-            "<｜tool▁output▁begin｜>",
-            "<｜tool▁output▁end｜>",
+        tokens(
+            "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
+            "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> "
+            "<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
         ),
         "<｜end▁of▁sentence｜>",
         bos="<｜begin▁of▁sentence｜>",
@@ -144,13 +115,9 @@ MODELS = {
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"), "<|end_of_text|>", tools=True
     ),
     "Command R": Model(
-        (
-            "<BOS_TOKEN>",
-            "<|START_OF_TURN_TOKEN|>",
-            "<|END_OF_TURN_TOKEN|>",
-            "<|USER_TOKEN|>",
-            "<|CHATBOT_TOKEN|>",
-            "<|SYSTEM_TOKEN|>",
+        tokens(
+            "<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> "
+            "<|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>"
         ),
         "<|END_OF_TURN_TOKEN|>",
         bos="<BOS_TOKEN>",

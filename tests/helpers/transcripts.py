@@ -3,36 +3,12 @@
 import json
 
 from helpers.chat_templates import MODELS
+from tokencredit.text.turns.chat.chat_template import look_up
 
 WORDS = [
-    *[
-        "rain",
-        "the",
-        "Yes.",
-        "3 + 4 = 7",
-        "한국어",
-        "café",
-        "😀",
-        "a\nb",
-        "two  spaces",
-        "\ttab",
-        '"quoted"',
-        "\\",
-        "{}",
-        "<b>",
-    ],
-    *["user", "assistant\n", "\n\n", "[/", "</", "don't", "e\u0301", "\u200b", "0.5", "[1, 2]"],
+    *["rain", "the", "Yes.", "3 + 4 = 7", "한국어", "café", "😀", "a\nb", "two  spaces", "\ttab", '"quoted"', "\\"],
+    *["{}", "<b>", "user", "assistant\n", "\n\n", "[/", "</", "don't", "e\u0301", "\u200b", "0.5", "[1, 2]"],
 ]
-
-
-def look_up(word: str, limit: int) -> str:
-    """Look up a word.
-
-    Args:
-        word: The word.
-        limit: Most results.
-    """
-    return word * limit
 
 
 def roll(sides: int) -> int:
@@ -58,10 +34,8 @@ def made_calls(rng, number):
     for index in range(number):
         arguments = {"sides": rng.randint(1, 10**6)}
         if rng.random() < 0.6:
-            arguments = {
-                "word": " ".join(rng.choices(["rain", "café", "한", '"q"', "it's"], k=3)),
-                "limit": rng.randint(-3, 99),
-            }
+            word = " ".join(rng.choices(["rain", "café", "한", '"q"', "it's"], k=3))
+            arguments = {"word": word, "limit": rng.randint(-3, 99)}
         name = "look_up" if "word" in arguments else "roll"
         made.append({"type": "function", "id": f"call{index:05d}", "function": {"name": name, "arguments": arguments}})
     return made
@@ -74,15 +48,6 @@ def as_rendered(name, calls):
     return [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in calls
-    ]
-
-
-def calls_in(message):
-    """Names and arguments of a message's calls."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [
-        {**one, "arguments": json.loads(one["arguments"])} if isinstance(one["arguments"], str) else one
-        for one in functions
     ]
 
 
@@ -116,30 +81,16 @@ def transcript(name, rng):
 
 def reference(tokenizer, messages, tools, **kwargs):
     """Token ids and assistant mask of one rendering, by Transformers alone."""
-    made = tokenizer.apply_chat_template(
-        messages,
-        tools=tools or None,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **kwargs,
-    )
-    return made["input_ids"], made["assistant_masks"]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    rendered = tokenizer.apply_chat_template(messages, tools=tools or None, **options, **kwargs)
+    return rendered["input_ids"], rendered["assistant_masks"]
 
 
 def replay(framing, messages, tools, ids, mask, *, cut=lambda: False):
-    """The transcript turn by turn; the sampled ids are the one rendering's own.
+    """The transcript turn by turn; the sampled ids are the one rendering's own, `ids` with its `mask`.
 
-    Args:
-        framing: the framing under test.
-        messages: the transcript.
-        tools: the prompt's tools.
-        ids: token ids of the one rendering.
-        mask: its mask.
-        cut: true for a turn whose end-of-turn token is not sampled.
-
-    Returns:
-        Token ids, mask, the mask that is expected, and the turns with their messages.
+    `cut` is true for a turn whose end-of-turn token is not sampled. Returns token ids, mask, the mask that is expected,
+    and the turns with their messages.
     """
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     made = framing.prompt(messages[:first], tools)[1]

@@ -194,19 +194,6 @@ def test_an_observation_that_exactly_fills_the_rest_leaves_no_turn(player, model
     assert [len(transcript.turns[-1].ids) for transcript in one_more.transcripts] == [1] * 6
 
 
-def test_a_failing_environment_ends_no_run(player):
-    class Bad(Steps):
-        def step(self, completion):
-            if self.taken == 1:
-                raise ZeroDivisionError("by zero")
-            return super().step(completion)
-
-    played = play(player(Bad, max_turns=3))
-    problems = [problem for t in played.transcripts for reply in t.replies for problem in reply.problems]
-    assert problems
-    assert set(problems) == {"failed"}
-
-
 @pytest.mark.slow
 def test_a_hanging_environment_is_cut_off_and_the_others_go_on(player, monkeypatch):
     hung, returned = threading.Event(), []

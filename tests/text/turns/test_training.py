@@ -94,28 +94,24 @@ def test_the_value_loss_counts_first_tokens_only(tmp_path):
     assert loss.value_loss(CriticOutputs(values.masked_fill(first, 0))) > 0
 
 
-@pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "uniform"])
-def test_estimators_without_a_critic_compare_whole_episodes(estimator, tmp_path):
+def test_leave_one_out_compares_whole_episodes(tmp_path):
     args = config(
         tmp_path / "run",
         critic=CriticConfig(kind="none"),
-        advantage=AdvantageConfig(estimator=estimator, whiten="none"),
-        rollout=RolloutConfig(batch_size=16, per_prompt=1 if estimator == "uniform" else 8, max_new_tokens=160),
+        advantage=AdvantageConfig(estimator="leave_one_out", whiten="none"),
+        rollout=RolloutConfig(batch_size=16, per_prompt=8, max_new_tokens=160),
         kl=KLConfig(coef=0),
     )
     trainer = PPOTrainer(args=args)
     batch, experience = trainer.credit.give(trainer.collect())
-    scores = batch.totals()
-    if estimator == "leave_one_out":
-        groups = scores.view(2, 8)
-        expected = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
-        for row in range(16):
-            mask = experience.mask[row]
-            torch.testing.assert_close(experience.advantages[row][mask], expected[row].expand(int(mask.sum())))
+    groups = batch.totals().view(2, 8)
+    expected = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
+    for row in range(16):
+        mask = experience.mask[row]
+        torch.testing.assert_close(experience.advantages[row][mask], expected[row].expand(int(mask.sum())))
     assert not experience.advantages[~experience.mask].any()
-    for group in range(0, 16, 8 if estimator != "uniform" else 1):
-        prompts = batch.prompts.texts[group : group + (8 if estimator != "uniform" else 1)]
-        assert len(set(prompts)) == 1, "the episodes of a group begin alike"
+    for first in (0, 8):
+        assert len(set(batch.prompts.texts[first : first + 8])) == 1, "the episodes of a group begin alike"
 
 
 def test_reward_functions_get_environments_and_whole_texts(tmp_path):
@@ -156,11 +152,11 @@ def test_evaluations_play_other_episodes_than_training(tmp_path):
     ("groups", "message"),
     [
         ({"audit": AuditConfig(every=1)}, "audit.every is 1, which samples continuations of a text from its middle"),
+        ({"rollout": RolloutConfig(batch_size=8, cache="static")}, "rollout.cache is static; episodes of several"),
         (
-            {"rollout": RolloutConfig(batch_size=8, cache="static")},
-            "rollout.cache is static; episodes of several turns",
+            {"eval": EvalConfig(every=1, max_new_tokens=24)},
+            "eval.max_new_tokens is 24; with an environment",
         ),
-        ({"eval": EvalConfig(every=1)}, "eval.max_new_tokens is 24; with an environment it must be at least"),
         (
             {"advantage": AdvantageConfig(unit="turn"), "critic": CriticConfig(places=[0.5])},
             "advantage.unit is turn, with one value per turn, and critic.places chooses tokens; leave one out",

@@ -7,8 +7,10 @@ import string
 import pytest
 
 from helpers.chat_templates import MODELS, chat_tokenizer
-from helpers.transcripts import TOOLS, look_up
+from helpers.transcripts import TOOLS
+from tokencredit.text.turns.chat.chat_template import look_up
 from tokencredit.text.turns.chat.framing import ChatFraming
+from tokencredit.text.turns.chat.template_check import functions
 from tokencredit.text.turns.chat.tool_calls import (
     FORMATS,
     MAX_CALLS,
@@ -34,11 +36,6 @@ def parse(name, text, tools=TOOLS, prefix=""):
 def hermes(text, prefix=""):
     """A message and what is malformed in it, in the format of Hermes and Qwen."""
     return parse_turn(text, prefix, FORMAT["Hermes and Qwen"], [])
-
-
-def functions(message):
-    """Names and arguments of a message's calls."""
-    return [call["function"] for call in message.get("tool_calls", [])]
 
 
 @pytest.mark.parametrize(
@@ -172,12 +169,9 @@ def test_several_calls_have_texts_around_them_and_ids_of_their_own():
     assert malformed is None
     assert message["content"] == "First.  Then."
     assert [call["id"] for call in message["tool_calls"]] == ["call00000", "call00001"]
-
-
-def test_one_bad_call_spoils_the_turn():
     message, malformed = hermes(f"{HERMES % '{}'}{HERMES % '{'}")
     assert malformed
-    assert "tool_calls" not in message
+    assert "tool_calls" not in message, "one bad call spoils the turn"
 
 
 def test_a_marker_that_opens_no_call_is_malformed():
@@ -245,29 +239,9 @@ def garbage(rng, special):
     """A text that a model might write: pieces of calls, special tokens, bytes and JSON, in any order."""
     pieces = [
         *special,
-        *[
-            "<tool_call>",
-            "</tool_call>",
-            "<think>",
-            "</think>",
-            "<function=",
-            "<parameter=a>",
-            "</parameter>",
-            "[ARGS]",
-        ],
-        *[
-            '{"name": "look_up", "arguments": {',
-            '"word": ',
-            "}",
-            "]",
-            "[",
-            "{",
-            '"',
-            "\\",
-            "\\ud800",
-            "NaN",
-            "-Infinity",
-        ],
+        *["<tool_call>", "</tool_call>", "<think>", "</think>", "<function=", "<parameter=a>", "</parameter>"],
+        *['{"name": "look_up", "arguments": {', '"word": ', "}", "]", "[", "{", '"', "\\", "\\ud800"],
+        *["NaN", "-Infinity", "[ARGS]"],
         *["9" * 5000, "[" * 2000, '{"a":' * 2000, " " * 3000, "\n" * 200, "Action: ```json", "```", "to=functions.x"],
         *["call:look_up", "\x00\x01\x02", "\ud7ff", "😀", "한", "{content}", "null", "1e999", '{"name": ', ", ", ":"],
         "".join(rng.choices(string.printable, k=20)),

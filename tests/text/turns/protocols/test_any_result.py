@@ -50,8 +50,7 @@ class Returning:
 
 
 def same(value: dict | list | str) -> str:
-    """
-    Return a value.
+    """Return a value.
 
     Args:
         value: the value
@@ -60,8 +59,7 @@ def same(value: dict | list | str) -> str:
 
 
 async def later(value: int | None = None) -> str:
-    """
-    Return a value.
+    """Return a value.
 
     Args:
         value: the value

@@ -24,8 +24,7 @@ def every(
     i: int | str = 0,
     j: bool = False,
 ) -> str:
-    """
-    Take all types.
+    """Take all types.
 
     Args:
         a: a
@@ -94,8 +93,7 @@ def test_missing_and_unknown_arguments():
 
 def test_an_argument_whose_default_is_none_may_be_none():
     def search(limit: int = None) -> str:  # noqa: RUF013  # as generated tools have it
-        """
-        Search.
+        """Search.
 
         Args:
             limit: most results
@@ -109,8 +107,7 @@ def no_docstring(x: int) -> str: ...
 
 
 def no_hint(x) -> str:
-    """
-    Do.
+    """Do.
 
     Args:
         x: it
@@ -122,8 +119,7 @@ def no_description(x: int) -> str:
 
 
 def unknown_hint(x: "Nowhere") -> str:  # noqa: F821
-    """
-    Do.
+    """Do.
 
     Args:
         x: it
