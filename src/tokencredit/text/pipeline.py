@@ -23,7 +23,7 @@ from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term
+from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.episode_record import columns
@@ -261,7 +261,7 @@ class Pipeline:
                 scores = score(
                     self.terms, questions, answers, known, lengths, finite=self.finite, started=batch.pending
                 )
-            except NonFiniteReward as error:
+            except NonFiniteScore as error:
                 reason = str(error)
         if not self.processes.all(scores is not None) or scores is None:
             raise UnusableBatch(reason, batch.rollout, batch.texts())

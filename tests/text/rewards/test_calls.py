@@ -13,13 +13,12 @@ import torch
 from helpers import warm
 from helpers.commands import COMMAND
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards import calls as reward_calls
-from tokencredit.text.rewards.terms import NonFiniteReward, RewardError, Term, build_terms, score
+from tokencredit.text.rewards.terms import NonFiniteScore, RewardError, Term, score
 
 COMPLETIONS = ["one", "three"]
 LENGTHS = [3.0, 5.0]
@@ -100,10 +99,8 @@ class Failing:
         return outcome
 
 
-@pytest.mark.parametrize(
-    "plan", [["error"], ["garbage"], ["html"], ["error", "garbage"], ["html", "error"], ["garbage", "html"]]
-)
-def test_a_service_that_recovers_within_the_retries_is_no_matter(plan, service, caplog):
+@pytest.mark.parametrize("plan", [["error", "garbage"], ["html"]])
+def test_a_service_that_recovers_within_the_retries_gives_its_scores(plan, service, caplog):
     service.plan = list(plan)
     assert rate(judge(service)) == LENGTHS
     assert service.asked == [COMPLETIONS] * (len(plan) + 1)
@@ -123,31 +120,17 @@ def test_a_service_that_hangs_is_asked_again(service, caplog):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "error",
-            r"^reward term 'judge' raised HTTPError: HTTP Error 500: Internal Server Error at \S+test_calls\.py:\d+ "
-            r"\(the last of 3 tries\); if the service is only slow, raise the term's timeout or retries$",
-        ),
-        (
-            "hang",
-            r"^reward term 'judge' exceeded its timeout of 0\.2 s \(the last of 3 tries\); "
-            r"if the service is only slow, raise the term's timeout or retries$",
-        ),
-        ("garbage", r"^reward term 'judge' returned 1 numbers for 2 completions \(the last of 3 tries\)$"),
+        ("error", r"'judge' raised HTTPError: .* \(the last of 3 tries\); .* raise the term's timeout or retries$"),
+        ("hang", r"'judge' exceeded its timeout of 0\.2 s \(the last of 3 tries\); .*timeout or retries$"),
+        ("garbage", r"'judge' returned 1 numbers for 2 completions \(the last of 3 tries\)$"),
     ],
 )
-def test_a_service_that_stays_down_is_given_up_and_not_asked_for_each_text(kind, message, service):
+def test_a_service_that_stays_down_is_asked_for_the_whole_batch_only(kind, message, service):
     service.plan = [kind] * 99
     timeout = 0.2 if kind == "hang" else None
     with pytest.raises(RewardError, match=message):
         rate(judge(service, timeout=timeout))
     assert service.calls == [COMPLETIONS] * 3
-
-
-def test_a_service_that_is_not_there_is_given_up(service):
-    service.server_close()
-    with pytest.raises(RewardError, match=r"raised URLError: <.*refused> at \S+\.py:\d+ \(the last of 2 tries\)"):
-        rate(judge(service, retries=1))
 
 
 def test_without_retries_the_first_failure_is_the_last():
@@ -157,7 +140,7 @@ def test_without_retries_the_first_failure_is_the_last():
     assert len(failing.calls) == 1
 
 
-def test_the_culprit_is_looked_for_after_the_last_try_only():
+def test_the_completion_that_fails_is_searched_after_the_last_try():
     failing = Failing(KeyError("score"))
     with pytest.raises(
         RewardError, match=r"KeyError: 'score' at \S+\.py:\d+; its prompt was 'Say:' .* 'one' \(the last of 3 tries\)$"
@@ -166,43 +149,41 @@ def test_the_culprit_is_looked_for_after_the_last_try_only():
     assert failing.calls == [COMPLETIONS] * 3 + [["one"]]
 
 
-def test_the_search_for_the_culprit_ends_where_a_service_is_down():
+def test_the_search_ends_where_a_service_is_down():
     failing = Failing(KeyError("score"), ConnectionError("gone"))
     with pytest.raises(RewardError, match=r"^reward term 'f' raised KeyError: 'score' at \S+test_calls\.py:\d+$"):
         rate(Term("f", 1.0, failing, retries=0))
     assert failing.calls == [COMPLETIONS, ["one"]]
 
 
-@pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("final", [ConfigError("set it"), *SPENT])
-def test_what_a_second_try_would_not_change_is_raised_as_it_is(final, timeout):
+def test_errors_that_would_repeat_are_raised_unchanged(final):
     failing = Failing(final)
     with pytest.raises(type(final)) as caught:
-        rate(Term("f", 1.0, failing, timeout=timeout))
+        rate(Term("f", 1.0, failing, timeout=30.0))
     assert caught.value is final
     assert len(failing.calls) == 1
 
 
-def test_memory_that_runs_out_in_the_search_for_the_culprit_is_raised_as_it_is():
+def test_an_out_of_memory_error_of_the_search_is_raised_unchanged():
     with pytest.raises(MemoryError, match="too many"):
         rate(Term("f", 1.0, Failing(ValueError("odd"), MemoryError("too many")), retries=0))
 
 
-def test_a_number_that_is_not_finite_is_not_asked_for_again():
+def test_a_score_that_is_not_finite_is_not_retried():
     failing = Failing([1.0, float("nan")])
-    with pytest.raises(NonFiniteReward, match=r"reward term 'f' is nan for the text 'Say:three'$"):
+    with pytest.raises(NonFiniteScore, match=r"reward term 'f' is nan for the text 'Say:three'$"):
         rate(Term("f", 1.0, failing))
     assert len(failing.calls) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spent", SPENT)
-def test_a_reward_out_of_memory_stops_the_run_with_the_advice_for_it(spent, tmp_path):
+def test_a_reward_out_of_memory_stops_the_run_with_the_advice_for_it(tmp_path):
     args = PPOConfig(
         rollout=RolloutConfig(batch_size=4, max_new_tokens=2), run=RunConfig(dir=str(tmp_path / "run"), iterations=1)
     )
     with pytest.raises(RunStopped, match=r"out of memory in its reward stage; lower the batch_size of the reward's te"):
-        PPOTrainer(reward_funcs=[Failing(spent)], args=args).train()
+        PPOTrainer(reward_funcs=[Failing(SPENT[1])], args=args).train()
 
 
 def test_pauses_double_up_to_the_longest(monkeypatch, caplog):
@@ -214,7 +195,7 @@ def test_pauses_double_up_to_the_longest(monkeypatch, caplog):
         assert re.fullmatch(rf"reward term 'f' raised OSError: gone at \S+\.py:\d+; trying again in {pause} s", message)
 
 
-def test_what_a_service_sends_cannot_act_on_the_terminal(caplog):
+def test_control_characters_of_a_service_are_escaped(caplog):
     evil = RuntimeError("\x1b[2J\nall is well")
     with pytest.raises(RewardError, match=r"raised RuntimeError: \\x1b\[2J\\nall is well at \S+\.py:\d+; its prompt"):
         rate(Term("f", 1.0, Failing(evil), retries=1))
@@ -238,15 +219,6 @@ def test_a_coroutine_that_hangs_is_cancelled_and_called_again():
 
     assert rate(Term("f", 1.0, hangs_once, timeout=0.2, retries=100)) == LENGTHS
     assert cancelled.wait(60)
-
-
-@pytest.mark.slow
-def test_a_coroutine_that_hangs_for_ever_is_given_up():
-    async def hangs(completions):
-        await asyncio.Event().wait()
-
-    with pytest.raises(RewardError, match=r"'f' exceeded its timeout of 0\.2 s \(the last of 2 tries\)"):
-        rate(Term("f", 1.0, hangs, timeout=0.2, retries=1))
 
 
 def test_coroutines_are_tried_again_together():
@@ -282,14 +254,6 @@ def test_only_a_function_with_a_timeout_gets_a_thread_of_its_own():
     rate(Term("a", 1.0, function), Term("b", 1.0, function, timeout=30))
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
-
-
-def test_the_settings_reach_the_term():
-    given, plain = build_terms(
-        [FunctionTerm(function="length", retries=5, timeout=1.5), FunctionTerm(function="repetition")], "cpu"
-    )
-    assert (given.retries, given.timeout) == (5, 1.5)
-    assert (plain.retries, plain.timeout) == (2, None)
 
 
 @pytest.mark.slow

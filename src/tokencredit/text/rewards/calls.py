@@ -21,16 +21,14 @@ T = TypeVar("T")
 
 LOG = logging.getLogger("tokencredit")
 
-WORKERS = Workers()
-"""Threads of calls with a timeout, and of async terms."""
 REFERENCE = "ref_logprobs"
 """Column with log-probs under the reference model."""
+WORKERS = Workers()
+"""Threads of calls with a timeout, and of async terms."""
 EARLY = Workers()
 """Threads of calls that are started early, which wait for those of `WORKERS`."""
-FIRST_BACKOFF = 1.0
-"""Seconds before the first retry; each further backoff is twice as long."""
-MAX_BACKOFF = 60.0
-"""Longest backoff, in seconds."""
+FIRST_BACKOFF, MAX_BACKOFF = 1.0, 60.0
+"""Seconds before the first retry, doubled for each further one up to the longest."""
 
 
 class RewardError(RunStopped):
@@ -39,8 +37,8 @@ class RewardError(RunStopped):
     stopped_by = "a reward that could not be computed"
 
 
-class NonFiniteReward(RewardError):
-    """A reward is NaN or infinite."""
+class NonFiniteScore(RewardError):
+    """A score is NaN or infinite."""
 
 
 class RewardTimeout(RewardError):
@@ -65,10 +63,8 @@ class Term:
 def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T]:
     """Start an async term's call, or prepare a sync one; the returned callable blocks for the result.
 
-    Args:
-        term: the term to call, with its retries.
-        columns: arguments that its function may take by name, one entry per completion.
-        read: parses and checks a function's return value; raises `RewardError` if it is malformed.
+    `columns` are the arguments that its function may take by name, one entry per completion; `read` parses and checks
+    what it returns, and raises `RewardError` if that is malformed.
 
     Raises:
         ConfigError: the function has a required argument that is not among the columns.
@@ -82,13 +78,10 @@ def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[
 def start_early(
     term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T], reference: bool
 ) -> Callable[[], T] | None:
-    """Start a call before the reference model has read the completions; the returned callable blocks for the result.
+    """Start a call before the reference model has read the completions, as `start_call` does.
 
-    Other arguments, and errors, are those of `start_call`; with `reference` there will be a column `ref_logprobs`.
-
-    Returns:
-        None for a term that must wait: its function has a parameter `ref_logprobs`, or is called in the caller's
-        thread, since it is no coroutine function and has no timeout.
+    With `reference` there will be a column `ref_logprobs`. None for a term that must wait: its function has a parameter
+    `ref_logprobs`, or is called in the caller's thread, since it is no coroutine function and has no timeout.
     """
     in_threads = is_coroutine_function(term.function) or term.timeout is not None
     if not in_threads or REFERENCE in inspect.signature(term.function).parameters:
@@ -113,8 +106,8 @@ class _NotYet(Sequence[Any]):
 
     def _refuse(self) -> NoReturn:
         raise ConfigError(
-            f"the reward {self.term!r} reads ref_logprobs, and is asked before there are any, since rollout.max_age is "
-            "above 0 and it is a coroutine or has a timeout; give its function a parameter of that name"
+            f"the reward {self.term!r} reads ref_logprobs before there are any, since rollout.max_age is above 0; give "
+            "its function a parameter of that name"
         )
 
 
@@ -126,19 +119,13 @@ def _call_with_retries(
     An exception does not tell a failing service from a bug in the function: `reply["score"]` of an error message is a
     KeyError or a TypeError. Everything is retried except errors that would repeat: settings, non-finite numbers, out of
     memory.
-
-    Raises:
-        RewardError: the last retry failed too.
-        NonFiniteReward: a number in the result is not finite.
-        ConfigError: the function raised it.
-        MemoryError, RuntimeError: memory ran out.
     """
     retries, backoff = term.retries, FIRST_BACKOFF
     while True:
         try:
             return read(call())
         except Exception as error:
-            if isinstance(error, ConfigError | NonFiniteReward) or out_of_memory(error):
+            if isinstance(error, ConfigError | NonFiniteScore) or out_of_memory(error):
                 raise
             if retries <= 0:
                 raise RewardError(_final_message(term, columns, error)) from error
@@ -148,21 +135,15 @@ def _call_with_retries(
 
 
 def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call once; `sys.exit()` in a function fails its call, and must not end the run as if it were done."""
-    try:
-        return _call_within_timeout(term, args, kwargs)
-    except SystemExit as error:
-        raise RewardError(f"reward term {term.name!r} called sys.exit({error.code!r})") from error
-
-
-def _call_within_timeout(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
-    if term.timeout is None and not is_coroutine_function(term.function):
-        return term.function(*args, **kwargs)  # in this thread: it may be bound to it
     try:
+        if term.timeout is None and not is_coroutine_function(term.function):
+            return term.function(*args, **kwargs)  # in this thread: it may be bound to it
         return call_within(WORKERS, term.timeout, term.function, *args, **kwargs)
     except TimedOut as error:
         raise RewardTimeout(f"reward term {term.name!r} exceeded its timeout of {term.timeout:g} s") from error
+    except SystemExit as error:  # it fails its call, and must not end the run as if it were done
+        raise RewardError(f"reward term {term.name!r} called sys.exit({error.code!r})") from error
 
 
 def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
@@ -190,15 +171,7 @@ def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[A
 
 
 def check_columns(terms: Sequence[Term], names: Iterable[str]) -> None:
-    """Check, before a run begins, that each term's function finds its required arguments.
-
-    Args:
-        terms: the terms.
-        names: names of the columns that `start_call` will have.
-
-    Raises:
-        ConfigError: an argument is missing.
-    """
+    """Raise `ConfigError` unless each term's function finds its required arguments among columns of these names."""
     for term in terms:
         _arguments(term, dict.fromkeys(names, ()))
 
@@ -229,8 +202,7 @@ def _locate(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) 
                 return _summary(term, error)
             prompt, completion = alone["prompts"][0], alone["completions"][0]
             return f"{_summary(term, again)}; its prompt was {prompt!r} and its completion {completion!r}"
-    count = len(columns["prompts"])
-    return f"{_summary(term, error)}; it did so on a batch of {count} completions, but on none of them alone"
+    return f"{_summary(term, error)} on a batch of {len(columns['prompts'])} completions, but on none of them alone"
 
 
 def _summary(term: Term, error: Exception) -> str:

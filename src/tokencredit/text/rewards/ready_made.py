@@ -30,38 +30,29 @@ def words(text: Text) -> list[str]:
     return WORD.findall(plain(text).casefold())
 
 
-def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    """All n-grams in order; none for fewer than `n` items."""
-    return list(zip(*(items[start:] for start in range(n)), strict=False))
+def distinct_share(completion: Text, n: int) -> float | None:
+    """Distinct word n-grams as a share of all; None for fewer than `n` words."""
+    items = words(completion)
+    ngrams = list(zip(*(items[start:] for start in range(n)), strict=False))
+    return len(set(ngrams)) / len(ngrams) if ngrams else None
 
 
 def length(unit: str = "words") -> RewardFunction:
-    """Length of the completion in `words`, `characters` or sampled `tokens`, including the end-of-sequence token.
-
-    Raises:
-        ConfigError: another unit.
-    """
-    measures: dict[str, Callable[[Text], int]] = {
-        "words": lambda c: len(words(c)),
-        "characters": lambda c: len(plain(c)),
-    }
-    if unit not in (*measures, "tokens"):
+    """Length of the completion in `words`, `characters` or sampled `tokens`, including the end-of-sequence token."""
+    parts: dict[str, Callable[[Text], Sequence[str]]] = {"words": words, "characters": plain}
+    if unit not in (*parts, "tokens"):
         raise ConfigError(f"unit is {unit!r}; it must be one of words, characters, tokens")
 
     def length(prompts: Texts, completions: Texts, completion_ids: Any = None, **columns: Any) -> list[float]:
         if unit == "tokens":
             return [float(len(ids)) for ids in completion_ids]
-        return [float(measures[unit](completion)) for completion in completions]
+        return [float(len(parts[unit](completion))) for completion in completions]
 
     return length
 
 
 def count(text: str) -> RewardFunction:
-    """Number of non-overlapping occurrences of `text` in the completion, case-sensitive.
-
-    Raises:
-        ConfigError: `text` is empty or not a string.
-    """
+    """Number of non-overlapping occurrences of `text` in the completion, case-sensitive."""
     if not isinstance(text, str) or not text:
         raise ConfigError(f"text is {text!r}; it must be a string of at least one character")
 
@@ -75,9 +66,6 @@ def regex(pattern: str) -> RewardFunction:
     """1 if Python's `re.search` finds the pattern in the completion, else 0.
 
     Flags are part of the pattern: `(?i)` ignores case, `(?s)` lets a dot match a newline.
-
-    Raises:
-        ConfigError: the pattern is not a valid regular expression.
     """
     try:
         compiled = re.compile(pattern)
@@ -95,9 +83,6 @@ def lexicon_sentiment() -> RewardFunction:
 
     Words have fixed scores, modified by negations, intensifiers, capitals and exclamation marks: Hutto and Gilbert
     2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text". English only.
-
-    Raises:
-        ConfigError: vaderSentiment is not installed.
     """
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
@@ -115,15 +100,12 @@ def repetition(n: int = 3) -> RewardFunction:
     """Share of the completion's word n-grams that repeat an earlier one: 1 − distinct / all.
 
     0 for a completion of fewer than `n` words. With a negative weight it is a penalty.
-
-    Raises:
-        ConfigError: `n` is not a whole number of at least 1.
     """
-    _require_positive("n", n)
+    _require_positive(n)
 
     def repetition(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
-        ngram_lists = [ngrams(words(completion), n) for completion in completions]
-        return [1 - len(set(grams)) / len(grams) if grams else 0.0 for grams in ngram_lists]
+        shares = [distinct_share(completion, n) for completion in completions]
+        return [0.0 if share is None else 1 - share for share in shares]
 
     return repetition
 
@@ -133,15 +115,11 @@ def distinct(n: int = 2) -> RewardFunction:
 
     None for a completion of fewer than `n` words, so that short texts are not rewarded. Li et al. 2016 (arXiv
     1510.03055), section 5.
-
-    Raises:
-        ConfigError: `n` is not a whole number of at least 1.
     """
-    _require_positive("n", n)
+    _require_positive(n)
 
     def distinct(prompts: Texts, completions: Texts, **columns: Any) -> list[float | None]:
-        ngram_lists = [ngrams(words(completion), n) for completion in completions]
-        return [len(set(grams)) / len(grams) if grams else None for grams in ngram_lists]
+        return [distinct_share(completion, n) for completion in completions]
 
     return distinct
 
@@ -162,14 +140,7 @@ def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size
     """Mean cosine similarity of the completion's sentence embedding to those of the rest of its batch: −1 to 1.
 
     With a negative weight it rewards completions that differ in meaning. The batch is that of one process; in a batch
-    of one the similarity is None.
-
-    Args:
-        model: hub id or folder of a Sentence Transformers model.
-        batch_size: texts per forward pass.
-
-    Raises:
-        ConfigError: Sentence Transformers is not installed, or the model cannot be loaded.
+    of one the similarity is None. `model` is a hub id or folder of Sentence Transformers.
     """
     try:
         from sentence_transformers import SentenceTransformer
@@ -203,6 +174,6 @@ READY_MADE: dict[str, Callable[..., RewardFunction]] = {
 """Factories by their names in a configuration."""
 
 
-def _require_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+def _require_positive(n: int) -> None:
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"n is {n!r}; it must be a whole number of at least 1")

@@ -1,7 +1,4 @@
-"""Sequence classifiers and reward models as rewards.
-
-They read text, so their tokenizer need not be the policy's.
-"""
+"""Sequence classifiers and reward models as rewards; they read text, so their tokenizer need not be the policy's."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class Reader:
         batch_size: int = BATCH_SIZE,
         append_eos: bool = False,
     ):
-        """Combine a model with its tokenizer.
+        """Combine a `…ForSequenceClassification` model with its tokenizer.
 
         Args:
             name: name of the model in messages.
-            model: an instance of a `…ForSequenceClassification` class.
+            model: the model.
             tokenizer: the model's; its truncation side is set to left.
             text: `both` reads prompt and completion, `completion` only the completion.
             batch_size: texts per forward pass.
@@ -88,7 +85,10 @@ class Reader:
         """
         config = self.model.config.get_text_config()
         own = config.pad_token_id
-        pad = own if own is not None and 0 <= own < self.vocabulary else self._unused(texts)
+        pad = own if own is not None and 0 <= own < self.vocabulary else None
+        if pad is None:
+            used = set().union(*texts)
+            pad = next((token for token in range(self.vocabulary) if token not in used), None)
         if pad is None and len(texts) > 1:
             return torch.cat([self._read([text]) for text in texts])
         width = max(map(len, texts))
@@ -102,18 +102,9 @@ class Reader:
         finally:
             config.pad_token_id = own
 
-    def _unused(self, texts: list[list[int]]) -> int | None:
-        """A token that occurs in none of the texts; None if there is none."""
-        used = set().union(*texts)
-        return next((token for token in range(self.vocabulary) if token not in used), None)
-
     @torch.no_grad()
     def _ignores_padding(self) -> bool:
-        """True if padding does not change logits; it does for XLNet, FNet and ConvBERT.
-
-        Raises:
-            ConfigError: a forward pass fails.
-        """
+        """True if padding does not change logits; it does for XLNet, FNet and ConvBERT."""
         short, long = self.encode("", "Yes"), self.encode("", "Yes and no")
         try:
             padded, alone = self._read([short, long])[0], self._read([short])[0]
@@ -140,8 +131,8 @@ class Reader:
         if self.limit is not None and len(ids) > self.limit:
             if not self.warned:
                 warnings.warn(
-                    f"{self.name!r} reads at most {self.limit} tokens; a text of {len(ids)} was truncated on the left, "
-                    "as will be every other text that is too long",
+                    f"{self.name!r} reads at most {self.limit} tokens; longer texts, such as one of {len(ids)}, are "
+                    "truncated on the left",
                     stacklevel=2,
                 )
                 self.warned = True
@@ -165,27 +156,19 @@ class Classifier:
         batch_size: int = BATCH_SIZE,
         dtype: str = "float32",
     ):
-        """Load a classifier.
+        """Load the classifier `name`, of which `label` is rewarded.
 
-        Args:
-            name: hub id, folder, or `builtin:reviews`.
-            label: the label that is rewarded.
-            output: `probability`, `logit`, or `log_odds` (the logit of the probability).
-            device: device of the model.
-            text: see `Reader`.
-            batch_size: see `Reader`.
-            dtype: dtype of weights and computation.
+        `output` is `probability`, `logit`, or `log_odds` (the logit of the probability); see `Reader` for the others.
 
         Raises:
-            ConfigError: the classifier cannot be loaded, or has no such label.
+            ConfigError: it cannot be loaded, or has no such label.
         """
         self.reader = Reader(name, *load(name, device, dtype), text=text, batch_size=batch_size)
         config = self.reader.model.config
         if config.num_labels < 2:
             raise ConfigError(f"{name!r} has one output and no labels to choose from; set it as reward_model")
         if label not in config.label2id:
-            problem = "needs label" if label is None else f"has no label {label!r}"
-            raise ConfigError(f"{name!r} {problem}; its labels are {', '.join(sorted(config.label2id))}")
+            raise ConfigError(f"{name!r} has no label {label!r}; set label: one of {', '.join(config.label2id)}")
         self.label, self.output = config.label2id[label], output
         # Multi-label classifiers have one sigmoid per label instead of a softmax over all.
         self.independent = config.problem_type == "multi_label_classification"
@@ -218,11 +201,7 @@ class RewardModel:
         text: str = "both",
         batch_size: int = BATCH_SIZE,
     ):
-        """Wrap a model with its tokenizer; arguments as in `Reader`.
-
-        Raises:
-            ConfigError: the model has more than one output, or does not match its tokenizer.
-        """
+        """Wrap a model with its tokenizer; arguments and errors as in `Reader`."""
         if model.config.num_labels != 1:
             raise ConfigError(
                 f"{name!r} has {model.config.num_labels} outputs, and a reward model has one; "

@@ -6,10 +6,10 @@ None where it does not apply, or a list with one number per token.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
-from tokencredit.text.rewards.calls import NonFiniteReward, RewardError, Term, start_call, start_early
-from tokencredit.text.rewards.ready_made import RewardFunction
+from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, start_call, start_early
+from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
-from tokencredit.text.rewards.reward_sources import load_function
 from tokencredit.text.rewards.texts import Text, joined
+from tokencredit.text.user_code.user_objects import check_kwargs, load_object
 
 LARGEST = torch.finfo(torch.float32).max
 """Largest magnitude of a score; rewards are float32 tensors."""
@@ -49,21 +49,22 @@ class Scores:
 
 
 def build_terms(config: Sequence[RewardTerm], device: torch.device | str) -> list[Term]:
-    """Load the configured reward terms.
+    """Load the configured reward terms; `ConfigError` names the key of one that cannot be used."""
+    return _named_terms(config, device, _build, "reward", "give it its own name")
 
-    Raises:
-        ConfigError: a term cannot be loaded, or two terms have the same name; the message names the key.
-    """
+
+def _named_terms(
+    entries: Sequence[Any], device: torch.device | str, build: Callable[..., Term], key: str, cure: str
+) -> list[Term]:
+    """A term of each entry, no two of one name."""
     terms: list[Term] = []
-    for number, settings in enumerate(config):
+    for number, entry in enumerate(entries):
         try:
-            term = _build(settings, device)
+            term = build(entry, device)
         except ConfigError as error:
-            raise ConfigError(f"reward[{number}]: {error}") from error
+            raise ConfigError(f"{key}[{number}]: {error}") from error
         if term.name in {earlier.name for earlier in terms}:
-            raise ConfigError(
-                f"reward[{number}].name is {term.name!r}, the name of another term; give each term its own name"
-            )
+            raise ConfigError(f"{key}[{number}].name is {term.name!r}, the name of another term; {cure}")
         terms.append(term)
     return terms
 
@@ -75,7 +76,7 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
         case FunctionTerm():
             function = load_function(settings.function, settings.kwargs)
             name = settings.function.rpartition(":")[2]
-            if ":" in settings.function:  # a built-in one has its settings already
+            if ":" in settings.function:  # a ready-made one has its settings already
                 kwargs = settings.kwargs
         case ClassifierTerm():
             name = str(settings.label)
@@ -92,9 +93,25 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
             name, source = Path(settings.reward_model).name, settings.reward_model
             model, tokenizer = load(source, device, settings.dtype)
             function = RewardModel(source, model, tokenizer, text=settings.text, batch_size=settings.batch_size)
-        case _:
-            raise TypeError(f"{settings!r} is no kind of reward term")
     return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout)
+
+
+def load_function(spec: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+    """The function that `spec` names: `pkg.module:name`, `path/file.py:name`, or a ready-made one with its settings."""
+    location, colon, name = spec.rpartition(":")
+    if not colon:
+        if spec not in READY_MADE:
+            raise ConfigError(
+                f"function {spec!r} is none of the ready-made ones, {', '.join(READY_MADE)}; "
+                "name your own as 'pkg.module:name' or 'path/file.py:name'"
+            )
+        check_kwargs(spec, READY_MADE[spec], kwargs)
+        return READY_MADE[spec](**kwargs)
+    function: Any = load_object(spec, "reward")
+    if not callable(function):
+        raise ConfigError(f"{name!r} of {location!r} is a {type(function).__name__}, not a function")
+    check_kwargs(spec, function, kwargs, others=("prompts", "completions"))
+    return function  # type: ignore[no-any-return]
 
 
 def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term]:
@@ -104,25 +121,11 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
         reward_funcs: a reward function, a hub id or folder of a reward model, a loaded reward model (its tokenizer is
             found by the name it was loaded from), or a list of them. A `Term` keeps its own name and weight.
         device: device of the models.
-
-    Raises:
-        ConfigError: an entry of another type, a model that cannot be used, or two terms with the same name.
     """
-    terms: list[Term] = []
-    if isinstance(reward_funcs, list | tuple) and not reward_funcs:
+    entries = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if not entries:
         raise ConfigError("reward_funcs is empty; give at least one reward")
-    for number, reward in enumerate(reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]):
-        try:
-            term = _as_term(reward, device)
-        except ConfigError as error:
-            raise ConfigError(f"reward_funcs[{number}]: {error}") from error
-        if term.name in {earlier.name for earlier in terms}:
-            raise ConfigError(
-                f"reward_funcs[{number}] is named {term.name!r}, the name of another term; "
-                "give it its own name: Term(name, weight, function)"
-            )
-        terms.append(term)
-    return terms
+    return _named_terms(entries, device, _as_term, "reward_funcs", "give it its own name: Term(name, weight, function)")
 
 
 def _as_term(reward: Any, device: torch.device | str) -> Term:
@@ -144,7 +147,7 @@ def _as_term(reward: Any, device: torch.device | str) -> Term:
         raise ConfigError(f"{reward.__name__} is a class; pass an instance, {reward.__name__}(…)")
     if not callable(reward):
         raise ConfigError(f"{reward!r} is neither a function, nor the name of a reward model, nor a model")
-    function = reward.func if isinstance(reward, functools.partial) else reward
+    function = reward.func if isinstance(reward, partial) else reward
     return Term(getattr(function, "__name__", type(function).__name__), 1.0, reward)
 
 
@@ -188,20 +191,17 @@ def score(
             `completion_ids`, and `ref_logprobs` if there is a reference model.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
         finite: raise for numbers that are not finite, instead of returning them.
-        started: calls that `start_calls` has started for these completions.
+        started: calls from `start_calls`.
 
     Raises:
         RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
             number, None or a list of `lengths[i]` numbers for each completion; or all values are None.
-        NonFiniteReward: a number is NaN or infinite, or their sum is in float32, unless `finite` is false.
-        MemoryError, RuntimeError: a function ran out of memory; see `processes.out_of_memory`.
+        NonFiniteScore: a number is NaN or infinite, or their sum is in float32, unless `finite` is false.
         ConfigError: a function requires a column that does not exist.
     """
-    arguments = {**columns, "prompts": prompts, "completions": completions}
-    read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
+    arguments, read = _call_arguments(prompts, completions, columns, lengths, finite)
     pending = started or {}
-    reads = {term.name: functools.partial(read, term.name) for term in terms}
-    calls = [pending.get(term.name) or start_call(term, arguments, reads[term.name]) for term in terms]
+    calls = [pending.get(term.name) or start_call(term, arguments, partial(read, term.name)) for term in terms]
     values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
     if not any(value is not None for column in values.values() for value in column):
         raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")
@@ -218,18 +218,25 @@ def start_calls(
     finite: bool = True,
     reference: bool = False,
 ) -> dict[str, PendingCall]:
-    """Start the calls that can do without the reference model, by term; other arguments as in `score`, which awaits.
+    """Start the calls that can do without the reference model, by term; arguments and errors as in `score`.
 
-    Args:
-        reference: there will be a column `ref_logprobs`.
-
-    Raises:
-        ConfigError: a function requires a column that does not exist.
+    With `reference` there will be a column `ref_logprobs`.
     """
-    arguments = {**columns, "prompts": prompts, "completions": completions}
-    read = functools.partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
-    calls = {term.name: start_early(term, arguments, functools.partial(read, term.name), reference) for term in terms}
+    arguments, read = _call_arguments(prompts, completions, columns, lengths, finite)
+    calls = {term.name: start_early(term, arguments, partial(read, term.name), reference) for term in terms}
     return {name: call for name, call in calls.items() if call is not None}
+
+
+def _call_arguments(
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    columns: Mapping[str, Sequence[Any]],
+    lengths: Sequence[int],
+    finite: bool,
+) -> tuple[dict[str, Sequence[Any]], Callable[..., list[Value]]]:
+    """The arguments that functions may take by name, and `_read` for these completions."""
+    read = partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
+    return {**columns, "prompts": prompts, "completions": completions}, read
 
 
 def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequence[int], finite: bool) -> Scores:
@@ -245,7 +252,7 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
         summed[term.name] = [sum(value) if isinstance(value, list) else value for value in values[term.name]]
     largest = max((abs(x) for row in (totals, *dense) for x in row), default=0.0)
     if finite and largest > LARGEST:
-        raise NonFiniteReward(f"the weighted sum of the rewards reaches {largest:g}, which is infinite in float32")
+        raise NonFiniteScore(f"the weighted sum of the rewards reaches {largest:g}, which is infinite in float32")
     kinds = {isinstance(value, list) for column in values.values() for value in column if value is not None}
     return Scores(totals, dense if True in kinds else None, summed, of_texts=False in kinds)
 
@@ -261,24 +268,20 @@ def _read(
     """Check a term's result and convert it to plain numbers."""
     result = _listed(result)
     if not isinstance(result, list | tuple):
-        raise RewardError(
-            f"reward term {name!r} returned a {type(result).__name__}; it must be a list, one number per completion"
-        )
+        raise RewardError(f"reward term {name!r} returned a {type(result).__name__}; it must return a list of numbers")
     if len(result) != len(completions):
         raise RewardError(f"reward term {name!r} returned {len(result)} numbers for {len(completions)} completions")
     values: list[Value] = []
     for value, prompt, completion, length in zip(map(_listed, result), prompts, completions, lengths, strict=True):
         text = joined(prompt, completion)
-        if value is None:
-            values.append(None)
-        elif isinstance(value, list | tuple):
-            if len(value) != length:
-                raise RewardError(
-                    f"reward term {name!r} gave {len(value)} numbers for the {length} tokens of the text {text!r}"
-                )
+        if not isinstance(value, list | tuple):
+            values.append(None if value is None else _number(name, value, text, finite))
+        elif len(value) == length:
             values.append([_number(name, _listed(x), text, finite) for x in value])
         else:
-            values.append(_number(name, value, text, finite))
+            raise RewardError(
+                f"reward term {name!r} gave {len(value)} numbers for the {length} tokens of the text {text!r}"
+            )
     return values
 
 
@@ -291,7 +294,7 @@ def _number(name: str, value: Any, text: str, finite: bool) -> float:
     if not isinstance(value, Real):
         raise RewardError(f"reward term {name!r} is {value!r} for the text {text!r}; it must be a number")
     if finite and not math.isfinite(value):
-        raise NonFiniteReward(f"reward term {name!r} is {value} for the text {text!r}")
+        raise NonFiniteScore(f"reward term {name!r} is {value} for the text {text!r}")
     return float(value)
 
 

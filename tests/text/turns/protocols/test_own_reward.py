@@ -6,7 +6,7 @@ import pytest
 from helpers.turns import environments
 from tokencredit.errors import ConfigError
 from tokencredit.text.rewards import calls
-from tokencredit.text.rewards.terms import NonFiniteReward, RewardError, score
+from tokencredit.text.rewards.terms import NonFiniteScore, RewardError, score
 
 
 class Paying:
@@ -106,7 +106,7 @@ def test_a_reward_that_fails_names_its_class(kind):
         scored(environments(kind), [{"pay": 1}, {"pay": OSError("no judge")}])
     with pytest.raises(RewardError, match=f"reward term '{kind.__name__}' is 'good'"):
         scored(environments(kind), [{"pay": "good"}])
-    with pytest.raises(NonFiniteReward, match=f"reward term '{kind.__name__}' is nan"):
+    with pytest.raises(NonFiniteScore, match=f"reward term '{kind.__name__}' is nan"):
         scored(environments(kind), [{"pay": float("nan")}])
 
 
