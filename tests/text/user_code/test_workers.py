@@ -43,13 +43,6 @@ def test_fast_calls_share_threads():
     assert len({call.result() for call in calls}) <= 4
 
 
-def test_slow_calls_run_at_the_same_time():
-    barrier = threading.Barrier(16)
-    workers = Workers(most=16)
-    calls = [workers.submit(barrier.wait, 60) for _ in range(16)]
-    assert sorted(call.result() for call in calls) == list(range(16))
-
-
 def test_a_hung_call_is_abandoned_and_its_thread_replaced(over):
     workers = Workers(most=1)
     ended = threading.Event()
@@ -201,20 +194,6 @@ def test_hung_threads_do_not_keep_the_process_alive():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert (ended.stdout, ended.stderr) == ("end\n", "")
-
-
-def test_many_calls_from_many_threads():
-    workers, results = Workers(most=8), []
-
-    def many(first):
-        results.extend(call_within(workers, 60, int, number) for number in range(first, first + 200))
-
-    threads = [threading.Thread(target=many, args=[1000 * i]) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == sorted(1000 * i + n for i in range(6) for n in range(200))
 
 
 def test_a_call_that_ends_with_its_timeout_is_either_in_time_or_late():

@@ -1,4 +1,4 @@
-"""Load user code by name: from a module, or from a file."""
+"""Load user code by name, from a module or a file, and describe its errors in a line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from tokencredit.errors import ConfigError
+from tokencredit.runs.untrusted import visible
+
+LIBRARIES = [str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
+"""Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
 
 
 def load_object(spec: str, kind: str) -> Any:
@@ -24,17 +30,18 @@ def load_object(spec: str, kind: str) -> Any:
 
     Args:
         spec: `pkg.module:name` or `path/file.py:name`.
-        kind: what the object is, in messages: reward, environment, tool.
+        kind: of the object, in messages: reward, environment, tool.
 
     Raises:
         ConfigError: the file, module or attribute does not exist, or its code fails.
     """
     location, _, name = spec.rpartition(":")
     module = _from_file(location, kind) if location.endswith(".py") else _from_module(location, kind)
-    found = getattr(module, name, None)
-    if found is None:
-        raise ConfigError(f"{location!r} has no {name!r}{_suggestion(name, vars(module))}")
-    return found
+    value = getattr(module, name, None)
+    if value is None:
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        raise ConfigError(f"{location!r} has no {name!r}" + "".join(f"; did you mean {x!r}?" for x in near))
+    return value
 
 
 def _from_file(location: str, kind: str) -> ModuleType:
@@ -63,7 +70,6 @@ class _Uncached(SourceFileLoader):
     """Compiles the file each time: Python takes a compiled file for that of a source of equal size and second."""
 
     def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002  (importlib's signature)
-        """The code of the file as it is."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
@@ -77,22 +83,13 @@ def _from_module(location: str, kind: str) -> ModuleType:
         ) from error
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def check_kwargs(
     spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any], others: tuple[str, ...] | None = None
 ) -> None:
-    """Raise `ConfigError` unless a function takes these settings.
+    """Raise `ConfigError` unless a function or class, named `spec` in messages, takes these settings.
 
-    Args:
-        spec: its name in messages.
-        function: the function or class.
-        kwargs: the settings.
-        others: names of further arguments that it is called with; None if there are none, so that it must not require
-            an argument that is not among the settings.
+    `others` are names of further arguments that it is called with; with None it must not require an argument that is
+    not among the settings.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -108,3 +105,16 @@ def check_kwargs(
     missing = [name for name in required if name not in kwargs]
     if missing and others is None:
         raise ConfigError(f"{spec} needs {', '.join(missing)}; give it in kwargs, as in kwargs: {{{missing[0]}: …}}")
+
+
+def described(error: BaseException) -> str:
+    """An exception's type and message, with file and line of the innermost frame in user code, if there is one."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    files = [(file, line) for file, line in frames if not file.startswith("<")]
+    user = [place for place in files if not any(Path(place[0]).is_relative_to(folder) for folder in LIBRARIES)]
+    return summarized(error) + visible(" at {}:{}".format(*user[-1]) if user else "")
+
+
+def summarized(error: BaseException) -> str:
+    """An exception's type and message in one line, escaped because a service may send anything."""
+    return visible(f"raised {type(error).__name__}: {error}")

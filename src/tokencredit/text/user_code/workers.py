@@ -40,7 +40,7 @@ class Workers:
     """
 
     def __init__(self, most: int = THREADS):
-        """Args: most: the most threads that take calls; abandoned ones do not count."""
+        """`most` is the largest number of threads that take calls; abandoned ones do not count."""
         self._most, self._threads, self._idle = most, 0, 0
         self._calls: deque[Call] = deque()
         self._changed = threading.Condition()
@@ -55,16 +55,13 @@ class Workers:
         return call
 
     def result(self, call: Call, timeout: float | None) -> Any:
-        """Wait for a call's result, in a thread that is none of these.
+        """Wait for the result of a call of `submit`, in a thread that is none of these, or raise what it raised.
 
-        Args:
-            call: a call of `submit`.
-            timeout: seconds, counted from the start of the call; the thread of a call that exceeds them is abandoned,
-                and another one takes its place. None for no timeout.
+        The timeout, in seconds, counts from the start of the call; the thread of a call that exceeds it is abandoned,
+        and another one takes its place.
 
         Raises:
             TimedOut: the timeout was exceeded.
-            BaseException: the function raised it.
         """
         rest = timeout
         # Not result(timeout): its TimeoutError would look like the function's own.
@@ -130,10 +127,9 @@ class Workers:
 
 
 class Started(NamedTuple):
-    """A coroutine on the event loop."""
+    """A coroutine on the event loop; its outcome is for `EventLoop.result`."""
 
     future: Future[Any]
-    """Its outcome, for `EventLoop.result`."""
     begun: float
 
 
@@ -157,12 +153,15 @@ class EventLoop:
 
         Raises:
             TimedOut: the timeout, counted from its start, was exceeded.
-            BaseException: the coroutine raised it.
         """
         rest = None if timeout is None else max(started.begun + timeout - time.monotonic(), 0)
         if not wait([started.future], rest).done:
             started.future.cancel()
-            self._replace_if_blocked()
+            loop, answered = self._running(), threading.Event()
+            loop.call_soon_threadsafe(answered.set)
+            if not answered.wait(RESPONSE):  # it blocks the loop: the next coroutine gets a new one
+                with self._lock:
+                    self._loop = None if self._loop is loop else self._loop
             raise TimedOut(f"exceeded the timeout of {timeout:g} s")
         result, error = started.future.result()
         if error is not None:
@@ -175,16 +174,6 @@ class EventLoop:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="tokencredit-loop", daemon=True).start()
             return self._loop
-
-    def _replace_if_blocked(self) -> None:
-        """Abandon a loop that does not answer, so that the next coroutine gets a new one."""
-        loop, answered = self._running(), threading.Event()
-        loop.call_soon_threadsafe(answered.set)
-        if answered.wait(RESPONSE):
-            return
-        with self._lock:
-            if self._loop is loop:
-                self._loop = None
 
 
 async def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -211,7 +200,7 @@ def begin(
 ) -> Callable[[], Any]:
     """Call a function in a thread, or a coroutine function on the loop; the returned function waits for its result.
 
-    It raises `TimedOut` if the call took longer than `timeout` seconds, or what the call raised.
+    It raises what the call raised, or `TimedOut` if the call took longer than `timeout` seconds.
     """
     if is_coroutine_function(function):
         started = LOOP.submit(function, *args, **kwargs)
@@ -229,10 +218,5 @@ def begin(
 def call_within(
     workers: Workers, timeout: float | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function or coroutine function and wait for its result.
-
-    Raises:
-        TimedOut: the call took longer than `timeout` seconds.
-        BaseException: the function raised it.
-    """
+    """Call a function or coroutine function and wait for its result; raises as `begin`'s function does."""
     return begin(workers, timeout, function, *args, **kwargs)()

@@ -11,8 +11,7 @@ from typing import Any
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.text.rewards.calls import RewardError, RewardTimeout, Term
 from tokencredit.text.turns.protocols.tools import RESERVED, Tool, describe_all, methods
-from tokencredit.text.user_code.user_errors import described
-from tokencredit.text.user_code.user_objects import check_kwargs
+from tokencredit.text.user_code.user_objects import check_kwargs, described
 from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within
 
 TRIES = 3

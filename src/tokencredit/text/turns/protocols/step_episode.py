@@ -21,7 +21,7 @@ from tokencredit.text.turns.protocols.episode import (
     shorten,
 )
 from tokencredit.text.turns.protocols.factories import Instance
-from tokencredit.text.user_code.user_errors import described
+from tokencredit.text.user_code.user_objects import described
 from tokencredit.text.user_code.workers import TimedOut, call_within
 
 

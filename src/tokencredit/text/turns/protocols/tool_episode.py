@@ -23,7 +23,7 @@ from tokencredit.text.turns.protocols.episode import (
 )
 from tokencredit.text.turns.protocols.factories import Instance
 from tokencredit.text.turns.protocols.tools import Tool
-from tokencredit.text.user_code.user_errors import summarized
+from tokencredit.text.user_code.user_objects import summarized
 from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within, is_coroutine_function
 
 Call = tuple[str, Any, dict[str, str]]

@@ -40,12 +40,6 @@ def test_files_of_one_name_and_text_in_two_folders_are_two(file, tmp_path):
     assert load_object(f"{file}:One", "tool") is not load_object(f"{other}:One", "tool")
 
 
-def test_a_file_shadows_no_module(tmp_path):
-    (tmp_path / "json.py").write_text("loads = 3\n")
-    assert load_object(f"{tmp_path}/json.py:loads", "tool") == 3
-    assert callable(sys.modules["json"].loads)
-
-
 def test_a_file_that_fails_is_run_again(tmp_path):
     path, flag = tmp_path / "failing.py", tmp_path / "flag"
     path.write_text(f"import pathlib\nassert pathlib.Path({str(flag)!r}).exists(), 'no flag'\nvalue = 3\n")
@@ -55,16 +49,15 @@ def test_a_file_that_fails_is_run_again(tmp_path):
     assert load_object(f"{path}:value", "tool") == 3
 
 
-@pytest.mark.parametrize("kind", ["reward", "environment", "tool"])
-def test_messages_name_the_kind(kind, file):
+def test_an_object_that_does_not_exist_is_refused(file):
     for spec, problem in {
-        "nowhere.py:f": rf"there is no {kind} file 'nowhere\.py' \(looked for /.*nowhere\.py\)",
-        "no_module.here:f": rf"the {kind} module 'no_module\.here' cannot be imported: .*, as in '{kind}s\.py:name'",
+        "nowhere.py:f": r"there is no tool file 'nowhere\.py' \(looked for /.*nowhere\.py\)",
+        "no_module.here:f": r"the tool module 'no_module\.here' cannot be imported: .*, as in 'tools\.py:name'",
         f"{file}:Ones": r"has no 'Ones'; did you mean 'One'\?",
         f"{file}:NONE": "has no 'NONE'",
     }.items():
         with pytest.raises(ConfigError, match=problem):
-            load_object(spec, kind)
+            load_object(spec, "tool")
 
 
 def test_arguments_of_a_factory():
