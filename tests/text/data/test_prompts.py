@@ -2,12 +2,10 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-import torch
 from datasets import Dataset, DatasetDict
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
 
 QUESTION = [{"role": "user", "content": "How was the film?"}]
@@ -108,18 +106,6 @@ def test_an_answer_that_was_begun_is_one_message_with_its_completion(chatty):
     assert (texts.questions(), texts.answers([" two"])) == (["One"], [" two"])
 
 
-@pytest.mark.parametrize("trims", [False, True])
-def test_a_prefill_ends_as_the_model_reads_it(trims, chatty):
-    """A template may trim the space at its end; the model then writes the space by itself."""
-    strict = deepcopy(chatty)
-    strict.chat_template = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] | trim }}")
-    rows = [{"prompt": [*QUESTION, {"role": "assistant", "content": "It was "}]}]
-    batch = Prompts(rows, strict if trims else chatty).batch(0, 1)
-    assert batch.texts[0].endswith("It was" if trims else "It was ")
-    [[message]] = batch.answers([" good" if trims else "good"])
-    assert message["content"] == "It was good"
-
-
 def test_a_table_adds_nothing_to_messages(chatty):
     named = [{"role": "user", "content": "How?", "name": "Ann"}]
     rows = Dataset.from_list([{"prompt": QUESTION}, {"prompt": named}])
@@ -167,18 +153,17 @@ def test_an_empty_prompt_is_refused(tokenizer):
     ("prompt", "message"),
     [
         (7, r"row 2 of 'x' is 7; it must be a text, as the first row is"),
-        (None, r"row 2 of 'x' is None; it must be a text"),
         (QUESTION, r"row 2 of 'x' is \[\{'role'.*; it must be a text"),
         ("half \ud83c", r"row 2 of 'x' holds '\\ud83c', a lone surrogate"),
     ],
 )
-def test_what_is_not_text_is_refused_by_row(tokenizer, prompt, message):
+def test_a_prompt_that_is_no_text_is_refused_by_row(tokenizer, prompt, message):
     with pytest.raises(ConfigError, match=message):
         Prompts([{"prompt": "A"}, {"prompt": prompt}], tokenizer, name="'x'")
 
 
-@pytest.mark.parametrize("prompt", ["text", [], ["user"], [{"content": "no role"}]])
-def test_what_is_not_a_conversation_is_refused_by_row(chatty, prompt):
+@pytest.mark.parametrize("prompt", ["text", [], [{"content": "no role"}]])
+def test_a_prompt_that_is_no_conversation_is_refused_by_row(chatty, prompt):
     with pytest.raises(ConfigError, match=r"row 2 of 'x' is .*; it must be a conversation, .*as the first row is"):
         Prompts([{"prompt": QUESTION}, {"prompt": prompt}], chatty, name="'x'")
 
@@ -232,16 +217,10 @@ def test_the_configuration_is_followed(tokenizer, tmp_path):
     assert load_prompts(texts, tokenizer, seed=1, limit=None).batch(0, 20).texts != texts.text
 
 
-def test_the_shorter_of_two_limits_holds(tokenizer):
-    config = PromptsConfig(text=["This movie was really not what I had expected"], overlong="truncate", max_length=5)
-    for limit, expected in ((None, 5), (9, 5), (3, 3)):
-        assert load_prompts(config, tokenizer, seed=1, limit=limit).batch(0, 1).ids.shape == torch.Size([1, expected])
-
-
-def test_what_is_dropped_is_said(tokenizer):
+def test_dropped_prompts_are_reported(tokenizer):
     config = PromptsConfig(text=["A", "This movie was really not what I had expected"], overlong="drop", max_length=4)
-    said = load_prompts(config, tokenizer, seed=1, limit=None).dropped()
-    assert said == "1 of the 2 prompts of prompts.text have more than 4 tokens and are dropped"
+    note = load_prompts(config, tokenizer, seed=1, limit=9).dropped()
+    assert note == "1 of the 2 prompts of prompts.text have more than 4 tokens and are dropped"
     assert load_prompts(PromptsConfig(), tokenizer, seed=1, limit=None).dropped() is None
 
 
@@ -273,8 +252,12 @@ def test_formats_change_nothing_and_transforms_apply(tokenizer):
     assert Prompts(marked, tokenizer).batch(0, 1).texts == ["This movie 0: 0"]
 
 
-def test_two_sources_of_prompts_are_refused():
-    for text in ("Mine", "This movie was really", []):
-        with pytest.raises(ConfigError, match=r"prompts\.text is .*, which has no effect with prompts\.dataset"):
-            PPOConfig(prompts=PromptsConfig(text=text, dataset="mine.jsonl"))
-    assert PPOConfig(prompts=PromptsConfig(dataset="mine.jsonl")).prompts.dataset == "mine.jsonl"
+def test_a_prefill_ends_as_the_model_reads_it(chatty):
+    """A template may trim the space at its end; the model then writes the space by itself."""
+    strict = deepcopy(chatty)
+    strict.chat_template = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] | trim }}")
+    rows = [{"prompt": [*QUESTION, {"role": "assistant", "content": "It was "}]}]
+    for tokenizer, end, completion in ((strict, "It was", " good"), (chatty, "It was ", "good")):
+        batch = Prompts(rows, tokenizer).batch(0, 1)
+        assert batch.texts[0].endswith(end)
+        assert batch.answers([completion])[0][0]["content"] == "It was good"

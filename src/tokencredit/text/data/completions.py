@@ -18,12 +18,6 @@ def tokenize_after(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, p
 
     SentencePiece tokenizers prepend a space. If that changes the text, it is tokenized after its prompt or after a line
     break, which does not merge with other tokens, and that prefix is removed.
-
-    Args:
-        tokenizer: the policy's.
-        text: the text.
-        prompt: the prompt as the model reads it.
-        prompt_ids: the prompt's token ids.
     """
 
     def tokenized(text: str) -> list[int]:
@@ -48,12 +42,7 @@ def rendered_after(
 ) -> str:
     """The text that a chat template adds for the assistant's messages after a conversation.
 
-    Args:
-        tokenizer: the policy's, with a chat template.
-        prompt: the conversation.
-        text: the conversation as rendered for the policy, with its generation prompt.
-        completion: the assistant's messages, or the text of one.
-        chat_template_kwargs: keyword arguments of the template.
+    `text` is the conversation as rendered for the policy, with its generation prompt.
 
     Raises:
         ConfigError: the template rejects the conversation, or renders its beginning differently with an answer, so

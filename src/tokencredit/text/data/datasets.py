@@ -32,7 +32,7 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
 
     Args:
         name: a .jsonl, .json, .csv or .parquet file, a folder written by `save_to_disk`, or a hub id.
-        split: the split; a file has only train.
+        split: a file has only train.
         config_name: the subset of a hub data set.
         group: configuration group of these settings in messages.
 
@@ -56,21 +56,17 @@ def from_python(dataset: Any, name: str) -> Rows:
     """Check and return a data set passed from Python as the argument `name`."""
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return dataset
-    if is_dataset(dataset):
-        return plain(dataset)
+    try:
+        from datasets import Dataset
+
+        if isinstance(dataset, Dataset):
+            return plain(dataset)
+    except ImportError:
+        pass
     raise ConfigError(
         f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset (one split of a "
         "DatasetDict, not an IterableDataset) or a list of dicts"
     )
-
-
-def is_dataset(value: Any) -> bool:
-    """True for a `datasets.Dataset`."""
-    try:
-        from datasets import Dataset
-    except ImportError:
-        return False
-    return isinstance(value, Dataset)
 
 
 def plain(dataset: Dataset) -> Dataset:
@@ -115,41 +111,32 @@ def read_text(path: Path) -> str:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read one object per line, skipping blank lines."""
-    return _parse_lines(path, read_text(path))
+    lines = enumerate(read_text(path).split("\n"), start=1)  # splitlines also splits at U+2028, inside a string
+    return [_object(_parse(path, line, number), path, f"line {number}") for number, line in lines if line.strip()]
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:
     """Read an array of objects or, as in many .json files, one object per line."""
     text = read_text(path)
     if not text.lstrip().startswith("["):
-        return _parse_lines(path, text)
+        return read_jsonl(path)
+    return [_object(row, path, f"row {number}") for number, row in enumerate(_parse(path, text), start=1)]
+
+
+def _parse(path: Path, text: str, line: int = 1) -> Any:
+    """The value of a JSON text that begins at a line of a file."""
     try:
-        rows: list[dict[str, Any]] = json.loads(text)  # types are checked below
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise ConfigError(f"{path}, line {line + error.lineno - 1}, column {error.colno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
-        raise ConfigError(f"{path}: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ConfigError(f'{path}, row {number}: {_short(row)} is not an object such as {{"prompt": "..."}}')
-    return rows
+        raise ConfigError(f"{path}, line {line}: {error}") from error
 
 
-def _parse_lines(path: Path, text: str) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also splits at U+2028, inside a string
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}, column {error.colno}: {error.msg}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f'{path}, line {number}: {_short(row)} is not an object such as {{"prompt": "..."}}')
-        rows.append(row)
-    return rows
+def _object(row: Any, path: Path, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ConfigError(f'{path}, {place}: {row!r:.60} is not an object such as {{"prompt": "..."}}')
+    return row
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
@@ -215,7 +202,7 @@ def read_folder(path: Path, split: str, group: str) -> Rows:
 
 
 def require_datasets(user: str) -> None:
-    """Raise `NotInstalled` if the Datasets library, which `user` needs, is missing."""
+    """Raise `NotInstalled` if `user` needs the Datasets library and it is missing."""
     try:
         from datasets import Dataset  # noqa: F401
     except ImportError as error:
@@ -223,11 +210,7 @@ def require_datasets(user: str) -> None:
 
 
 def validated(dataset: Dataset) -> Dataset:
-    """Validate a data set's Arrow buffers, since reading a corrupt one can crash, and return the data set.
-
-    Raises:
-        pyarrow.ArrowInvalid: an offset is out of bounds, or a string is not UTF-8.
-    """
+    """The data set, after a check of its Arrow buffers, since reading a corrupt one can crash."""
     dataset.data.table.validate(full=True)
     return dataset
 
@@ -261,8 +244,3 @@ def read_hub(name: str, split: str, config_name: str | None, group: str) -> Rows
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -90,13 +90,11 @@ class Prompts:
             config: the column, the length limit and the tokenization; its sources of rows are not read.
             name: name of the data in messages; None for the texts of the configuration.
             group: configuration group of texts and dataset, in messages.
-            limit: another limit in tokens beside `config.max_length`; None for none.
+            limit: another limit in tokens beside `config.max_length`.
             seed: seed of the order, which is reshuffled every epoch; None keeps the data's order.
 
         Raises:
-            ConfigError: no rows or no such column; a prompt that is neither text nor conversation, has no token or is
-                too long; texts and conversations in one column; no chat template, or no beginning-of-sequence token
-                to add.
+            ConfigError: a row, the column or the tokenizer cannot be used; the message names the row.
         """
         config = config or PromptsConfig()
         if config.add_bos and tokenizer.bos_token_id is None:
@@ -107,7 +105,10 @@ class Prompts:
         self.tokenizer, self.seed = tokenizer, seed
         self.texts = f"{group}.text"
         self.name = name or self.texts
-        self.rows = as_rows(rows, self.column)
+        texts = [rows] if isinstance(rows, str) else rows
+        if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
+            texts = [{self.column: text} for text in texts]
+        self.rows: Rows = texts
         if config.template is not None:
             self.rows = self._filled(config.template)
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
@@ -132,13 +133,11 @@ class Prompts:
 
     def dropped(self) -> str | None:
         """A line about prompts that were dropped as too long; None if there are none."""
-        dropped = len(self.rows) - len(self.kept)
-        if not dropped:
-            return None
-        total = len(self.rows)
-        return (
+        dropped, total = len(self.rows) - len(self.kept), len(self.rows)
+        what = (
             f"{dropped} of the {total} prompts of {self.name} have more than {self.max_length} tokens and are dropped"
         )
+        return what if dropped else None
 
     def _filled(self, template: str) -> list[dict[str, Any]]:
         """The rows with prompts that a Jinja template makes of their columns, in the column of prompts."""
@@ -239,10 +238,10 @@ class Prompts:
             return [{key: value for key, value in message.items() if value is not None} for message in prompt]
         if isinstance(prompt, str) and not self.conversational:
             return prompt
-        shown = repr(prompt) if len(repr(prompt)) <= 60 else repr(prompt)[:59] + "…"
         expected = "a conversation, a list of messages with a role and a content" if self.conversational else "a text"
         raise ConfigError(
-            f"{self._label(index)} is {shown}; it must be {expected}" + (", as the first row is" if index else "")
+            f"{self._label(index)} is {prompt!r:.60}; it must be {expected}"
+            + (", as the first row is" if index else "")
         )
 
     def _render(self, index: int, prompt: Prompt) -> str:
@@ -297,19 +296,9 @@ def load_prompts(
     group: str = "prompts",
     dataset_name: str = "train_dataset",
 ) -> Prompts:
-    """Load the configured prompts.
+    """Load the configured prompts, or those of `dataset`, passed from Python as the argument `dataset_name`.
 
-    Args:
-        config: the settings.
-        tokenizer: the policy's.
-        seed: seed of the order.
-        limit: longest prompt, in tokens, that leaves room for a completion; None for no limit.
-        dataset: rows passed from Python, which replace the configuration's texts or data set.
-        group: configuration group of texts and dataset, in messages.
-        dataset_name: argument name of `dataset` in messages.
-
-    Raises:
-        ConfigError: as for `Prompts` and `read_dataset`.
+    `limit` is the longest prompt, in tokens, that leaves room for a completion; others are as in `Prompts`.
     """
     if dataset is not None:
         rows, name = from_python(dataset, dataset_name), dataset_name
@@ -323,18 +312,10 @@ def load_prompts(
 
 
 def not_null(value: Any) -> Any:
-    """A value that a template writes; raises `ValueError` for null, which Jinja would write as None."""
+    """A value that a template writes; `ValueError` for null, which Jinja would write as None."""
     if value is None:
         raise ValueError("it writes a column that is null")
     return value
-
-
-def as_rows(rows: Rows | Sequence[str] | str, column: str) -> Rows:
-    """Rows unchanged; a text or texts as rows with one column."""
-    texts = [rows] if isinstance(rows, str) else rows
-    if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
-        return [{column: text} for text in texts]
-    return texts
 
 
 def is_conversation(prompt: Any) -> bool:

@@ -104,25 +104,11 @@ def load_tasks(
 ) -> Tasks:
     """The rows of a configuration's prompts, which may be none: environments then make their own episodes.
 
-    Args:
-        config: the settings.
-        seed: seed of the order and of the episodes.
-        stream: as in `Tasks`.
-        dataset: rows from Python.
-        group: configuration group of `config` in messages.
-        dataset_name: argument name of `dataset` in messages.
-
-    Raises:
-        ConfigError: as for `read_dataset`, or a setting of prompts that episodes do not read.
+    Arguments and errors are those of `load_prompts` and `Tasks`.
     """
-    for key in ("template", "max_length"):
-        if getattr(config, key) is not None:
-            raise ConfigError(
-                f"prompts.{key} is {getattr(config, key)!r}, and an environment makes the prompts from the rows; leave "
-                "it out"
-            )
-    if config.overlong != "error":
-        raise ConfigError(f"prompts.overlong is {config.overlong}, and an environment makes the prompts; leave it out")
+    for key, unset in (("template", None), ("max_length", None), ("overlong", "error")):
+        if (value := getattr(config, key)) != unset:
+            raise ConfigError(f"prompts.{key} is {value!r}, and an environment makes the prompts; leave it out")
     rows: Rows | None = None
     name = f"{group}.text"
     if dataset is not None:
