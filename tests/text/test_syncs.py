@@ -17,8 +17,8 @@ from tokencredit.text import scoring_passes
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 MINIBATCHES, EPOCHS = 2, 2
-PASS, CUT, STEP = "text/models/actor_critic.py", "tokencredit/learn/experience.py", "tokencredit/learn/learner.py"
-COUNTS = "tokencredit/learn/minibatches.py"
+PASS, STEP = "text/models/actor_critic.py", "tokencredit/learn/learner.py"
+BATCHES = "tokencredit/learn/minibatches.py"
 UPDATE, RATIOS, GRADIENT = (
     "tokencredit/learn/update.py",
     "tokencredit/core/losses.py",
@@ -67,10 +67,9 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
         learner.update(experience)
     steps = EPOCHS * MINIBATCHES
     assert by_file(counted) == {
-        COUNTS: EPOCHS,  # of a pass's minibatches
+        BATCHES: EPOCHS + steps,  # counts of a pass's minibatches, and lengths of each one
         UPDATE: 2,  # metrics of the update
         RATIOS: 1,
-        CUT: steps,
         STEP: steps,  # is the loss finite?
         PASS: steps * micro_batches,
         GRADIENT: steps * micro_batches,  # on a CPU alone
@@ -86,8 +85,8 @@ def test_another_loss_waits_no_more(kind, batch, counts):
     with counts() as counted:
         learner.update(experience)
     steps = EPOCHS * MINIBATCHES
-    every = {CUT: steps, STEP: steps, PASS: steps, GRADIENT: steps}
-    assert by_file(counted) == {COUNTS: EPOCHS, UPDATE: 2, RATIOS: 1} | every
+    every = {STEP: steps, PASS: steps, GRADIENT: steps}
+    assert by_file(counted) == {BATCHES: EPOCHS + steps, UPDATE: 2, RATIOS: 1} | every
 
 
 def test_a_step_of_the_critic_alone_waits_as_often(batch, counts):
@@ -97,7 +96,7 @@ def test_a_step_of_the_critic_alone_waits_as_often(batch, counts):
     with counts() as counted:
         trainer.learner.pretrain_critic(experience)
     steps = EPOCHS * MINIBATCHES
-    expected = {COUNTS: EPOCHS, CUT: steps, "tokencredit/learn/critic_steps.py": steps, PASS: steps}
+    expected = {BATCHES: EPOCHS + steps, "tokencredit/learn/critic_steps.py": steps, PASS: steps}
     assert by_file(counted) == expected
 
 
@@ -114,7 +113,7 @@ def test_passes_over_a_rollout_wait_once_per_micro_batch(batch, counts):
     for run in passes.values():
         with torch.no_grad(), counts() as counted:
             run()
-        assert by_file(counted) == {CUT: 1, PASS: 1}
+        assert by_file(counted) == {BATCHES: 1, PASS: 1}
 
 
 def test_credit_waits_once_per_function_of_the_core(batch, counts):
@@ -122,7 +121,7 @@ def test_credit_waits_once_per_function_of_the_core(batch, counts):
     with counts() as counted:
         trainer.credit.give(scored)
     assert by_file(counted) == {
-        "tokencredit/core/checks.py": 2,  # token_rewards, of scores and of KL
+        "tokencredit/core/argument_checks.py": 2,  # token_rewards, of scores and of KL
         "tokencredit/core/episodes.py": 1,
         "tokencredit/core/masked.py": 1,
         "tokencredit/learn/controllers.py": 1,
