@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tokencredit.learn.stopping import EarlyStopping, Plateau
+from tokencredit.learn.controllers import EarlyStopping, Plateau
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import Objective, SequenceObjective, WeightedObjective
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.ppo_setup import build_objective, remarks
+from tokencredit.text.ppo_learner import build_objective
+from tokencredit.text.ppo_setup import remarks
 
 SMALL = ["--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "8"]
 SMALL += ["--ppo.epochs", "2", "--ppo.minibatches", "2", "--run.show_every", "0"]

@@ -7,8 +7,8 @@ import pytest
 
 import tokencredit as tc
 from tokencredit.settings.data import RewardTerm
+from tokencredit.text.ppo_setup import source
 from tokencredit.text.rewards.texts import last_message
-from tokencredit.text.startup_summary import source
 
 CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
 QUESTIONS = ["How was the film?", "And the plot?", "Who acted " + "so very " * 20 + "well?"]

@@ -25,13 +25,13 @@ from tokencredit.control.vector_environments import expected_warnings, make_envs
 from tokencredit.core.masked import moments, whiten
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import nbytes
-from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import State, run

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokencredit.distributed.processes import connection_lost
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.learn.stopping import EarlyStopping
+from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.training import RunSettings

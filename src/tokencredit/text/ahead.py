@@ -1,12 +1,12 @@
-"""Training while sampling: batches are sampled ahead in the background, with weights a few updates old."""
+"""Sources of a run's batches: the current policy, or training while sampling, with weights a few updates old."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,7 +18,51 @@ from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.background import BackgroundEngine, start_background
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.pipeline import Pipeline
+from tokencredit.text.pipeline import Pipeline, Source
+
+
+class TrainingSource(Source, Protocol):
+    """The source of a run's batches, whose position a checkpoint keeps."""
+
+    def weights_changed(self) -> None:
+        """Use the policy's weights, which have changed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State before the next batch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+
+@dataclass(frozen=True)
+class CurrentPolicy:
+    """The source of a stream's batches, each sampled from the current policy when it is needed."""
+
+    pipeline: Pipeline
+    stream: BatchStream
+
+    def sample(self, later: int) -> Batch:  # noqa: ARG002  (the Source protocol)
+        """Sample the next batch."""
+        prompts, uniforms = self.stream.next_batch()
+        settings = self.stream.settings
+        return self.pipeline.sample(prompts, settings, uniforms, settings.per_prompt)
+
+    def weights_changed(self) -> None:
+        """Do nothing: the engine has the weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the stream."""
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
+        self.stream.load_state_dict(state)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class _Begun(NamedTuple):

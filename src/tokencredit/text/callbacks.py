@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokencredit.errors import ConfigError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # callbacks are checked before anything heavy is imported
     from tokencredit.text.engines.engine import Rollout
-    from tokencredit.text.ppo_trainer import PPOTrainer
     from tokencredit.text.rewards.terms import Scores
     from tokencredit.text.scoring_passes import ReferenceOutputs
 
@@ -21,14 +20,15 @@ class Callback:
     """Base class of callbacks: override any of the methods, and pass an instance in `PPOTrainer(callbacks=[…])`.
 
     An iteration runs the stages rollout, reference, reward and update, then evaluation and audit if they are due. Every
-    process calls its own callbacks; `trainer.processes.main` is true in one of them. An exception ends the run. The
-    `after_` method of a failed stage is not called; a batch that is not finite skips all stages up to the update.
+    process calls its own callbacks, with its `PPOTrainer`; `trainer.processes.main` is true in one of them. An
+    exception ends the run. The `after_` method of a failed stage is not called; a batch that is not finite skips all
+    stages up to the update.
     """
 
-    def before_iteration(self, trainer: PPOTrainer) -> None:
+    def before_iteration(self, trainer: Any) -> None:
         """Called before the learning rate is set and prompts are drawn."""
 
-    def after_iteration(self, trainer: PPOTrainer, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+    def after_iteration(self, trainer: Any, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Called before the iteration is written to metrics.jsonl and samples.jsonl.
 
         Args:
@@ -37,40 +37,40 @@ class Callback:
             samples: the records for samples.jsonl; empty if this iteration keeps none.
         """
 
-    def before_rollout(self, trainer: PPOTrainer) -> None:
+    def before_rollout(self, trainer: Any) -> None:
         """Called before completions are sampled."""
 
-    def after_rollout(self, trainer: PPOTrainer, rollout: Rollout) -> None:
+    def after_rollout(self, trainer: Any, rollout: Rollout) -> None:
         """Called with this process's completions: their tokens, masks, log-probs and values."""
 
-    def before_reference(self, trainer: PPOTrainer) -> None:
+    def before_reference(self, trainer: Any) -> None:
         """Called before the reference model scores the completions."""
 
-    def after_reference(self, trainer: PPOTrainer, reference: ReferenceOutputs) -> None:
+    def after_reference(self, trainer: Any, reference: ReferenceOutputs) -> None:
         """Called with the reference log-probs and KL, which are None without a reference model."""
 
-    def before_reward(self, trainer: PPOTrainer) -> None:
+    def before_reward(self, trainer: Any) -> None:
         """Called before the reward's terms are computed."""
 
-    def after_reward(self, trainer: PPOTrainer, scores: Scores) -> None:
+    def after_reward(self, trainer: Any, scores: Scores) -> None:
         """Called with the scores of this process's completions, in total, per token and per term."""
 
-    def before_update(self, trainer: PPOTrainer) -> None:
+    def before_update(self, trainer: Any) -> None:
         """Called before the weights change."""
 
-    def after_update(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
+    def after_update(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Called with the update's metrics: losses, ratio, clip fractions, gradient norm."""
 
-    def before_evaluation(self, trainer: PPOTrainer) -> None:
+    def before_evaluation(self, trainer: Any) -> None:
         """Called before the policy is evaluated."""
 
-    def after_evaluation(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
+    def after_evaluation(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Called with the evaluation's metrics, before the best policy is saved."""
 
-    def before_audit(self, trainer: PPOTrainer) -> None:
+    def before_audit(self, trainer: Any) -> None:
         """Called before credit is audited."""
 
-    def after_audit(self, trainer: PPOTrainer, metrics: dict[str, float]) -> None:
+    def after_audit(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Called with the audit's metrics, before audit.json is written."""
 
 

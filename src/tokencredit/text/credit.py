@@ -73,17 +73,18 @@ class Credit:
             `score.clip` is, and none does.
         """
         args, rollout = self.args, scored.rollout
-        if args.advantage.bootstrap:
-            self._require_dense(scored)
-        self._require_scores(scored)
+        self._check(scored)
+        # Reward of each token: the normalised score, usually at the last one, and −β · KL.
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
-        rewards = score_rewards + kl_rewards
+        # λ follows how well the critic predicts a batch that it has not learned from yet.
         if args.advantage.lam_follows:
             self._measure_critic(scored, score_rewards, kl_rewards)
+        # Advantages and returns. This batch's rewards enter the running baseline only now, since a baseline must not
+        # depend on what it is subtracted from.
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
+        rewards = score_rewards + kl_rewards
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
-        weights = self._weights(rollout)
         batch = replace(
             scored,
             rewards=rewards,
@@ -91,13 +92,14 @@ class Credit:
             returns=returns,
             in_loss=in_loss,
             valued=self.valued(rollout),
-            weights=weights,
+            weights=self._weights(rollout),
             masks=args.ppo.mask_truncated,
         )
+        # Whiten what the update reads; records keep advantages in units of the reward.
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
         experience = self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
-        return batch, replace(experience, weights=weights)
+        return batch, replace(experience, weights=batch.weights)
 
     def monte_carlo(self, scored: Batch) -> Experience:
         """The experience for training the critic alone, with sampled returns whatever the estimator.
@@ -105,9 +107,7 @@ class Credit:
         Raises:
             RunStopped: as in `give`.
         """
-        if self.args.advantage.bootstrap:
-            self._require_dense(scored)
-        self._require_scores(scored)
+        self._check(scored)
         estimator = replace(self.args.advantage, estimator="monte_carlo")
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, estimator)
@@ -250,27 +250,24 @@ class Credit:
             where["bootstrap"] = scored.bootstrap.unsqueeze(1).expand(mask.shape)
         return where
 
-    def _require_dense(self, scored: Batch) -> None:
-        """Raise `RunStopped`, in every process, if a term scores whole completions."""
-        if self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) == 0:
-            return
-        raise RunStopped(
-            "advantage.bootstrap is True, and the reward scores whole completions; a truncated completion's score "
-            "would count twice, as reward and in the critic's value. Let every term of the reward return a list of "
-            "numbers, one per token, or set advantage.bootstrap: false"
-        )
-
-    def _require_scores(self, scored: Batch) -> None:
-        """Raise `RunStopped`, in every process, if settings of scores have none to act on."""
+    def _check(self, scored: Batch) -> None:
+        """Raise `RunStopped`, in every process, if the settings do not fit the kind of scores."""
         args = self.args.score
-        given = {"score.normalize": args.normalize != "none", "score.clip": args.clip is not None}
-        keys = [key for key, is_given in given.items() if is_given]
-        if not keys or self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) > 0:
+        keys = ["score.normalize"] * (args.normalize != "none") + ["score.clip"] * (args.clip is not None)
+        if not (self.args.advantage.bootstrap or keys):
             return
-        raise RunStopped(
-            f"{' and '.join(keys)} act on scores of whole completions, and the reward gives one number per token or "
-            "turn; leave them out, or scale the reward itself"
-        )
+        of_texts = self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) > 0
+        if self.args.advantage.bootstrap and of_texts:
+            raise RunStopped(
+                "advantage.bootstrap is True, and the reward scores whole completions; a truncated completion's score "
+                "would count twice, as reward and in the critic's value. Let every term of the reward return a list of "
+                "numbers, one per token, or set advantage.bootstrap: false"
+            )
+        if keys and not of_texts:
+            raise RunStopped(
+                f"{' and '.join(keys)} act on scores of whole completions, and the reward gives one number per token "
+                "or turn; leave them out, or scale the reward itself"
+            )
 
     def _experience(self, scored: Batch, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:
         """The experience to learn from; the rollout's mask is true at tokens in the loss."""

@@ -1,24 +1,31 @@
-"""From prompts to scored completions, for training, evaluation, generation and benchmarks."""
+"""From prompts to scored completions, in stages, for training, evaluation, generation and benchmarks."""
 
 from __future__ import annotations
 
+import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.processes import Processes, out_of_memory
 from tokencredit.distributed.sharding import gathered, is_sharded
-from tokencredit.errors import ConfigError, EngineLost
+from tokencredit.errors import ConfigError, EngineLost, OutOfMemory, RunStopped
+from tokencredit.learn.experience import Experience
+from tokencredit.learn.update import NonFiniteUpdate
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
@@ -31,6 +38,16 @@ from tokencredit.text.turns.play import EpisodePlayer
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
+
+
+MEMORY_ADVICE = {
+    "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
+    "reward": "lower the batch_size of the reward's terms",
+    "audit": "lower rollout.batch_size, the number of texts sampled at once, or audit.continuations",
+    "continuations": "lower rollout.batch_size, the number of texts sampled at once, or critic.continuations",
+    "evaluation": "lower eval.samples or eval.max_new_tokens",
+}
+"""Advice shown when a stage runs out of memory."""
 
 
 class UnusableBatch(Exception):
@@ -50,22 +67,6 @@ class Source(Protocol):
         Args:
             later: number of batches that are needed after this one; no more are begun.
         """
-
-
-class TrainingSource(Source, Protocol):
-    """The source of a run's batches, whose position a checkpoint keeps."""
-
-    def weights_changed(self) -> None:
-        """Use the policy's weights, which have changed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State before the next batch."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
-
-    def close(self) -> None:
-        """End what runs in the background."""
 
 
 @contextmanager
@@ -283,29 +284,76 @@ class OneBatch:
         return self.pipeline.sample(self.prompts, self.settings, self.uniforms, self.per_prompt)
 
 
-@dataclass(frozen=True)
-class CurrentPolicy:
-    """The source of a stream's batches, each sampled from the current policy when it is needed."""
+class Stages:
+    """Runs and times a trainer's stages, and calls its callbacks.
 
-    pipeline: Pipeline
-    stream: BatchStream
+    Attributes:
+        seconds: duration of each stage; the trainer sets a new dict for each iteration.
+    """
 
-    def sample(self, later: int) -> Batch:  # noqa: ARG002  (the Source protocol)
-        """Sample the next batch."""
-        prompts, uniforms = self.stream.next_batch()
-        settings = self.stream.settings
-        return self.pipeline.sample(prompts, settings, uniforms, settings.per_prompt)
+    def __init__(self, trainer: Any, callbacks: Sequence[Any]):
+        """Store the callbacks, whose `before_STAGE(trainer)` and `after_STAGE(trainer, **results)` are called."""
+        self.trainer, self.callbacks = trainer, list(callbacks)
+        self.seconds: dict[str, float] = {}
 
-    def weights_changed(self) -> None:
-        """Do nothing: the engine has the weights."""
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[dict[str, Any]]:
+        """A context around a stage, with a dict for the stage's results.
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the stream."""
-        return self.stream.state_dict()
+        Raises:
+            OutOfMemory: the stage ran out of memory.
+            RunStopped: a callback set a metric to something other than a number.
+        """
+        self._call(f"before_{name}")
+        results: dict[str, Any] = {}
+        started = time.perf_counter()
+        try:
+            yield results
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
+            raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
+        self.trainer.pipeline.processes.settle()
+        self.seconds[name] = time.perf_counter() - started
+        self._call(f"after_{name}", **results)
+        for metric, value in results.get("metrics", {}).items():
+            if not isinstance(value, Real):
+                raise RunStopped(f"a callback set metrics[{metric!r}] to {visible(repr(value))}; it must be a number")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
-        self.stream.load_state_dict(state)
+    def _call(self, event: str, **results: Any) -> None:
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self.trainer, **results)
 
-    def close(self) -> None:
-        """Do nothing."""
+
+def count_step(
+    record: RunRecord, number: int, scored: Batch, minibatch: Experience, error: NonFiniteUpdate | None
+) -> None:
+    """Count skipped optimizer steps in a row, and save their minibatches.
+
+    Args:
+        record: the run's recorder.
+        number: the iteration; 0 before the first.
+        scored: the batch of the update.
+        minibatch: the step's part of the batch.
+        error: the reason why the step was skipped; None if it was taken.
+
+    Raises:
+        TooManyBadSteps: this is the `MAX_BAD_STEPS`-th skipped step in a row.
+    """
+    if error is None:
+        record.bad_in_a_row = 0
+        return
+    text = None if error.row is None else text_of_row(scored, error.row, record.processes)
+    reason = str(error) if text is None else f"{error.term} of the text {text!r} is not finite"
+    record.bad_step(number, reason, minibatch.tensors(), text=text)
+
+
+def text_of_row(scored: Batch, row: int, processes: Processes) -> str:
+    """The text of a row, counted over all processes, in each of them; collective."""
+    texts = scored.texts()
+    ends = list(accumulate(processes.gather(torch.tensor([len(texts)], device=processes.device)).tolist()))
+    owner = bisect(ends, row)
+    return processes.texts(texts[row - (ends[owner] - len(texts))] if owner == processes.rank else "")[owner]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,37 +13,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
-from tokencredit.learn.learner import Learner
-from tokencredit.learn.objective import (
-    CriticOutputs,
-    Interpolation,
-    Objective,
-    Passes,
-    PolicyLoss,
-    PolicyOutputs,
-    SequenceObjective,
-    WeightedObjective,
-)
-from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.state import trainable
-from tokencredit.learn.update import UpdateSettings
-from tokencredit.settings.data import DefaultReward
+from tokencredit.runs.summary import count, shortened
+from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import DIVERGENCE_LIMITS
 from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
-from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.model_loading import max_prompt_length
-from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
+from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
 
@@ -344,97 +331,47 @@ def build_player(args: PPOConfig, engine: Engine, environments: Environments) ->
     return EpisodePlayer(engine, framings, environments, args.env, room)
 
 
-class TextPasses(Passes):
-    """The passes of a language model and its critic, in the dtype of a run."""
-
-    def __init__(
-        self,
-        policy: ActorCritic,
-        precision: Precision,
-        temperature: float,
-        entropy: bool,
-        reference: ActorCritic | None,
-    ):
-        """Store the options of `ActorCritic.forward`; a reference model is for an exact KL in the loss."""
-        self.policy, self.precision = policy, precision
-        self.options = {"temperature": temperature, "entropy": entropy, "reference": reference}
-        members = [] if policy.critic is None else policy.critic.members
-        self.separate_critic = bool(members) and members[0].trunk is not None
-        self.critic_inputs = ("prompt_ids", "prompt_mask", "response_ids", "mask") + ("member",) * (len(members) > 1)
-
-    def evaluate(self, model: nn.Module, inputs: Inputs, loss: PolicyLoss) -> PolicyOutputs:
-        """Outputs of policy and critic."""
-        with self.precision.autocast():
-            outputs: PolicyOutputs = model(inputs, policy_loss=loss, **self.options)
-        return outputs
-
-    def critic(self, inputs: Inputs) -> CriticOutputs:
-        """Outputs of the critic."""
-        with self.precision.autocast():
-            return self.policy.critic_outputs(inputs)
+OUTPUTS = {"probability": "P({})", "logit": "logit of {}", "log_odds": "log-odds of {}"}
+"""Classifier outputs, with a place for the label."""
 
 
-def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Learner:
-    """Build a run's learner: optimizer, schedule, objective and the generator for shuffling."""
-    policy, precision, optim = models.policy, models.precision, args.optim
-    hidden = hidden_matrices(policy.lm, exclude=policy.lm.get_output_embeddings().parameters())
-    for member in () if policy.critic is None else policy.critic.members:
-        hidden += [] if member.trunk is None else hidden_matrices(member.trunk)
-    optimizer = build_optimizer(parameter_groups(args, policy), optim.name, hidden=hidden, eps=optim.eps)
-    exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
-    reference = models.reference if exact_kl else None
-    passes = TextPasses(policy, precision, args.rollout.temperature, args.ppo.entropy_coef > 0, reference)
-    return Learner(
-        policy,
-        optimizer,
-        passes,
-        build_objective(args),
-        build_update(args),
-        schedule(**optim.rates(args.run.iterations)),
-        torch.Generator().manual_seed(2 * args.seed + 1),
-        processes,
-    )
+def overview(
+    args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks, configured: bool, folder: Path
+) -> Iterator[tuple[str, str]]:
+    """Pairs of a label and a text.
+
+    Args:
+        args: the configuration.
+        pipeline: the run's pipeline.
+        prompts: the training prompts.
+        configured: the reward terms are those of the configuration; terms from Python are shown by their names.
+        folder: the run's folder.
+    """
+    lm, precision, processes = pipeline.policy.lm, pipeline.precision, pipeline.processes
+    size, trained = sum(p.numel() for p in lm.parameters()), sum(p.numel() for p in trainable(lm))
+    name = args.model.name or "from Python"
+    yield "model", f"{name}, {count(size)} parameters" + (f", {count(trained)} trained" if trained < size else "")
+    number = len(prompts.kept)
+    if isinstance(prompts, Tasks):
+        assert pipeline.player is not None
+        rows = "" if prompts.rows is None else f", {number:,} rows of {prompts.name}"
+        yield "environment", f"{pipeline.player.environments.name}, at most {args.env.max_turns} turns{rows}"
+    else:
+        first = shortened(last_message(prompts.batch(0, 1).prompts[0]), 60)
+        yield "prompts", f"1: {first}" if number == 1 else f"{number:,} of {prompts.name}; the first: {first}"
+    by_source = configured and not isinstance(prompts, Tasks)
+    terms = [(x.weight, source(x)) for x in args.reward] if by_source else [(x.weight, x.name) for x in pipeline.terms]
+    for weight, term in terms:
+        yield "reward", term if weight == 1 else f"{weight:g} × {term}"
+    gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
+    jobs = f", {processes.count} processes" if processes.count > 1 else ""
+    yield "device", f"{precision.device}{gpu}, {precision.dtype}{jobs}"
+    yield "run", f"{folder}, {args.run.iterations:,} iterations of {args.rollout.batch_size:,} completions"
 
 
-def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
-    """Parameter groups of the policy, separate critics' trunks and value heads, each with its learning rate."""
-    critics, rate = [] if policy.critic is None else policy.critic.members, args.optim.lr
-    parts: list[tuple[str, list[torch.nn.Module], float]] = [
-        ("lr", [policy.lm], rate),
-        ("trunk_lr", [x.trunk for x in critics if x.trunk is not None], args.critic.trunk_lr or rate),
-        ("value_lr", [x.head for x in critics], args.critic.lr),
-    ]
-    groups = [
-        {"params": [p for x in modules for p in trainable(x)], "lr": lr, "metric": metric}
-        | {"weight_decay": args.optim.weight_decay}
-        | {"constant": metric != "lr" and args.critic.schedule == "constant"}
-        for metric, modules, lr in parts
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_objective(args: PPOConfig) -> Objective:
-    """Build the objective of a run's updates; the trainer sets its KL coefficient before each."""
-    kl, loss, off_policy = args.kl, args.ppo.loss, args.off_policy
-    interpolation = Interpolation(off_policy.correct, off_policy.low, off_policy.high)
-    options: dict[str, Any] = {
-        **args.ppo.objective(args.critic),
-        "kl_estimator": kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
-        "horizon": args.rollout.max_new_tokens,
-        "value_places": tuple(args.critic.places or ()),
-        "value_horizon": args.env.max_turns if args.advantage.unit == "turn" else None,
-        "interpolation": interpolation if off_policy.proximal == "interpolated" else None,
-    }
-    if loss == "clip":
-        return Objective(**options)
-    if loss == "gspo":
-        return SequenceObjective(**options)
-    if loss in ("cispo", "sao"):
-        return WeightedObjective(**options, outside="clip" if loss == "cispo" else "mask")
-    limit = args.ppo.divergence_limit or DIVERGENCE_LIMITS[loss]
-    return WeightedObjective(**options, divergence=loss.removeprefix("dppo_"), divergence_limit=limit)
-
-
-def build_update(args: PPOConfig) -> UpdateSettings:
-    """Build the update settings of a run: epochs, minibatches and the like."""
-    return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim))
+def source(settings: RewardTerm) -> str:
+    """A reward term's source, such as `P(NEGATIVE) of builtin:reviews`."""
+    if isinstance(settings, ClassifierTerm):
+        return f"{OUTPUTS[settings.output].format(settings.label)} of {settings.classifier}"
+    kind, value = settings.source()
+    return value if kind == "function" else f"reward model {value}"

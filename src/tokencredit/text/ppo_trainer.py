@@ -19,9 +19,9 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.learn import rng
+from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
-from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.report.card import model_card
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import State, run
@@ -32,7 +32,7 @@ from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.trl import refuse_arguments
 from tokencredit.text import ppo_setup as setup
-from tokencredit.text.ahead import SamplesAhead
+from tokencredit.text.ahead import CurrentPolicy, SamplesAhead, TrainingSource
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.audit.continuations import continuation_targets
 from tokencredit.text.batch import Batch
@@ -46,11 +46,11 @@ from tokencredit.text.models.model_loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.models.sharded_loading import Sharding
-from tokencredit.text.pipeline import CurrentPolicy, TrainingSource, UnusableBatch
+from tokencredit.text.pipeline import Stages, UnusableBatch, count_step
+from tokencredit.text.ppo_learner import build_learner
+from tokencredit.text.ppo_setup import overview
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.scoring_passes import rollout_logprobs
-from tokencredit.text.stages import Stages, count_step
-from tokencredit.text.startup_summary import overview
 from tokencredit.text.turns.episode_record import episode_events
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class PPOTrainer:
         """None with an environment, whose episodes cannot be continued from their middle."""
         if isinstance(self.prompts, Prompts):
             self.auditor = CompletionAuditor(self.pipeline, self.credit, self.prompts, args.audit)
-        self.learner = setup.build_learner(args, models, self.processes)
+        self.learner = build_learner(args, models, self.processes)
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
@@ -192,6 +192,7 @@ class PPOTrainer:
 
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Collect completions, assign credit, update; returns the iteration's metrics and samples."""
+        # Kept until weights change: an iteration that fails before can be done again, here or in a resumed run.
         self.before = self._loop_state()
         seconds: dict[str, float] = {}
         self.stages.seconds = seconds
@@ -200,24 +201,31 @@ class PPOTrainer:
             samples: list[dict[str, Any]] = []
             rates = self.learner.set_rates(number)
             try:
-                batch, experience = self.credit.give(self.collect())
+                # 1. Collect: completions of the policy, with log-probs of the reference model and scores.
+                scored = self.collect()
+                # 2. Assign credit: reward, advantage and return of each token.
+                batch, experience = self.credit.give(scored)
                 if self.args.critic.continuations:
                     with self.stages("continuations"):
-                        experience, sampled = continuation_targets(
-                            experience, batch, self.pipeline, self.credit, number
-                        )
+                        targets = continuation_targets(experience, batch, self.pipeline, self.credit, number)
+                        experience, sampled = targets
                     metrics |= sampled
             except UnusableBatch as bad:
+                # Nothing is learned from a batch with numbers that are not finite; too many of them end the run.
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
                 self.before = None  # the batch is counted
                 metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
             else:
+                # The batch is measured before it is learned from.
                 metrics |= batch.metrics(self.processes) | self.credit.metrics()
+                # 3. Update policy and critic, and give the engine their weights.
                 metrics |= self.update(number, batch, experience)
+                # The KL coefficient of the next iteration follows the KL of this one's samples.
                 if "kl" in metrics:
                     self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
                 samples = self._samples(number, batch)
             metrics |= rates | (self.pretrained or {} if number == 1 else {})
+            # 4. Evaluate and audit if due. What is returned here, `runs.loop.run` writes down.
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
             if self.auditor is not None and self.args.audit.every and number % self.args.audit.every == 0:

@@ -9,16 +9,16 @@ from functools import partial
 
 import torch
 
+from tokencredit.learn.controllers import Plateau
 from tokencredit.learn.experience import critic_metrics
 from tokencredit.learn.learner import Learner
-from tokencredit.learn.stopping import Plateau
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import duration, figure
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.ahead import CurrentPolicy
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.stream import BatchStream
-from tokencredit.text.pipeline import CurrentPolicy, Pipeline, UnusableBatch
-from tokencredit.text.stages import Stages, count_step
+from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch, count_step
 
 FILE = "pretrain.jsonl"
 PATIENCE, RISE = 10, 0.01

@@ -25,8 +25,7 @@ from tokencredit.text.audit.continuations import Continuations, States, run_in_a
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.pipeline import Pipeline, UnusableBatch
-from tokencredit.text.stages import Stages
+from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
 
 
 @dataclass(frozen=True)

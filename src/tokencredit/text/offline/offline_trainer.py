@@ -18,6 +18,7 @@ from torch import Tensor
 from tokencredit.distributed.processes import Processes, out_of_memory
 from tokencredit.errors import ConfigError, OutOfMemory
 from tokencredit.learn import rng
+from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.optim import build_optimizer, clip_gradients, hidden_matrices, schedule, set_rates
 from tokencredit.learn.state import (
     load_optimizer_state,
@@ -28,7 +29,6 @@ from tokencredit.learn.state import (
     trainable,
     trained_weights,
 )
-from tokencredit.learn.stopping import EarlyStopping
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import drop_gradients
 from tokencredit.report.page import LARGEST, write_final_report
