@@ -35,6 +35,9 @@ class Elsewhere:
     def __init__(self, engine):
         self.engine, self.changes = engine, 0
 
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
     def generate(self, prompts, settings, uniforms, per_prompt=1):
         return replace(self.engine.generate(prompts, settings, uniforms, per_prompt), values=None)
 
