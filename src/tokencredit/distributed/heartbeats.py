@@ -17,10 +17,10 @@ from tokencredit.distributed.job import Job, first_line, for_torchrun, text
 
 LEFT = b"left"
 """The beat of a process that has left the job."""
-SLOWEST, FASTEST = 5.0, 0.05
+MAX_PAUSE, MIN_PAUSE = 5.0, 0.05
 """Bounds of the seconds between two beats; in between it is a twentieth of the timeout."""
-LAST_WORDS = 1.0
-"""Seconds that the process which says why the job ends has for it, before the others end."""
+EXIT_DELAY = 1.0
+"""Seconds for the process that prints why the job ends, before the others end."""
 
 
 def collectives() -> int:
@@ -30,14 +30,13 @@ def collectives() -> int:
 
 
 class Beats:
-    """What one process has heard of the others: of each a counter, and the number of collective operations begun.
+    """The newest beat of each other process: a counter, and the number of collective operations begun.
 
     A process hangs if its counter stands still for the timeout, as when it is stopped or its machine is gone; or if
     this process has waited so long in a collective operation that the other has not begun.
     """
 
     def __init__(self, others: list[int], timeout: float, now: float):
-        """Begin with no beat of any process."""
         self.timeout = timeout
         self.latest = dict.fromkeys(others, b"")
         self._since = dict.fromkeys(others, now)
@@ -45,19 +44,19 @@ class Beats:
         self._waiting: dict[int, tuple[int, float]] = {}
         """Collective operations begun by the processes that this one waits for, and since when it waits."""
 
-    def hear(self, beats: Mapping[int, bytes], now: float) -> None:
-        """Take in the others' beats."""
+    def receive(self, beats: Mapping[int, bytes], now: float) -> None:
+        """Record the others' beats."""
         for rank, beat in beats.items():
             if beat != self.latest[rank]:
                 self.latest[rank], self._since[rank] = beat, now
 
-    def forgive(self, now: float) -> None:
-        """Begin anew to wait for all: this process itself was stopped."""
+    def reset(self, now: float) -> None:
+        """Restart all waiting times: this process itself was stopped."""
         self._since = dict.fromkeys(self._since, now)
         self._waiting.clear()
 
     def hanging(self, own: int, now: float) -> tuple[list[int], list[int]]:
-        """Ranks without a sign of life, and those that keep others waiting; `own` collective operations have begun."""
+        """Silent ranks, and ranks that this process waits for, which has begun `own` collective operations."""
         silent, late = [], []
         for rank, beat in self.latest.items():
             if beat == LEFT:
@@ -83,7 +82,7 @@ class Heartbeats:
     def __init__(self, job: Job, note: Callable[[str], None] | None = None):
         """Start beating; `note` is called with the reason if the job ends."""
         self.job, self.note = job, note
-        self.pause = min(max(job.timeout / 20, FASTEST), SLOWEST)
+        self.pause = min(max(job.timeout / 20, MIN_PAUSE), MAX_PAUSE)
         self._store: Store = job.connect()
         self._others = [rank for rank in range(job.count) if rank != job.rank]
         self._lock, self._left = threading.Lock(), threading.Event()
@@ -96,7 +95,7 @@ class Heartbeats:
             thread.start()
 
     def leave(self) -> None:
-        """Stop, and let the others know that this process needs no more answers."""
+        """Stop beating; the others no longer wait for this process."""
         self._left.set()
         for thread in self._threads:
             thread.join(2 * self.pause)  # it may be blocked by a store that is gone
@@ -112,51 +111,47 @@ class Heartbeats:
             try:
                 self._store.set(f"beat/{self.job.rank}", f"{beat} {collectives()}")
                 keys = {rank: f"beat/{rank}" for rank in self._others if self._has_begun(rank)}
-                heard = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True)) if keys else {}
+                received = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True)) if keys else {}
                 if self._problem is not None and self._claim(self._problem):
-                    self._end(self._problem, say=True)
+                    self._end(self._problem, report=True)
                 elif self._store.check(["verdict"]):
-                    self._end(json.loads(self._store.get("verdict"))[1], say=False)
+                    self._end(json.loads(self._store.get("verdict"))[1], report=False)
             except DistError as error:
-                self._end(f"{self._place()} is gone: {first_line(error)}", say=True)
+                self._end(f"{self._place()} is gone: {first_line(error)}", report=True)
                 return
             with self._lock:
                 self._answered = time.monotonic()
-                self._beats.hear(heard, self._answered)
+                self._beats.receive(received, self._answered)
 
     def _has_begun(self, rank: int) -> bool:
         """True if a process has sent a beat: to read a missing one would block."""
         return self._beats.latest[rank] != b"" or self._store.check([f"beat/{rank}"])
 
     def _watch(self) -> None:
-        """Look for a process that hangs, or for a store that does."""
+        """End the job if the store hangs, and note processes that do."""
         last = time.monotonic()
         while not self._left.wait(self.pause):
             now = time.monotonic()
             with self._lock:
                 if now - last > self.job.timeout / 2:  # this process itself was stopped: the others are not late
                     self._answered = now
-                    self._beats.forgive(now)
+                    self._beats.reset(now)
                 last = now
                 self._problem = self._problem or self._message(*self._beats.hanging(collectives(), now))
                 gone = now - self._answered > self.job.timeout
             if gone:
-                problem = f"{self._place()} gave no answer for {self._limit()}: its machine, or the link to it, is gone"
-                self._end(problem, say=True)
+                reason = f"gave no answer for {self._limit()}: its machine, or the link to it, is gone"
+                self._end(f"{self._place()} {reason}", report=True)
 
     def _message(self, silent: list[int], late: list[int]) -> str | None:
         """A message that names the processes that hang, if any."""
+        names = ", ".join(str(self.job.members[rank]) for rank in silent or late)
         if silent:
-            return f"{self._names(silent)} gave no sign of life for {self._limit()}: stopped, or its machine is gone"
+            return f"{names} gave no sign of life for {self._limit()}: stopped, or its machine is gone"
         if late:
-            return (
-                f"{self._names(late)} kept the others waiting for {self._limit()}, as in a reward call that does not "
-                "end, or in work of one process alone"
-            )
+            work = "a reward call that does not end, or in work of one process alone"
+            return f"{names} kept the others waiting for {self._limit()}, as in {work}"
         return None
-
-    def _names(self, ranks: list[int]) -> str:
-        return ", ".join(str(self.job.members[rank]) for rank in ranks)
 
     def _limit(self) -> str:
         return f"{self.job.timeout:g} seconds (run.timeout)"
@@ -165,21 +160,21 @@ class Heartbeats:
         return f"the job's store at {self.job.address}"
 
     def _claim(self, reason: str) -> bool:
-        """True for the first process that says why the job ends."""
+        """True for the first process that reports why the job ends."""
         self._store.set(f"end/{self.job.rank}", reason)
         mine = json.dumps([self.job.rank, reason])
         return text(self._store.compare_set("verdict", "", mine)) == mine
 
-    def _end(self, reason: str, *, say: bool) -> None:
-        """End this process, whose main thread may be blocked for ever."""
+    def _end(self, reason: str, *, report: bool) -> None:
+        """End this process, whose main thread may be blocked forever."""
         if self._left.is_set():
             return
         for_torchrun(reason)
         with suppress(Exception):  # of a full disk, or a closed terminal
-            if say:
+            if report:
                 os.write(2, f"\ntokencredit: {reason}\n".encode())
             if self.note is not None:
                 self.note(reason)
-        if not say:
-            time.sleep(LAST_WORDS)
+        if not report:
+            time.sleep(EXIT_DELAY)
         os._exit(1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tokencredit.errors import ProcessLost
 
@@ -68,13 +68,9 @@ class Job:
     """A job of processes that have joined.
 
     Attributes:
-        rank: of this process, from 0.
-        count: processes.
-        timeout: `run.timeout`.
-        memory: store of the whole job; with torchrun it outlives restarts by default.
+        memory: store of the whole job; with torchrun it outlives restarts by default, and `remembers` is true.
         store: store of this start alone.
         members: the processes of this start, by rank.
-        remembers: true if `memory` outlives restarts.
         starts: number of starts so far, this one included; 1 without such a memory.
         id: name of the job; None if the launcher keeps no memory over restarts, and has no name for it either.
     """
@@ -93,7 +89,7 @@ class Job:
             raise ProcessLost(f"the job's store at {self.address} cannot be reached: {first_line(error)}") from error
         self.memory = PrefixStore("tokencredit", self._launchers)
         self.start, self.members = self._gather()
-        self.store = self._of_start(self.memory)
+        self.store = PrefixStore(self.start, self.memory)
         self.remembers = _kept()
         self.id = text(self.memory.compare_set("job", "", token_hex(8))) if self.remembers else _named()
         self.starts = int(self.memory.get("starts"))
@@ -107,50 +103,46 @@ class Job:
     def _gather(self) -> tuple[str, list[Member]]:
         """Agree on a name for this start; returns it with the processes.
 
-        A process joins only under its own token, since the store may hold those of killed ones; and process 0 goes on
-        once all of one list have answered.
+        A process joins only under its own token, since the store may hold those of killed ones. Process 0 goes on once
+        all processes of one list have answered.
         """
         mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token_hex(8)})
         self.memory.set(f"here/{self.rank}", mine)
         here = [f"here/{rank}" for rank in range(self.count)]
         previous = text(self.memory.get("list")) if self.rank == 0 and self.memory.check(["list"]) else None
-        start, found = "", [""] * self.count
+        start, tokens = "", [""] * self.count
         end = time.monotonic() + self.timeout + (SPARE if self.rank else 0.0)
         while time.monotonic() < end:
             if self.rank == 0 and self.memory.check(here):
                 now = [text(value) for value in self.memory.multi_get(here)]
-                if now != found:
-                    start, found = token_hex(8), now
-                    self.memory.set("list", json.dumps({"start": start, "members": found}))
+                if now != tokens:
+                    start, tokens = token_hex(8), now
+                    self.memory.set("list", json.dumps({"start": start, "members": tokens}))
                 if all(self.memory.check([f"{start}/ready/{rank}"]) for rank in range(1, self.count)):
                     self.memory.set("previous", previous or "")
                     self.memory.add("starts", 1)
                     self.memory.set(f"{start}/go", "")
-                    return start, members(found)
+                    return start, members(tokens)
             elif self.rank and self.memory.check(["list"]):
                 listed = json.loads(self.memory.get("list"))
-                start, found = listed["start"], listed["members"]
-                if len(found) == self.count and found[self.rank] == mine:
+                start, tokens = listed["start"], listed["members"]
+                if len(tokens) == self.count and tokens[self.rank] == mine:
                     self.memory.set(f"{start}/ready/{self.rank}", "")
                     if self.memory.check([f"{start}/go"]):
-                        return start, members(found)
+                        return start, members(tokens)
             time.sleep(POLL)
         raise ProcessLost(self._missing(start))
 
     def _missing(self, start: str) -> str:
-        """Message on who has not joined."""
-        late = [rank for rank in range(self.count) if self.rank == 0 and rank]
-        late = [rank for rank in late if not (start and self.memory.check([f"{start}/ready/{rank}"]))] or [0]
-        return (
-            f"{processes(late)} of this job of {self.count} did not start within {self.timeout:g} seconds (run.timeout)"
-        )
-
-    def _of_start(self, memory: Store) -> PrefixStore:
-        return PrefixStore(self.start, memory)
+        """Message on the processes that have not joined; only process 0 knows of others."""
+        others = range(1, self.count) if self.rank == 0 else ()
+        late = [rank for rank in others if not (start and self.memory.check([f"{start}/ready/{rank}"]))] or [0]
+        names = f"process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        return f"{names} of this job of {self.count} did not start within {self.timeout:g} seconds (run.timeout)"
 
     def connect(self) -> PrefixStore:
         """A further connection to the store of this start, for another thread: a call blocks its connection."""
-        return self._of_start(PrefixStore("tokencredit", self._connection(host=False)))
+        return PrefixStore(self.start, PrefixStore("tokencredit", self._connection(host=False)))
 
     def group(self) -> dict[str, Any]:
         """Arguments of `init_process_group`.
@@ -201,26 +193,22 @@ class Job:
         return text(self.memory.get(key)) if self.memory.check([key]) else None
 
     def sign_off(self, reason: str) -> None:
-        """Leave word that this process was not killed, but ended for a reason."""
+        """Record a clean exit and its reason."""
         for_torchrun(reason)
         with suppress(DistError):  # the store may be what was lost
             self.store.set(f"end/{self.rank}", reason)
 
     def ended(self, reason: str) -> bool:
-        """As `sign_off`, for an error; true unless another process ends for the same, and says so.
-
-        The same may name the process in which it happened.
-        """
+        """As `sign_off`, for an error; false if another process reports the same, perhaps after a process's name."""
         self.sign_off(reason)
         with suppress(DistError):
             rank, first = json.loads(self.store.compare_set("error", "", json.dumps([self.rank, reason])))
-            first, own = (AGREED.sub("", said) for said in (first, reason))
+            first, own = (AGREED.sub("", error) for error in (first, reason))
             return bool(rank == self.rank or not (first.endswith(own) or own.endswith(first)))
         return True
 
     def restarted_because(self) -> str | None:
-        """A line on why the launcher restarted this job, from what the processes of its previous start left; None at
-        the first."""
+        """Why the launcher restarted this job, in a line, by the records of its previous start; None at the first."""
         if self.starts < 2:
             return None
         previous = json.loads(self.memory.get("previous") or "{}")
@@ -236,13 +224,7 @@ class Job:
 
 def members(listed: list[str]) -> list[Member]:
     """The processes of a list that process 0 wrote."""
-    read = [json.loads(entry) for entry in listed]
-    return [Member(rank, entry["host"], entry["pid"]) for rank, entry in enumerate(read)]
-
-
-def processes(ranks: list[int]) -> str:
-    """Ranks, for messages."""
-    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return [Member(rank, entry["host"], entry["pid"]) for rank, entry in enumerate(map(json.loads, listed))]
 
 
 def text(value: bytes) -> str:

@@ -35,13 +35,7 @@ class Processes:
     """This process and the others of its job, as started by any PyTorch launcher; alone, a job of one.
 
     Built on Accelerate's `PartialState`, which holds ranks and devices but no dtypes, so other runs in the same Python
-    process are unaffected.
-
-    Attributes:
-        device: of this process.
-        count: processes in the job.
-        rank: of this process, from 0.
-        main: true in the one process that writes files and the screen.
+    process are unaffected. `main` is true in the one process that writes files and the screen.
     """
 
     job: ClassVar[Job | None] = None
@@ -49,10 +43,7 @@ class Processes:
     _heartbeats: ClassVar[Heartbeats | None] = None
 
     def __init__(self, timeout: float | None = None) -> None:
-        """Join the job; `ACCELERATE_USE_CPU=true` keeps it off GPUs.
-
-        Args:
-            timeout: `run.timeout`, of a process that trains.
+        """Join the job, with `run.timeout` for processes that train; `ACCELERATE_USE_CPU=true` keeps it off GPUs.
 
         Raises:
             ConfigError: Accelerate cannot join the processes of the job on this device.
@@ -98,12 +89,9 @@ class Processes:
         return torch.cat([part[:share] for part, share in zip(gathered, shares, strict=True)])
 
     def exchange_rows(self, tensor: Tensor, wanted: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
-        """This process's rows after an exchange of rows among all processes.
+        """This process's rows after an exchange of rows among all processes, which have `shares` rows each now.
 
-        Args:
-            tensor: this process's rows; the axes after the first are as long in every process.
-            wanted: the rows that each process receives, in order, by their numbers in the result of `gather_rows`.
-            shares: each process's number of rows now.
+        `wanted` are the rows that each process receives, in order, by their numbers in the result of `gather_rows`.
         """
         ends = torch.tensor(shares, device=tensor.device).cumsum(0)
         owners = [torch.bucketize(rows, ends, right=True) for rows in wanted]
@@ -131,10 +119,8 @@ class Processes:
     def agreed(self, *kinds: type[Exception]) -> Iterator[None]:
         """A context at whose end all processes raise an error of the same kind if one of them raised.
 
-        Args:
-            kinds: the errors that are told to the others, the gravest last. With `MemoryError` every lack of memory is
-                raised as one; not where the context holds collective operations, of which it may leave some to the
-                others.
+        `kinds` are the errors that are sent to the others, ordered by severity. With `MemoryError` every out-of-memory
+        error is raised as one; not for a context with collective operations, some of which it may leave to the others.
         """
         error: Exception | None = None
         try:
@@ -147,16 +133,16 @@ class Processes:
             error = MemoryError(str(raised))
             error.__cause__ = raised
         own = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), None)
-        texts = self.texts("" if error is None else json.dumps([own, *_told(error)]))
-        told = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-        if not told:
+        texts = self.texts("" if error is None else json.dumps([own, *_described(error)]))
+        errors = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+        if not errors:
             return
-        gravest = max(number for number, *_ in told.values())
-        if error is not None and own == gravest:
+        worst = max(number for number, *_ in errors.values())
+        if error is not None and own == worst:
             raise error
-        rank = next(rank for rank, (number, *_) in told.items() if number == gravest)
-        _, said, code, file = told[rank]
-        kind, message = kinds[gravest], f"process {rank}: {said}"
+        rank = next(rank for rank, (number, *_) in errors.items() if number == worst)
+        _, message, code, file = errors[rank]
+        kind, message = kinds[worst], f"process {rank}: {message}"
         raise OSError(code, message, file) if kind is OSError else kind(message)
 
     def max(self, tensor: Tensor) -> Tensor:
@@ -206,8 +192,7 @@ class Processes:
     def watched(self, note: Callable[[str], None] | None = None) -> Iterator[None]:
         """A context in which this process ends if another one hangs; within another one it only replaces `note`.
 
-        Args:
-            note: called, in another thread, with the reason for which the process then ends.
+        `note` is then called, in another thread, with the reason.
         """
         if Processes.job is None or Processes.job.count == 1:
             yield
@@ -229,8 +214,7 @@ class Processes:
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model for forward passes with gradients: gradients are averaged over processes.
 
-        A model with sharded modules stays as it is: the passes themselves average sharded gradients, and
-        `average_gradients` averages the others.
+        A model with sharded modules stays as it is: its passes average sharded gradients, `average_gradients` the rest.
         """
         if self.count == 1 or sharded_in(model):
             return model
@@ -288,8 +272,8 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def _told(error: Exception) -> tuple[str, int, str | None]:
-    """What an error says; of an `OSError` also its number and its file."""
+def _described(error: Exception) -> tuple[str, int, str | None]:
+    """Message of an error; for an `OSError` also its number and its file."""
     if isinstance(error, OSError):
         return error.strerror or str(error), error.errno or errno.EIO, error.filename and str(error.filename)
     return str(error) or type(error).__name__, 0, None

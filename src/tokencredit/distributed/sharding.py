@@ -40,17 +40,14 @@ def sharded_in(module: nn.Module) -> list[nn.Module]:
     """The outermost sharded modules of a module, which may be itself."""
     if is_sharded(module):
         return [module]
-    return [found for child in module.children() for found in sharded_in(child)]
+    return [part for child in module.children() for part in sharded_in(child)]
 
 
 def shard(module: nn.Module, parts: Iterable[nn.Module], *, reshard_after_forward: bool = True, **options: Any) -> None:
     """Shard a module in place: each of its `parts` is gathered for its own pass, the rest with the module.
 
-    Args:
-        module: the module.
-        parts: modules inside it, such as its layers; none is inside another.
-        reshard_after_forward: free gathered weights after a forward pass, and gather them again in the backward pass.
-        options: as of `torch.distributed.fsdp.fully_shard`, such as `mp_policy` and `offload_policy`.
+    Parts are modules such as layers; none is inside another. With `reshard_after_forward`, gathered weights are freed
+    after a forward pass and gathered again in the backward pass. The options are those of `fully_shard`.
     """
     for part in parts:
         if not is_sharded(part):
@@ -139,10 +136,6 @@ def _without_views(result: Any) -> Any:
     return result
 
 
-def _nothing() -> None:
-    return None
-
-
 @contextmanager
 def gathered(*modules: nn.Module | None) -> Iterator[None]:
     """A context in which sharded modules hold all their weights, so that passes without gradients are local.
@@ -150,9 +143,9 @@ def gathered(*modules: nn.Module | None) -> Iterator[None]:
     Only entering it is collective; passes inside are local. Modules that are None, not sharded or held already stay as
     they are; sharded modules inside a module are held too.
     """
-    found = [sharded for module in modules if module is not None for sharded in sharded_in(module)]
+    sharded = [part for module in modules if module is not None for part in sharded_in(module)]
     with ExitStack() as stack:
-        for module in found:
+        for module in sharded:
             if not getattr(module, HOLDS):
                 stack.enter_context(_held(module))
         yield
@@ -165,7 +158,7 @@ def _held(module: nn.Module) -> Iterator[None]:
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     try:
         with torch.no_grad():
-            within(module, _nothing)  # FSDP's set-up, which must begin at the outermost module
+            within(module, lambda: None)  # FSDP's set-up, which must begin at the outermost module
         sharded.set_reshard_after_forward(False)
         for part in parts:
             part.unshard()

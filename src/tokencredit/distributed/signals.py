@@ -68,8 +68,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             # Signals that the caller ignores, as under `nohup`, stay ignored.
-            heeded = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._handle) for number in heeded}
+            watched = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in watched}
         return self
 
     def __exit__(
@@ -91,7 +91,7 @@ class Signals:
         if number == HANGUP:
             _leave_closed_terminal()
         if self.received is not None:
-            if number == HANGUP:  # of a closed terminal both the shell and the system may tell
+            if number == HANGUP:  # both the shell and the system may send it for a closed terminal
                 return
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
