@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
+from tokencredit.learn.controllers import AdaptiveKL, EarlyStopping, FixedKL, Plateau, RunningMoments
 
 
 def test_a_fixed_coefficient_stays():
@@ -27,11 +27,9 @@ def test_adaptive_by_hand():
     assert controller.coef == pytest.approx(0.204 * 0.99)
 
 
-def test_adaptive_options_by_hand():
-    controller = AdaptiveKL(0.2, target=6.0, horizon=100, error_clip=10.0, bounds=(0.1, 0.5))
-    controller.update(9.0, 100)  # e = 0.5, not clipped
-    assert controller.coef == pytest.approx(0.3)
-    controller.update(60.0, 100)  # × 10
+def test_an_adaptive_coefficient_stays_within_its_bounds():
+    controller = AdaptiveKL(0.2, target=6.0, horizon=10, bounds=(0.1, 0.5))
+    controller.update(60.0, 100)  # e = 0.2: × 3
     assert controller.coef == 0.5
     controller.update(0.0, 1000)  # the factor itself would be negative
     assert controller.coef == 0.1
@@ -62,7 +60,6 @@ def test_adaptive_goes_on_where_it_was():
         ({"target": 0.0}, "kl target is 0.0"),
         ({"target": math.inf}, "kl target is inf"),
         ({"horizon": -1}, "kl horizon is -1"),
-        ({"error_clip": 0.0}, "error_clip is 0.0"),
         ({"bounds": (0.0, 1.0)}, "the lower of bounds is 0.0"),
         ({"bounds": (0.5, 1.0)}, "kl_coef is 0.2; it must lie within its bounds, 0.5 to 1.0"),
         ({"coef": math.nan}, "kl_coef is nan"),
@@ -84,7 +81,7 @@ def test_running_moments_by_hand():
     running = RunningMoments()
     assert (running.count, running.mean, running.deviation) == (0, 0, 0)
     running.update(torch.tensor([1.0, 2.0]))
-    running.update(torch.tensor([3.0, math.nan, 6.0]), torch.tensor([True, False, True]))
+    running.update(torch.tensor([3.0, 6.0]))
     assert running.count == 4
     assert running.mean == pytest.approx(3)
     assert running.deviation == pytest.approx(3.5**0.5)
@@ -124,8 +121,62 @@ def test_running_moments_refuse():
     running.update(torch.tensor([1.0]))
     with pytest.raises(ValueError, match=r"x holds NaN or an infinity"):
         running.update(torch.tensor([1.0, math.nan]))
-    with pytest.raises(ValueError, match=r"mask has no true element"):
-        running.update(torch.tensor([1.0]), torch.tensor([False]))
     assert running.mean == 1  # what was refused left no trace
     with pytest.raises(ValueError, match=r"decay is 1.5"):
         RunningMoments(decay=1.5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ends"),
+    [
+        ([0.0, 0.4, 0.405, 0.39, 0.409], 4),  # none of the last three is 0.01 above 0.4
+        ([0.0, 0.4, 0.3, 0.3, 0.42, 0.41, 0.42, 0.43], 7),  # 0.42 begins to count anew
+        ([0.1, math.nan, math.nan, math.nan], 3),
+        ([math.nan] * 3, 2),
+        ([-3.0, -2.0, -1.0, 0.0, 0.1], None),
+    ],
+)
+def test_a_plateau_is_three_checks_without_a_rise(numbers, ends):
+    plateau = Plateau(patience=3, min_delta=0.01)
+    assert next((check for check, number in enumerate(numbers) if plateau.update(number)), None) == ends
+
+
+def first_stop(stopping, rewards, kls):
+    """What stops the run, and at which check."""
+    for check, (reward, kl) in enumerate(zip(rewards, kls, strict=True)):
+        reason = stopping.update(reward=reward, kl=kl)
+        if reason:
+            return reason, check
+    return None
+
+
+def test_patience_counts_checks_in_a_row():
+    rewards = [0.95, 0.95, 0.5, 0.95, 0.95, 0.95]
+    assert first_stop(EarlyStopping(reward=0.9, patience=3), rewards, [0.0] * 6) == ("reward", 5)
+    assert first_stop(EarlyStopping(reward=0.9), rewards, [0.0] * 6) == ("reward", 0)
+    assert first_stop(EarlyStopping(kl=10.0, patience=2), rewards, [11, 9, 11, 12, 11, 11]) == ("kl", 3)
+
+
+def test_the_threshold_itself_is_not_above():
+    assert first_stop(EarlyStopping(reward=0.9, kl=10.0), [0.9], [10.0]) is None
+
+
+def test_nothing_stops_without_thresholds():
+    assert first_stop(EarlyStopping(), [1e9] * 5, [1e9] * 5) is None
+
+
+def test_kl_comes_first_and_nan_is_above_nothing():
+    assert first_stop(EarlyStopping(reward=0.9, kl=10.0), [1.0], [11.0]) == ("kl", 0)
+    assert first_stop(EarlyStopping(reward=0.9, kl=10.0), [math.nan], [math.nan]) is None
+
+
+def test_early_stopping_goes_on_where_it_was():
+    stopping = EarlyStopping(reward=0.9, patience=3)
+    assert first_stop(stopping, [1.0, 1.0], [0.0, 0.0]) is None
+    state = stopping.state_dict()
+    assert state == {"kl": 0, "reward": 2}
+    stopping.reset()
+    assert first_stop(stopping, [1.0, 1.0], [0.0, 0.0]) is None
+    other = EarlyStopping(reward=0.9, patience=3)
+    other.load_state_dict(state)
+    assert other.update(reward=1.0, kl=0.0) == "reward"

@@ -1,5 +1,6 @@
 """The pipeline around another engine than the local one, and the same for training and evaluation."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -119,6 +120,8 @@ VOCABULARY = ["[UNK]", "[PAD]", "The", "sky", "is", "blue", "not", "green", "."]
 
 class Says:
     """An engine that always writes the same."""
+
+    recover, agreed, held = (staticmethod(nullcontext) for _ in range(3))
 
     def __init__(self, ids):
         self.ids = ids

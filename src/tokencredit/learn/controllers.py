@@ -8,6 +8,9 @@ from torch import Tensor
 from tokencredit.core.argument_checks import require_fraction, require_not_negative, require_positive
 from tokencredit.core.masked import Reduce, moments
 
+ERROR_CLIP = 0.2
+"""c, the clip of the relative error of the KL."""
+
 
 class FixedKL:
     """A constant KL coefficient.
@@ -17,11 +20,12 @@ class FixedKL:
     """
 
     def __init__(self, coef: float) -> None:
+        """Set the coefficient, at least 0."""
         require_not_negative("kl_coef", coef)
         self.coef = coef
 
     def update(self, kl: float, sequences: int) -> None:
-        """Do nothing; the interface of `AdaptiveKL`."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
         """The state, for `load_state_dict`."""
@@ -32,14 +36,11 @@ class FixedKL:
         self.coef = state["coef"]
 
 
-class AdaptiveKL:
+class AdaptiveKL(FixedKL):
     """A KL coefficient that grows while the KL is above its target, and shrinks while it is below.
 
     After n sequences with a mean KL: e = clip(KL / target − 1, −c, c), and coef ← coef · (1 + e · n / horizon), clamped
     to bounds. Ziegler et al. 2019 (arXiv 1909.08593), section 2.2, where c = 0.2 and n / horizon = 0.1.
-
-    Attributes:
-        coef: β, reward per nat.
     """
 
     def __init__(
@@ -48,7 +49,6 @@ class AdaptiveKL:
         *,
         target: float,
         horizon: float,
-        error_clip: float = 0.2,
         bounds: tuple[float, float] = (1e-5, 10.0),
     ) -> None:
         """Start from an initial coefficient.
@@ -57,7 +57,6 @@ class AdaptiveKL:
             coef: initial β, within the bounds.
             target: target KL, in nats per sequence, above 0.
             horizon: in sequences, above 0: at the largest error, coef changes by about e^±c over one horizon.
-            error_clip: c, the clip of the relative error, above 0.
             bounds: smallest and largest coefficient; the smallest is above 0, since no factor changes a 0.
 
         Raises:
@@ -65,13 +64,11 @@ class AdaptiveKL:
         """
         require_positive("kl target", target)
         require_positive("kl horizon", horizon)
-        require_positive("error_clip", error_clip)
         low, high = bounds
         require_positive("the lower of bounds", low)
         if not low <= coef <= high:
             raise ValueError(f"kl_coef is {coef}; it must lie within its bounds, {low} to {high}")
-        self.coef, self.target, self.horizon = coef, target, horizon
-        self.error_clip, self.bounds = error_clip, bounds
+        self.coef, self.target, self.horizon, self.bounds = coef, target, horizon, bounds
 
     def update(self, kl: float, sequences: int) -> None:
         """Update the coefficient from the mean KL, in nats per sequence, of new sequences (over all processes).
@@ -81,17 +78,9 @@ class AdaptiveKL:
         """
         if not math.isfinite(kl):
             raise ValueError(f"kl is {kl}; it must be finite")
-        error = min(max(kl / self.target - 1, -self.error_clip), self.error_clip)
+        error = min(max(kl / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
         low, high = self.bounds
         self.coef = min(max(self.coef * (1 + error * sequences / self.horizon), low), high)
-
-    def state_dict(self) -> dict[str, float]:
-        """The state, for `load_state_dict`."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the result of `state_dict`."""
-        self.coef = state["coef"]
 
 
 class RunningMoments:
@@ -106,14 +95,7 @@ class RunningMoments:
     """
 
     def __init__(self, decay: float = 1.0) -> None:
-        """Start empty.
-
-        Args:
-            decay: factor on the weight of earlier batches at each update, in [0, 1]. 1 weights all samples equally.
-
-        Raises:
-            ValueError: `decay` lies outside [0, 1].
-        """
+        """Start empty; `decay`, in [0, 1], is the factor on the weight of earlier batches at each update."""
         require_fraction("decay", decay)
         self.decay = decay
         self.count = self.mean = self._squares = 0.0
@@ -123,19 +105,14 @@ class RunningMoments:
         """Population standard deviation; 0 before the first number."""
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
-    def update(self, x: Tensor, mask: Tensor | None = None, reduce: Reduce | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            x: any shape.
-            mask: bool of the same shape; elements where it is false do not count.
-            reduce: sums a tensor over processes; all of them then end with the same moments.
+    def update(self, x: Tensor, reduce: Reduce | None = None) -> None:
+        """Add a batch of any shape; `reduce` sums over processes, which then end with the same moments.
 
         Raises:
-            ValueError: the mask has no true element, or an element within it is NaN or infinite.
+            ValueError: an element is NaN or infinite.
         """
-        mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
-        count, mean, variance = torch.stack(moments(x.detach(), mask, reduce)).tolist()
+        every = torch.ones_like(x, dtype=torch.bool)
+        count, mean, variance = torch.stack(moments(x.detach(), every, reduce)).tolist()
         if not math.isfinite(mean + variance):
             raise ValueError("x holds NaN or an infinity; it must be finite")
         old_count, difference = self.decay * self.count, mean - self.mean
@@ -177,20 +154,7 @@ class EarlyStopping:
     """
 
     def __init__(self, *, reward: float | None = None, kl: float | None = None, patience: int = 1) -> None:
-        """Start without history.
-
-        Args:
-            reward: threshold of the mean reward; None for no threshold.
-            kl: threshold of the mean KL to the reference, in nats per sequence; None for no threshold.
-            patience: number of checks in a row, at least 1.
-
-        Raises:
-            ValueError: `patience` is below 1, or `kl` is not above 0.
-        """
-        if patience < 1:
-            raise ValueError(f"patience is {patience}; it must be at least 1")
-        if kl is not None:
-            require_positive("the kl that stops", kl)
+        """Start without history; None for no threshold. `kl` is the mean KL to the reference, in nats per sequence."""
         self.patience = patience
         self._thresholds = {"kl": kl, "reward": reward}
         self.reset()

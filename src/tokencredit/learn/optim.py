@@ -22,9 +22,7 @@ def build_optimizer(
     name: str = "adamw",
     *,
     hidden: Iterable[Tensor] = (),
-    betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
     """Build AdamW, or Muon for the hidden matrices with AdamW for everything else.
 
@@ -38,9 +36,7 @@ def build_optimizer(
         name: one of `OPTIMIZERS`.
         hidden: the matrices for Muon; see `hidden_matrices`. They are moved out of their groups, and keep their `lr`
             and `weight_decay`.
-        betas: AdamW's betas.
         eps: AdamW's epsilon.
-        momentum: Muon's momentum.
 
     Returns:
         One optimizer; with "muon" a `MuonAdamW`.
@@ -54,13 +50,13 @@ def build_optimizer(
     ]
     groups = [part for group in groups for part in _apart(group)]
     if name == "adamw":
-        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=_can_fuse(groups))
+        return torch.optim.AdamW(groups, eps=eps, fused=_can_fuse(groups))
     chosen = {id(parameter) for parameter in hidden}
     matrices = _only(groups, lambda parameter: id(parameter) in chosen)
     others = _only(groups, lambda parameter: id(parameter) not in chosen)
     if not matrices:
         raise ValueError("hidden has no matrix that is in a group; muon needs one, such as hidden_matrices(model)")
-    return MuonAdamW(matrices, others, betas=betas, eps=eps, momentum=momentum)
+    return MuonAdamW(matrices, others, eps=eps)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -73,20 +69,10 @@ class MuonAdamW(torch.optim.Optimizer):
     computes the same step, so that it is exactly that of an unsharded matrix.
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[ParamGroup],
-        others: Sequence[ParamGroup],
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        momentum: float = 0.95,
-    ) -> None:
-        self._parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        ]
+    def __init__(self, matrices: Sequence[ParamGroup], others: Sequence[ParamGroup], *, eps: float = 1e-8) -> None:
+        self._parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")]
         if others:
-            self._parts.append(torch.optim.AdamW(others, betas=betas, eps=eps, fused=_can_fuse(others)))
+            self._parts.append(torch.optim.AdamW(others, eps=eps, fused=_can_fuse(others)))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
