@@ -379,8 +379,8 @@ class AllCut:
         rollout = self.engine.generate(*args, **options)
         return replace(rollout, truncated=torch.ones_like(rollout.truncated))
 
-    def weights_changed(self):
-        pass
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
 
 
 @pytest.mark.slow

@@ -72,11 +72,11 @@ class Hotter:
     def __init__(self, engine):
         self.engine = engine
 
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
     def generate(self, prompts, settings, uniforms, per_prompt=1):
         return self.engine.generate(prompts, replace(settings, temperature=1.4), uniforms, per_prompt)
-
-    def weights_changed(self):
-        self.engine.weights_changed()
 
 
 class DropoutInUpdates:
