@@ -31,9 +31,9 @@ from tokencredit.report.comparison_stats import (
     repeated,
     values,
     varying,
+    verdict,
 )
 from tokencredit.report.reading import REPORT, read_run
-from tokencredit.report.significance import verdict
 from tokencredit.report.templating import fill
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import WINDOW

@@ -1,4 +1,4 @@
-"""Statistics of a comparison: groups of runs, differing settings, and estimates over seeds."""
+"""Statistics of a comparison: groups of runs, differing settings, estimates over seeds, and the verdict."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ SAME_SCORE = ("name", "retries", "timeout", "batch_size", "dtype")
 LABEL = 60
 """Maximum characters of a curve's name made from settings."""
 MISSING = "not set"
+NAMED = 3
+"""Most keys named in a sentence."""
+EXCHANGES = 10_000
+"""Exchanges of runs between two groups in a test; it is exact if there are no more."""
+LOSSES = ("loss", "perplexity")
+"""Metrics of which less is better, with those that end in them, such as eval/loss and value_loss."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +154,14 @@ def reward_keys(groups: Sequence[Group], metric: str) -> list[str]:
     if metric not in (TEXT.headline, TEXT.evaluation):
         return []
     settings = [found for group in groups for found in group.settings]
-    keys = [key for found in settings for key in found if re.match(r"reward(\[|$)", key)]
-    keys = [
-        key
-        for key in dict.fromkeys(keys)
-        if key.rpartition(".")[2] not in SAME_SCORE and len(values(settings, key)) > 1
-    ]
-    return sorted(keys, key=lambda key: key.rpartition(".")[2] not in KINDS)
+    keys = dict.fromkeys(key for found in settings for key in found if re.match(r"reward(\[|$)", key))
+    other = [key for key in keys if key.rpartition(".")[2] not in SAME_SCORE and len(values(settings, key)) > 1]
+    return sorted(other, key=lambda key: key.rpartition(".")[2] not in KINDS)
 
 
 def varying(group: Group) -> list[str]:
     """Keys in which runs of one group differ, besides seed and folder; only possible when grouping by a key."""
-    keys = dict.fromkeys(key for found in group.settings for key in without_seed(found))
-    return [key for key in keys if len(values(group.settings, key)) > 1]
+    return differing([[settings] for settings in group.settings])
 
 
 def repeated(group: Group) -> Iterator[tuple[str, str]]:
@@ -212,9 +213,16 @@ def estimate(samples: np.ndarray) -> Estimate:
     """
     if len(samples) < FEWEST or not samples.shape[1]:
         return Estimate(samples.mean(axis=0))
+    return Estimate(interquartile_mean(samples), *bootstrap(interquartile_mean, samples, axis=0))
+
+
+def bootstrap(statistic: Callable[..., Any], *samples: np.ndarray, axis: int = -1) -> tuple[Any, Any]:
+    """95 % percentile bootstrap interval of a statistic; each sample's runs are resampled."""
     options: dict[str, Any] = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "percentile"}
-    result = stats.bootstrap((samples,), interquartile_mean, axis=0, vectorized=True, batch=200, rng=0, **options)
-    return Estimate(interquartile_mean(samples), *result.confidence_interval)
+    options["batch"] = 200 if len(samples) == 1 else None  # of one sample there may be many points
+    result = stats.bootstrap(samples, statistic, axis=axis, vectorized=True, rng=0, **options)
+    low, high = result.confidence_interval
+    return low, high
 
 
 def interquartile_mean(samples: np.ndarray, axis: int = 0) -> np.ndarray:
@@ -262,7 +270,7 @@ def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list
     """The table of outcomes: column names, and a row of cells per group; columns without any number are left out."""
     run_kind = run_kind_of(groups[0].runs[0].config)
     measures: dict[str, Callable[[Run], float | None]] = {
-        f"{metric}, first": lambda run: next(column(run, metric), None),
+        f"{metric}, first": lambda run: next(iter(column(run, metric)), None),
         f"{metric}, last": lambda run: last(run, metric),
         f"{run_kind.evaluation}, best": lambda run: (min if run_kind.lower else max)(
             column(run, run_kind.evaluation), default=None
@@ -275,24 +283,24 @@ def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list
     }
     table = {name: [cell(list(map(measure, group.runs))) for group in groups] for name, measure in measures.items()}
     table = {name: cells for name, cells in table.items() if any(cells)}
-    table["stopped by"] = [", ".join(sorted({stop(run) for run in group.runs})) for group in groups]
+    table["stopped by"] = [", ".join(sorted({stopped_by(run) for run in group.runs})) for group in groups]
     return list(table), [list(row) for row in zip(*table.values(), strict=True)]
+
+
+def stopped_by(run: Run) -> str:
+    """The reason why a run ended."""
+    return str(run.summary.get("stopped_by", "not known")) if run.summary else "not finished"
 
 
 def last(run: Run, metric: str) -> float | None:
     """A metric's mean over the last iterations, or its last number if it has none there, as with rare audits."""
     final = final_mean(run.metrics, metric)
-    return next(column(run, metric, newest=True), None) if final is None else final
+    return next(reversed(column(run, metric)), None) if final is None else final
 
 
-def column(run: Run, metric: str, *, newest: bool = False) -> Iterator[float]:
-    """Yield the finite numbers of a metric, oldest first, or newest first."""
-    return finite(row.get(metric) for row in (reversed(run.metrics) if newest else run.metrics))
-
-
-def stop(run: Run) -> str:
-    """The reason why a run ended."""
-    return str(run.summary.get("stopped_by", "not known")) if run.summary else "not finished"
+def column(run: Run, metric: str) -> list[float]:
+    """The finite numbers of a metric."""
+    return list(finite(row.get(metric) for row in run.metrics))
 
 
 def cell(found: Sequence[float | None]) -> str:
@@ -308,3 +316,78 @@ def cell(found: Sequence[float | None]) -> str:
     elif len(set(values := [two_digits(x) for x in numbers])) > 1:
         text += f" ({' and '.join(values)})"
     return text + (f" ({len(numbers)} of {len(found)} runs)" if len(numbers) < len(found) else "")
+
+
+def verdict(groups: Sequence[Group], metric: str) -> list[str]:
+    """Sentences on the two groups that end highest, a loss lowest, or on the only group; first, if rewards differ, so.
+
+    A run ends at its mean over the last iterations, a group at the interquartile mean of its runs. The interval of the
+    difference is a percentile bootstrap over the runs of each group; a rank-sum test says if it is noise.
+    """
+    ends = [(group.label, np.array([last(run, metric) for run in group.runs], dtype=float)) for group in groups]
+    word, sign = ("lower", 1) if metric.endswith(LOSSES) else ("higher", -1)
+    (first, best), *others = sorted(ends, key=lambda found: sign * float(interquartile_mean(found[1])))
+    if not others:
+        runs = f"{len(best)} run" + "s" * (len(best) > 1)
+        return [f"{metric} ends at {middle(best)} in {runs} of one setting; there is nothing to compare."]
+    second, other = others[0]
+    caution, keys = [], reward_keys(groups, metric)
+    if keys:
+        more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+        caution = [
+            f"The runs have different rewards ({', '.join(keys[:NAMED])}{more}): the higher one is no better result. "
+            "Compare by a metric that means the same in all runs, with --metric."
+        ]
+    if not spread(best, other):
+        return [*caution, f"{first} and {second} end at the same {metric}, {middle(best)}."]
+    rest = f", the next of {len(ends)} settings" if len(ends) > 2 else ""
+    sentence = f"{first} ends at the {word} {metric}: {middle(best)}, against {middle(other)} with {second}{rest}"
+    stops = sorted({run.metrics[-1]["iteration"] for group in groups for run in group.runs})
+    apart = [f"The runs end at different iterations, {stops[0]} to {stops[-1]}."] if len(stops) > 1 else []
+    return [*caution, *compared(sentence, best, other), *apart]
+
+
+def compared(sentence: str, best: np.ndarray, other: np.ndarray) -> list[str]:
+    """The sentence with the difference of two groups, and one on its uncertainty."""
+    difference = float(spread(best, other))
+    known = f"{sentence}, a difference of {two_digits(difference)}"
+    over = f"{len(best)} and {len(other)} runs"
+    if len(best) == len(other) == 1:
+        return [f"{known}.", "There is one run per setting: other seeds may reverse the order."]
+    if too_few(len(best), len(other)):
+        return [
+            f"{known}.",
+            f"With {over} there are too few seeds to tell it from noise; take at least four per setting.",
+        ]
+    low, high = bootstrap(spread, best, other)
+    chance = rank_p(best, other)
+    noise = "more than noise" if chance <= 1 - LEVEL else "not distinguishable from noise"
+    return [
+        f"{known}, 95 % interval {two_digits(float(low))} to {two_digits(float(high))}.",
+        f"Over {over} this is {noise} (rank-sum test, p = {two_digits(chance)}).",
+    ]
+
+
+def middle(ends: np.ndarray) -> str:
+    """The interquartile mean, as text."""
+    return two_digits(float(interquartile_mean(ends)))
+
+
+def too_few(one: int, other: int) -> bool:
+    """True if the rank-sum test cannot reach the level, or a group has no interval."""
+    return min(one, other) < FEWEST or 2 / math.comb(one + other, one) > 1 - LEVEL
+
+
+def spread(one: np.ndarray, other: np.ndarray, axis: int = -1) -> Any:
+    """Difference of two interquartile means."""
+    return interquartile_mean(one, axis=axis) - interquartile_mean(other, axis=axis)
+
+
+def rank_p(one: np.ndarray, other: np.ndarray) -> float:
+    """Two-sided p-value of Mann and Whitney's rank-sum test, over all exchanges of runs, or many at random.
+
+    Mann and Whitney (1947), "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other".
+    It assumes no distribution. A test of interquartile means would need more runs, because trimming discards some.
+    """
+    method = stats.PermutationMethod(n_resamples=EXCHANGES, rng=0)
+    return float(stats.mannwhitneyu(one, other, method=method).pvalue)

@@ -86,7 +86,7 @@ def render(run: Run) -> str:
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
         episodes=any("turns" in sample for sample in (*samples, *truths)),
-        by_turn=by_turn(run),
+        by_turn=run.setting("advantage.unit") == "turn",
         data={
             "headline": main,
             "curves": [{"title": title, "charts": found} for title, found in drawn.items() if found],
@@ -108,21 +108,20 @@ def render(run: Run) -> str:
 
 def story(run: Run) -> list[tuple[str, str]]:
     """The run in short, from model and reward to outcome: pairs of a label and a text."""
-    config, metrics, summary = run.config, run.metrics, run.summary
-    run_kind = run_kind_of(config)
+    metrics, run_kind = run.metrics, run_kind_of(run.config)
     first, last = mean([metrics[0].get(run_kind.headline)]), final_mean(metrics, run_kind.headline)
     name = run_kind.outcome.replace("_", " ")
     seconds = sum(row.get("seconds") or 0.0 for row in metrics)
     if run_kind is CONTROL:
-        entries = [("trained", f"an agent in {config['env'].get('id')}")]
+        entries = [("trained", f"an agent in {run.setting('env.id')}")]
     elif run_kind in OFFLINE:
         entries = [
-            ("trained", str(config.get("model", {}).get("name"))),
+            ("trained", str(run.setting("model.name"))),
             ("with", f"tokencredit {run_kind.command}"),
-            ("on the data set", str(config.get("data", {}).get("dataset") or "from Python")),
+            ("on the data set", str(run.setting("data.dataset") or "from Python")),
         ]
     else:
-        entries = [("trained", str(config.get("model", {}).get("name")))]
+        entries = [("trained", str(run.setting("model.name")))]
         if environment := environment_of(run):
             entries.append(("in the environment", environment))
         if (listed := terms(run)) or not environment:
@@ -135,7 +134,7 @@ def story(run: Run) -> list[tuple[str, str]]:
             ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered or older samples")
         )
     entries.append(("time", iterations_in(len(metrics), seconds)))
-    stopped = summary.get("stopped_by")
+    stopped = run.summary.get("stopped_by")
     if stopped is None:
         entries.append(("state", "not finished: this page shows its files so far"))
     elif stopped != "iterations":
@@ -145,9 +144,8 @@ def story(run: Run) -> list[tuple[str, str]]:
 
 def environment_of(run: Run) -> str:
     """The environment or the tools of episodes of several turns; empty for single completions."""
-    group = run.config.get("env") or {}
-    names = [str(group[key]) for key in SOURCES if group.get(key)]
-    if tools := run.config.get("tools"):
+    names = [str(name) for key in SOURCES if (name := run.setting(f"env.{key}"))]
+    if tools := run.setting("tools"):
         names.append(f"tools {', '.join(map(str, tools))}")
     return " with ".join(names) or ("from Python" if run.episodic else "")
 
@@ -158,7 +156,7 @@ def terms(run: Run) -> list[str]:
         names = dict.fromkeys(name for row in run.metrics for name in row)
         return [name.removeprefix("reward/") for name in names if name.startswith("reward/")]
     kinds = ("name", "function", "classifier", "reward_model")
-    listed = run.config.get("reward") or []
+    listed = run.setting("reward") or []
     found = [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
     return [f"{name}: {term['label']}" if term.get("label") else name for name, term in zip(found, listed, strict=True)]
 
@@ -173,13 +171,13 @@ def credit(run: Run) -> list[dict[str, Any]]:
     limit = max(TOKENS // max(most, 1), 2)
     if len(numbers) > limit:
         numbers = [numbers[round(i * (len(numbers) - 1) / (limit - 1))] for i in range(limit)]
-    advantage, ppo = run.config.get("advantage") or {}, run.config.get("ppo") or {}
-    clip = ppo.get("clip") if ppo.get("loss") in (None, "clip") else None  # other losses clip no token by its ratio
-    kept = None if clip is None else clip_range((clip, ppo.get("clip_high") or clip))
-    whitened = advantage.get("whiten") not in (None, False, "none")  # False in runs of older versions
+    clip = run.setting("ppo.clip") if run.setting("ppo.loss") in (None, "clip") else None  # others clip no token
+    kept = None if clip is None else clip_range((clip, run.setting("ppo.clip_high") or clip))
+    masked = run.setting("ppo.mask_truncated")
+    whitened = run.setting("advantage.whiten") not in (None, "none")
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     return [
-        credit_view(run, s, None if s["truncated"] and ppo.get("mask_truncated") else kept, means.get(number, 0.0))
+        credit_view(run, s, None if s["truncated"] and masked else kept, means.get(number, 0.0))
         for number in numbers
         for s in by_iteration[number]
     ]
@@ -211,17 +209,6 @@ def audited(run: Run) -> list[dict[str, Any]]:
     return [credit_view(run, {**sample, "iteration": name}, None, 0.0) for sample in kept]
 
 
-def discount(run: Run) -> float:
-    """The run's γ."""
-    gamma = (run.config.get("advantage") or {}).get("gamma")
-    return 1.0 if gamma is None else float(gamma)
-
-
-def by_turn(run: Run) -> bool:
-    """True if the steps of the run's credit are whole turns."""
-    return (run.config.get("advantage") or {}).get("unit") == "turn"
-
-
 def learned_values(sample: Mapping[str, Any]) -> list[float | None]:
     """Values of an episode's acted tokens; None where the critic does not learn them, after the start of a turn."""
     starts = {speech.start for speech in speeches(sample) if speech.role == ASSISTANT}
@@ -241,19 +228,17 @@ def credit_view(
 ) -> dict[str, Any]:
     """One sample of the credit view: escaped texts, and a list of numbers per quantity and acted token.
 
-    Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss, or
-    another loss. With
-    whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`. An audited completion
-    has true values and their standard errors.
+    Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss, or another
+    loss. With whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`.
     """
-    episode, sample = sample, acted(sample)
+    episode, sample, by_turn = sample, acted(sample), run.setting("advantage.unit") == "turn"
     logprobs = sample["logprobs"]
     numbers, errors = {"advantage": sample["advantages"]}, {}
     if "true_advantages" in sample:
         numbers["true advantage"] = sample["true_advantages"]
         errors["true advantage"] = sample["true_advantage_errors"]
     if "values" in sample:  # with a critic
-        numbers["value"] = learned_values(episode) if by_turn(run) and "turns" in episode else sample["values"]
+        numbers["value"] = learned_values(episode) if by_turn and "turns" in episode else sample["values"]
     if "true_values" in sample:
         numbers["true value"], errors["true value"] = sample["true_values"], sample["true_value_errors"]
     numbers |= {"reward": sample["rewards"], "log-probability": logprobs}
@@ -268,7 +253,8 @@ def credit_view(
             numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
     if any(sample.get("age", [])):
         numbers["age"] = sample["age"]
-    alternatives = what_if(episode, discount(run), by_turn=by_turn(run))
+    gamma = run.setting("advantage.gamma")
+    alternatives = what_if(episode, 1.0 if gamma is None else float(gamma), by_turn=by_turn)
     return {
         "iteration": sample["iteration"],
         "prompt": readable(sample["prompt"]),
@@ -323,7 +309,7 @@ def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     then, now = Counter(p for part in before for p in part), Counter(p for part in after for p in part)
     return [
         (visible(phrase), f"{then[phrase] / len(before):.0%}", f"{count / len(after):.0%}")
-        for phrase, count in now.most_common(10)
+        for phrase, count in sorted(now.items(), key=lambda entry: (-entry[1], entry[0]))[:10]
         if count > 1
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokencredit.audit.verdict import audited_rows
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import AUDIT, apply_choices, read_choices
+from tokencredit.runs.folder import AUDIT, apply_choices, read_choices, setting_of
 from tokencredit.runs.jsonl import (
     TRUTH,
     Check,
@@ -115,6 +115,10 @@ class Run:
     """Empty while the run is training."""
     audit: dict[str, Any] | None = None
     """The newest audit, as `AUDITED` describes it; None if there is none."""
+
+    def setting(self, key: str) -> Any:
+        """A setting by its key; None if the run has none."""
+        return setting_of(self.config, key)
 
     @property
     def episodic(self) -> bool:

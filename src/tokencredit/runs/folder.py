@@ -303,6 +303,14 @@ def read_choices(run: Path) -> dict[str, str]:
     return {key: choices[key] for key in AUTO_SETTINGS if key in choices}
 
 
+def setting_of(config: Mapping[str, Any], key: str) -> Any:
+    """A setting of a configuration in plain dicts by its key, such as `optim.warmup`; None if it has none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def apply_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
     """A configuration in plain dicts, with a run's choices in place of `auto`."""
     settings = dict(config)

@@ -9,6 +9,7 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
+from tokencredit.runs.folder import setting_of
 from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW, History, finite, mean
 from tokencredit.settings.run_kind import run_kind_of
@@ -54,11 +55,8 @@ class Evidence:
         return self.last("env/turns") > 0
 
     def setting(self, key: str) -> Any:
-        """A setting by its key, such as `optim.warmup`; None if the run has none."""
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        """A setting by its key; None if the run has none."""
+        return setting_of(self.config, key)
 
     def values(self, name: str, part: slice) -> list[float]:
         """A metric's finite numbers in some iterations."""
