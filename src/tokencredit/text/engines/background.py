@@ -44,11 +44,9 @@ class _Flight:
     """Pairs of a number of tokens and the version that drew the ones after it."""
 
     def sampled(self) -> int:
-        """Number of tokens so far."""
         return len(self.ids) + len(self.progress.ids)
 
     def completion(self, last: Completion) -> Completion:
-        """The whole completion, from its last part."""
         ids = self.ids + last.ids
         versions: list[int] = []
         for start, version in self.switches:
@@ -86,10 +84,9 @@ class BackgroundSampler:
             tokenizer: decodes completions for stop strings.
             end_ids: tokens that end a completion.
             settings: sampling settings of all requests.
-            rows: most requests at a time that fit into the cache.
+            rows: requests at a time that the cache is sized for.
             longest: tokens of a request with its completion that the cache is sized for; for a longer one it grows.
-            keeps_cache: go on with the keys and values of earlier weights after a sync; otherwise they are computed
-                again.
+            keeps_cache: keep the keys and values of earlier weights after a sync, instead of computing them again.
             seed: seed of the draws, below `SEEDS`.
 
         Raises:
@@ -150,8 +147,10 @@ class BackgroundSampler:
             self.version += 1
             for name, flight in list(self.flights.items()):
                 flight.switches.append((flight.sampled(), self.version))
-                if not self.keeps_cache:
-                    self._resubmit(name, flight)
+                if not self.keeps_cache:  # the rest of the request begins anew
+                    self.manager.cancel_request(name)
+                    del self.flights[name]
+                    self._continue(flight)
 
     def sleep(self) -> None:
         """Do nothing: sampling goes on meanwhile."""
@@ -178,7 +177,6 @@ class BackgroundSampler:
             yield
 
     def _ended(self) -> str:
-        """Why the sampling thread has ended."""
         return f"its thread has ended: {self.manager.background_thread_status.fatal_error}"
 
     def _make_room(self, request: Request) -> None:
@@ -207,12 +205,6 @@ class BackgroundSampler:
             streaming=True,
             eos_token_id=self.ends or -1,
         )
-
-    def _resubmit(self, name: str, flight: _Flight) -> None:
-        """Let the rest of a request begin anew, with keys and values of the present weights."""
-        self.manager.cancel_request(name)
-        del self.flights[name]
-        self._continue(flight)
 
     def _continue(self, flight: _Flight) -> None:
         """Submit the rest of a request."""

@@ -1,12 +1,12 @@
-"""The local engine: samples from the trained model itself, in this process."""
+"""The local engine: samples from the trained model itself, in this process, single completions and turns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -15,11 +15,11 @@ from tokencredit.distributed.sharding import gathered
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.engines.engine import FAILURES, Rollout
-from tokencredit.text.engines.local.conversation import LocalConversation
-from tokencredit.text.engines.local.sampling import sample
+from tokencredit.text.engines.local.sampling import Decoding, decode, sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
+from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.kv_cache import CachedSteps
+from tokencredit.text.models.kv_cache import SPARE_TOKENS, CachedSteps, RowCache, can_keep_rows, put_rows, take_rows
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
 
@@ -74,18 +74,7 @@ class LocalEngine:
 
     def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> LocalConversation:
         """Begin episodes of several turns, with a growing KV cache."""
-        device = self.precision.device
-        return LocalConversation(
-            self.policy,
-            prompts.to(device),
-            uniforms.to(device),
-            settings,
-            self.tokenizer,
-            self.end_ids,
-            self.precision,
-            partial(self.exact, settings=settings),
-            keeps_support=self.keeps_support,
-        )
+        return LocalConversation(self, prompts.to(self.precision.device), settings, uniforms.to(self.precision.device))
 
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """The rollout with log-probs and values of a full forward pass in bfloat16; in float32 they equal it.
@@ -116,3 +105,107 @@ class LocalEngine:
     def held(self) -> AbstractContextManager[None]:
         """A context in which this process holds a sharded policy whole, unless processes sample in step."""
         return gathered(self.policy.lm) if self.in_step is None else nullcontext()
+
+
+class LocalConversation:
+    """Turns of a batch of rows, sampled by the model itself.
+
+    A row that waits keeps its own keys and values, without padding. A batch of rows that go on is aligned at the right:
+    the cache holds all but the last tokens of each, as many as the longest observation and the token before it, and one
+    forward pass runs those. Models whose cache cannot be cut into rows (sliding windows, recurrent states) run the
+    whole text again at each turn.
+    """
+
+    def __init__(self, engine: LocalEngine, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor):
+        """Start before the first turns; arguments as in `Engine.converse`, on the model's device."""
+        self.engine, self.prompts, self.settings = engine, prompts, settings
+        ends = torch.tensor(list(engine.end_ids), device=prompts.ids.device)
+        started = [prompts.ids.new_zeros(0)] * len(uniforms)
+        self.state = Decoding(uniforms, started, settings, ends, {}, keeps_support=engine.keeps_support)
+        rows = zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)
+        self.prompt_ids: list[list[int]] = [ids[mask].tolist() for ids, mask in rows]
+        self.turn_ends = torch.zeros_like(self.state.acted)
+        self._kept: dict[int, RowCache] = {}
+
+    def left(self, row: int) -> int:
+        """Tokens that are left of a row's `max_new_tokens`."""
+        return self.state.limit - int(self.state.lengths[row])
+
+    def turn(self, row: int) -> tuple[list[int], bool]:
+        """The token ids of a row's last turn, and true if it was cut at its limit."""
+        return self.state.ids(row, int(self.state.turn_starts[row])), bool(self.state.truncated[row])
+
+    def tokens(self, row: int) -> list[int]:
+        """All token ids of a row: prompt, turns and observations."""
+        return self.prompt_ids[row] + self.state.ids(row)
+
+    def sample(
+        self,
+        rows: Sequence[int],
+        observations: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        ended: Callable[[int], None],
+    ) -> None:
+        """Sample the next turn of some rows, as `engine.Conversation.sample`; none of them may be running."""
+        before = [len(self.tokens(row)) for row in rows]
+        self.state.begin_turn(rows, observations, limits)
+        texts = [self.tokens(row) for row in rows]
+        if stops := self.settings.stop:
+            for row, text in zip(rows, texts, strict=True):
+                self.state.searches[row] = StopSearch(stops, self.engine.tokenizer, text)
+        running = list(rows)
+
+        def finished(active: list[bool]) -> None:
+            done = [slot for slot, goes_on in enumerate(active) if not goes_on]
+            if done and can_keep_rows(states.cache):
+                starts = (~states.attention_mask[states.rows[done], : states.end]).sum(1).tolist()
+                taken = take_rows(states.cache, done, starts, last=not any(active))
+                self._kept |= {running[slot]: layers for slot, layers in zip(done, taken, strict=True)}
+            ends = [running[slot] for slot in done]
+            running[:] = [row for row, goes_on in zip(running, active, strict=True) if goes_on]
+            for row in ends:
+                self.turn_ends[row, int(self.state.lengths[row]) - 1] = True
+                ended(row)
+
+        with self.engine.precision.no_grad():
+            states, hidden, inputs = self._resume(rows, texts, before, max(limits))
+            decode(self.engine.policy, self.state, states, hidden, inputs, max(limits), finished=finished)
+
+    def end(self, row: int) -> None:
+        """Free the keys and values of a row."""
+        self._kept.pop(row, None)
+
+    def rollout(self) -> Rollout:
+        """The rollout of all rows."""
+        rollout = self.state.rollout(self.prompts)
+        rollout.turn_ends = self.turn_ends[:, : rollout.mask.shape[1]]
+        return self.engine.exact(rollout, self.settings)
+
+    def _resume(
+        self, rows: Sequence[int], texts: Sequence[Sequence[int]], before: Sequence[int], limit: int
+    ) -> tuple[CachedSteps, Tensor, Tensor]:
+        """Run the tokens of rows that are not in their caches; returns the steps, the last states, and these tokens.
+
+        Args:
+            rows: indices of the rows.
+            texts: all token ids of each.
+            before: their number before the observation.
+            limit: most tokens to come.
+        """
+        policy, device = self.engine.policy, self.prompts.ids.device
+        # A stop string, found late, may have cut tokens that are in the cache; the last one must run in any case.
+        kept = [self._kept.pop(row, None) for row in rows]
+        cached = [0 if layers is None else layers[0][0].shape[1] for layers in kept]
+        cached = [min(have, length - 1) for have, length in zip(cached, before, strict=True)]
+        # All rows run as many tokens as the row with most new ones; the rest of each comes from its cache.
+        new = max(len(text) - have for text, have in zip(texts, cached, strict=True))
+        reused = [max(len(text) - new, 0) for text in texts]
+        width = max(reused) + new
+        mask = torch.tensor([[False] * (width - len(text)) + [True] * len(text) for text in texts], device=device)
+        inputs = torch.tensor([[0] * max(new - len(text), 0) + list(text[-new:]) for text in texts], device=device)
+        states = CachedSteps(policy, mask, limit)
+        if any(reused):
+            put_rows(states.cache, kept, reused, new + min(limit, SPARE_TOKENS))
+        positions = states.position_ids[:, width - new : width]
+        hidden = policy.hidden(inputs, states.attention_mask[:, :width], positions, states.cache)
+        return states, hidden[:, -1], inputs

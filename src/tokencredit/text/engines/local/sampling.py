@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -130,18 +132,22 @@ class Decoding:
         """
         settings, rows = self.settings, self.rows
         lengths, active, truncated = self.lengths[rows], self.active[rows], self.truncated[rows]
+        # The policy's distribution at its temperature: that of the log-probs, of the KL and of the update.
         distribution = torch.log_softmax(logits / settings.temperature, dim=-1)
+        # The filters leave a part of it to draw from: no end before min_new_tokens, then top_k, top_p and min_p.
         allowed = distribution
         if settings.min_new_tokens:
             early = (lengths - self.turn_starts[rows] < settings.min_new_tokens).unsqueeze(-1)
             allowed = torch.where(early, allowed.index_fill(-1, self.ends, -torch.inf), allowed)
         for warper in self.warpers:
             allowed = warper(inputs, allowed)
+        # Where the token goes: behind its completion, or for finished ones into the extra column.
         at = rows, torch.where(active, lengths, self.limit)
         if self.support is not None:  # drops tokens beyond `top_k`, which it keeps if they tie
             best, ids = allowed.topk(min(self.support.shape[-1], allowed.shape[-1]))
             allowed = torch.full_like(allowed, -torch.inf).scatter(-1, ids, best)
             self.support[*at, : ids.shape[-1]] = ids.masked_fill(best == -torch.inf, -1).int()
+        # Draw with the row's own random number for this position, and record the token with what it was drawn from.
         tokens = draw(allowed, self.uniforms[rows, lengths.clamp(max=self.limit - 1)])
         self.response_ids[at] = tokens
         self.acted[at] = True
@@ -154,6 +160,7 @@ class Decoding:
         if values is not None:
             self.values = torch.zeros_like(self.logprobs) if self.values is None else self.values
             self.values[at] = values
+        # An end token ends a completion, a limit cuts it; stop strings need text, and are searched for in `check`.
         lengths = lengths + active
         self.lengths[rows] = lengths
         if settings.stop_at_eos:
@@ -164,19 +171,15 @@ class Decoding:
     def check(self) -> list[bool]:
         """End completions at stop strings; returns the slots that are unfinished. The only host sync."""
         if self.settings.stop:
-            self._end_at_stops()
+            completions = zip(self.rows.tolist(), self.response_ids[self.rows].tolist(), strict=True)
+            lengths, starts = self.lengths.tolist(), self.turn_starts.tolist()
+            for row, ids in completions:
+                end = self.searches[row].end(ids[starts[row] : lengths[row]], self.settings.min_new_tokens)
+                if end is not None:
+                    self.lengths[row] = starts[row] + end
+                    self.active[row] = self.truncated[row] = False
         active: list[bool] = self.active[self.rows].tolist()
         return active
-
-    def _end_at_stops(self) -> None:
-        """Cut completions after the first new token that completes a stop string."""
-        completions = zip(self.rows.tolist(), self.response_ids[self.rows].tolist(), strict=True)
-        lengths, starts = self.lengths.tolist(), self.turn_starts.tolist()
-        for row, ids in completions:
-            end = self.searches[row].end(ids[starts[row] : lengths[row]], self.settings.min_new_tokens)
-            if end is not None:
-                self.lengths[row] = starts[row] + end
-                self.active[row] = self.truncated[row] = False
 
     def keep(self, slots: Tensor | None) -> None:
         """Keep only these slots; None keeps all."""
@@ -288,23 +291,22 @@ def decode(
     every = (1 if hidden.device.type == "cpu" else CHECK_EVERY) if every is None else every
 
     def draw_after(hidden: Tensor, inputs: Tensor) -> None:
-        """Sample the tokens after these states."""
         state.draw(model.logits(hidden), inputs, None if critic is None else critic(hidden))
 
     def step() -> None:
-        """Run the last tokens and sample the next."""
         tokens = state.last().unsqueeze(-1)
         within(model.lm, lambda: draw_after(states.next(tokens), tokens))
 
-    draw_after(hidden, inputs)
+    draw_after(hidden, inputs)  # the first token, from the states of the prefill
     left -= 1
     while any(active := state.check()) or (in_step is not None and left):
-        if in_step is not None:
+        if in_step is not None:  # each pass is collective: go on until all processes have finished
             if not in_step.any(any(active)):
                 break
             active = active if any(active) else [True, *active[1:]]
         if finished is not None:
             finished(active)
+        # Finished slots leave the batch, so that the next passes are smaller.
         state.keep(states.keep(active))
         count = min(every, left)
         states.repeat(step, count)
@@ -315,21 +317,11 @@ def decode(
 
 def append_started(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Left-padded token ids of prompts with the first tokens of their completions, and their mask."""
-    longest = max(len(tokens) for tokens in started)
-    if longest == 0:
-        return prompts.ids, prompts.mask
-    rows = [
-        (prompt.new_zeros(longest - len(tokens)), prompt, prompt_mask, tokens)
-        for prompt, prompt_mask, tokens in zip(prompts.ids, prompts.mask, started, strict=True)
-    ]
-    ids = torch.stack([torch.cat([padding, prompt, tokens]) for padding, prompt, _, tokens in rows])
-    mask = torch.stack(
-        [
-            torch.cat([padding.bool(), prompt_mask, torch.ones_like(tokens).bool()])
-            for padding, _, prompt_mask, tokens in rows
-        ]
-    )
-    return ids, mask
+    rows = list(zip(prompts.ids, prompts.mask, started, strict=True))
+    ids = [torch.cat([prompt, tokens]) for prompt, _, tokens in rows]
+    mask = [torch.cat([prompt_mask, torch.ones_like(tokens).bool()]) for _, prompt_mask, tokens in rows]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    return padded(ids), padded(mask)
 
 
 def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:

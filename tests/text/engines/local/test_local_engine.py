@@ -4,7 +4,7 @@ import torch
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.local.conversation import LocalConversation
+from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import Critic, build_value_head
@@ -26,10 +26,8 @@ def begin(model, tokenizer, rows=5, limit=60, **settings):
     prompts = Prompts(["This movie was really", "A film", "I did not think that the second act"], tokenizer)
     uniforms = torch.rand(rows, limit, generator=torch.Generator().manual_seed(0))
     settings = SamplingConfig(**{"temperature": 0.8, "max_new_tokens": limit} | settings)
-    precision = Precision("float32", torch.device("cpu"))
-    return LocalConversation(
-        model, prompts.batch(0, rows), uniforms, settings, tokenizer, list(ENDS), precision, lambda rollout: rollout
-    )
+    engine = LocalEngine(model, tokenizer, list(ENDS), Precision("float32", torch.device("cpu")))
+    return engine.converse(prompts.batch(0, rows), settings, uniforms)
 
 
 def play(conversation, rows, turns=4, limit=6):
