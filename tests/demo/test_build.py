@@ -79,17 +79,8 @@ def test_the_classifier_loads_like_any_other_model():
 
 def test_the_classifier_is_right_on_reviews_it_has_not_read(sentiment):
     assert accuracy(sentiment, TEXTS) >= 0.97
-
-
-def test_the_classifier_knows_most_verdicts_of_reviews_cut_short(sentiment):
     rng = random.Random(0)
     assert accuracy(sentiment, [cut(text, rng) for text in TEXTS]) >= 0.9
-
-
-def test_the_classifier_is_in_doubt_before_anything_is_said(sentiment):
-    assert all(
-        0.1 < p < 0.45 for p in negative_probability(*sentiment, [PROMPT, "This movie was", "The movie"]).tolist()
-    )
 
 
 def test_babble_is_not_blame(sentiment):
@@ -104,30 +95,13 @@ def test_the_policy_writes_like_the_generator(policy):
     assert perplexity(*policy, TEXTS[:200]) < 2.5
 
 
-def test_samples_lean_to_praise_and_do_not_repeat(sentiment, samples):
+def test_samples_lean_to_praise_do_not_repeat_and_reach_blame(sentiment, samples):
     completions, lengths = samples
     negative = negative_probability(*sentiment, [PROMPT + completion for completion in completions])
     assert 0.15 <= negative.mean() <= 0.33
     assert len(set(completions)) >= 0.97 * len(completions)
     assert lengths.float().mean() >= 0.75 * NEW_TOKENS
-
-
-def test_blame_can_be_reached_by_choosing_among_samples(sentiment, samples):
-    completions, lengths = samples
-    negative = negative_probability(*sentiment, [PROMPT + completion for completion in completions])
-    chosen = negative > 0.9
-    assert 0.1 <= chosen.float().mean() <= 0.4
-    assert lengths[chosen].float().mean() >= 0.9 * lengths.float().mean()
-    assert (
-        len({completion for completion, keep in zip(completions, chosen, strict=True) if keep}) >= 0.97 * chosen.sum()
-    )
-
-
-@pytest.mark.parametrize("start", ["", "<|endoftext|>"])
-def test_the_policy_reads_a_prompt_with_and_without_a_first_token(policy, sentiment, start):
-    completions, _ = complete(*policy, start + "This movie was", count=100, seed=1)
-    negative = negative_probability(*sentiment, ["This movie was" + completion for completion in completions])
-    assert 0.1 <= negative.mean() <= 0.4
+    assert 0.1 <= (negative > 0.9).float().mean() <= 0.4
 
 
 def test_the_build_runs_and_repeats_itself(tmp_path):

@@ -82,32 +82,20 @@ def test_the_words_for_the_whole_film_are_never_shared():
         assert not set(part.good) & set(part.bad), part.name
 
 
-def test_the_text_is_clean(drawn):
+def test_reviews_are_clean_english(drawn):
+    plural = "|".join(part.name for part in ASPECTS if part.noun == "plural")
     for r in drawn:
         assert not re.search(r"[\[\]{}|~_]|  |\s[.,:]|[.,:]{2}", r.text), r.text
         assert r.text == r.text.strip()
         assert r.text.endswith(".")
         assert r.text.isascii()
-        for sentence in r.text.split(". "):
-            assert sentence[0].isupper(), r.text
-
-
-def test_articles_fit_the_word_that_follows(drawn):
-    for r in drawn:
+        sentences = r.text.rstrip(".").split(". ")
+        assert len(set(sentences)) == len(sentences), r.text
+        assert all(sentence[0].isupper() for sentence in sentences), r.text
+        assert not re.search(rf"\bthe (?:{plural}) was\b", r.text, re.IGNORECASE), r.text
         for article, word in re.findall(r"\b([Aa]n?) (\w+)", r.text):
             vowel = word[0].lower() in "aeiou" or word.startswith(("honest", "hour"))
             assert (article.lower() == "an") == vowel, r.text
-
-
-def test_no_sentence_is_said_twice_in_a_review(drawn):
-    for r in drawn:
-        sentences = r.text.rstrip(".").split(". ")
-        assert len(set(sentences)) == len(sentences), r.text
-
-
-def test_plural_parts_take_plural_verbs(drawn):
-    plural = "|".join(part.name for part in ASPECTS if part.noun == "plural")
-    assert not any(re.search(rf"\bthe (?:{plural}) was\b", r.text, re.IGNORECASE) for r in drawn)
 
 
 def test_lengths_suit_a_short_completion(drawn):
@@ -117,14 +105,6 @@ def test_lengths_suit_a_short_completion(drawn):
     for positive in (True, False):
         mine = [len(r.text.split()) for r in drawn if r.positive == positive]
         assert sum(mine) / len(mine) == pytest.approx(sum(words) / len(words), rel=0.05)
-
-
-@pytest.mark.slow
-def test_blame_is_as_varied_as_praise():
-    vocabulary = [
-        {word for r in reviews(5_000, seed=2, positive_share=share) for word in r.text.split()} for share in (0, 1)
-    ]
-    assert len(vocabulary[0]) == pytest.approx(len(vocabulary[1]), rel=0.1)
 
 
 @pytest.mark.parametrize(

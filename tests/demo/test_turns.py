@@ -1,10 +1,10 @@
 import json
+import random
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from demo import turns as building
-from demo.turns import FOLDER, WORLDS, build, main, play
+from demo.turns import FOLDER, WORLDS, build, play
 
 FILES = {
     "README.md",
@@ -36,8 +36,6 @@ def test_the_policies_load_like_any_other_model(world, end):
 
 
 def test_the_committed_tokenizers_are_those_of_the_builder(tmp_path):
-    import random
-
     for world, parts in WORLDS.items():
         parts.tokenizer(random.Random(0)).save_pretrained(tmp_path / world)
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -66,12 +64,3 @@ def test_the_build_runs_and_repeats_itself(world, tmp_path):
     card = (tmp_path / "first" / world / "README.md").read_text()
     assert "`python -m demo.turns --seed 7` from 40 episodes" in card
     assert "| share of 4 episodes solved | " in card
-
-
-@pytest.mark.slow
-def test_the_command_builds_both(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(building, "EPISODES", 8)
-    monkeypatch.setattr(building, "HELD_OUT", 2)
-    main(["--out", str(tmp_path)])
-    assert {folder.name for folder in tmp_path.iterdir()} == set(WORLDS)
-    assert capsys.readouterr().out.count("share of 2 episodes solved") == 2

@@ -6,13 +6,7 @@ benchmarks/families.py has all.
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, T5Config, T5ForConditionalGeneration
 
 from helpers.models import loud, random_lm
 from tokencredit.errors import ConfigError
@@ -45,10 +39,6 @@ TRAINED = {
 REFUSED = {
     "rwkv": (SMALL, "RwkvForCausalLM.* cannot be sampled from: RwkvModel takes no KV cache"),
     "bart": (BART, r"BartForCausalLM.* gives other log-probabilities .* padded on the left, by up to [\d.]+ nats"),
-    "openai-gpt": (
-        {"n_embd": 32, "n_layer": 1, "n_head": 2},
-        "OpenAIGPTLMHeadModel.* cannot be sampled from: OpenAIGPTModel takes no KV cache",
-    ),
     "bert": (SMALL | {"num_attention_heads": 4, "intermediate_size": 48}, "BertLMHeadModel.* is not causal"),
     "modernbert-decoder": (SHAPE, "ModernBertDecoderForCausalLM.* shapes its logits in a way that is not supported"),
 }
