@@ -26,37 +26,26 @@ def width(model: PreTrainedModel) -> int:
 
 
 def layers_of(trunk: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a trunk.
-
-    Raises:
-        ConfigError: it has no such list, or several candidates.
-    """
+    """The decoder layers of a trunk; `ConfigError` if it has no such list, or several."""
     return _layer_list(trunk)[1]
 
 
 def _layer_list(trunk: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Name and value of the outermost `ModuleList` with as many modules as the configuration has layers."""
-    outermost, count = _layer_lists(trunk)
+    outermost = layer_lists(trunk)
     if len(outermost) != 1:
         raise ConfigError(
-            f"critic.layers needs a model with one list of its layers, and {type(trunk).__name__} has {len(outermost)} "
-            f"of {count} modules; leave it out"
+            f"critic.layers needs a model with one list of its layers, and {type(trunk).__name__} has "
+            f"{len(outermost)}; leave it out"
         )
     return outermost[0]
 
 
-def _layer_lists(trunk: nn.Module) -> tuple[list[tuple[str, nn.ModuleList]], int]:
-    """Candidates for the list of a trunk's layers, by name, and the number of its layers."""
+def layer_lists(trunk: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Each outermost `ModuleList` with as many modules as the configuration has layers, with its name."""
     config: Any = trunk.config
     count = config.get_text_config().num_hidden_layers
     lists = [(name, x) for name, x in trunk.named_modules() if isinstance(x, nn.ModuleList) and len(x) == count]
-    return [(name, x) for name, x in lists if not any(name.startswith(f"{other}.") for other, _ in lists)], count
-
-
-def layers_name(trunk: nn.Module) -> str | None:
-    """The name, inside a trunk, of the list of its layers; None if there are several candidates or none."""
-    outermost, _ = _layer_lists(trunk)
-    return outermost[0][0] if len(outermost) == 1 else None
+    return [(name, x) for name, x in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
 
 
 def cut_layers(trunk: PreTrainedModel, count: int) -> None:
@@ -72,11 +61,7 @@ def cut_layers(trunk: PreTrainedModel, count: int) -> None:
 
 
 def layer_limit(layers: int | None, model: PreTrainedModel) -> int | None:
-    """`critic.layers` if the model has more layers, None if that is all of them.
-
-    Raises:
-        ConfigError: the model has fewer.
-    """
+    """`critic.layers` if the model has more layers, None if that is all of them; `ConfigError` if it has fewer."""
     count = model.config.get_text_config().num_hidden_layers
     if layers is not None and layers > count:
         raise ConfigError(

@@ -29,13 +29,9 @@ def can_keep_rows(cache: DynamicCache) -> bool:
 
 
 def take_rows(cache: DynamicCache, slots: Sequence[int], starts: Sequence[int], *, last: bool) -> list[RowCache]:
-    """Copy rows out of a cache.
+    """Copy rows out of a cache that holds tokens; `starts` are their columns of padding.
 
-    Args:
-        cache: of `sampling_cache`; it must hold tokens.
-        slots: rows of the cache.
-        starts: number of columns of each row that are padding.
-        last: the cache is not needed any more; its layers are freed one by one.
+    With `last` the cache is not needed any more, and its layers are freed one by one.
     """
     rows: list[RowCache] = [[] for _ in slots]
     for layer in cache.layers:
@@ -51,8 +47,8 @@ def put_rows(cache: DynamicCache, rows: Sequence[RowCache | None], lengths: Sequ
     """Fill an empty cache with the first tokens of rows from `take_rows`, left-padded to the longest; empties the rows.
 
     Args:
-        cache: an empty one, of `sampling_cache`.
-        rows: rows, not all None.
+        cache: of `sampling_cache`.
+        rows: not all None.
         lengths: number of tokens to keep of each row; 0 for None.
         spare: columns to allocate for tokens to come.
     """

@@ -58,10 +58,8 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
 def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> None:
     """Check that a critic's input states are causal and independent of padding, unless it reads the policy's last ones.
 
-    Args:
-        name: name of the critic's model in messages.
-        policy: the policy with its critic.
-        layers: `critic.layers`; if set, the truncated trunk of a separate critic must also survive saving and loading.
+    `name` names the critic's model in messages. With `layers`, the truncated trunk of a separate critic must also
+    survive saving and loading.
 
     Raises:
         ConfigError: a check or a forward pass fails.
@@ -91,11 +89,7 @@ def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> N
 
 
 def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
-    """A trunk built from its configuration, as if saved and loaded, with the same weights.
-
-    Raises:
-        ConfigError: the weights do not fit the configuration.
-    """
+    """A trunk built from its configuration, as if saved and loaded, with the same weights."""
     try:
         with torch.device("meta"):
             reloaded: PreTrainedModel = type(trunk)(type(trunk.config).from_dict(trunk.config.to_dict())).eval()
@@ -110,11 +104,7 @@ def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_checkpointing(name: str, policy: ActorCritic) -> None:
-    """Check that gradient checkpointing, which needs training mode, changes no log-prob.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raise `ConfigError` if gradient checkpointing, which needs training mode, changes a log-prob."""
     title = _title(name, policy.lm)
     with _passes(title):
         inputs = example_inputs(policy.lm.config.get_text_config().vocab_size, policy.lm.device)
@@ -197,11 +187,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
 
 @contextmanager
 def _passes(title: str) -> Iterator[None]:
-    """A context for forward passes without gradients, which preserves global RNG state.
-
-    Raises:
-        ConfigError: the model's code raised something.
-    """
+    """A context for passes without gradients that preserves RNG state; errors of the model's code are `ConfigError`."""
     with preserved(), torch.no_grad():
         try:
             yield

@@ -104,11 +104,7 @@ def load_language_model(
 
 
 def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer; that of the base model if an adapter's folder has none.
-
-    Raises:
-        ConfigError: it cannot be loaded, or the folder has none.
-    """
+    """Load a model's tokenizer; that of the base model if an adapter's folder has none."""
     folder = resolve(args.name)
     base = base_model(args.name, folder)
     if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
@@ -118,8 +114,8 @@ def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
     # Some classes make an empty tokenizer if the folder has no tokenizer files.
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
         raise ConfigError(
-            f"the model folder {args.name!r} has no tokenizer: its tokenizer has no tokens but special ones; save one "
-            "there (tokenizer.save_pretrained), or pass it to PPOTrainer as processing_class"
+            f"the model folder {args.name!r} has no tokenizer; save one there (tokenizer.save_pretrained), or pass it "
+            "to PPOTrainer as processing_class"
         )
     return tokenizer
 
@@ -137,11 +133,7 @@ def base_model(name: str, folder: str) -> str | None:
 
 
 def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Check that a language model can be trained here, switch off its noise (dropout by `model.dropout`), return it.
-
-    Raises:
-        ConfigError: it is no causal language model, has no end-of-sequence token, or its tokenizer does not match.
-    """
+    """Check that a language model can be trained here, switch off its noise (dropout by `model.dropout`), return it."""
     if lm.get_output_embeddings() is None or not hasattr(lm, "generation_config"):
         raise ConfigError(
             f"the model {args.name!r} is a {type(lm).__name__}, which has no projection to a vocabulary; give a causal "
@@ -231,11 +223,7 @@ def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> 
 
 
 def upload(folder: Path, repository: str) -> None:
-    """Upload a policy's folder to the Hugging Face hub.
-
-    Raises:
-        RunStopped: the hub refused or could not be reached; the folder is kept.
-    """
+    """Upload a policy's folder to the Hugging Face hub; `RunStopped` if it refuses or cannot be reached."""
     try:
         HfApi().create_repo(repository, exist_ok=True)
         HfApi().upload_folder(repo_id=repository, folder_path=folder)
@@ -257,8 +245,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model by an Auto class, with float32 weights, from safetensors only.
 
-    With `sharding` each process loads its part, as `Sharding.options` can; with `trunk` as well, only the trunk is
-    loaded for use, and returned.
+    With `sharding` each process loads its part; with `trunk` only the trunk is loaded for use, and returned.
 
     Raises:
         ConfigError: it cannot be loaded, or has no weights for some layer, as a classifier has none to predict tokens.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -35,8 +34,16 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
     Weights of a sharded policy that `sharding.gathered` does not hold are gathered one at a time: all processes must
     then iterate in step.
     """
-    tensors = _merged(policy)
-    if not _conversions(policy.lm):
+    adapter = policy.adapter
+    if adapter is None:
+        tensors = _whole_tensors(policy.lm)
+    elif adapter.adds and _only_linear(policy.lm, adapter.name):
+        tensors = _with_lora(policy.lm, adapter.name)
+    else:
+        tensors = iter(merge(deepcopy(policy.lm)).state_dict().items())
+    # Transformers' conversions between the names of a checkpoint and those in memory.
+    own = getattr(policy.lm, "_weight_conversions", None)
+    if not (get_model_conversion_mapping(policy.lm, add_legacy=False) if own is None else own):
         return tensors
     converted: dict[str, Tensor] = revert_weight_conversion(policy.lm, dict(tensors))
     return iter(converted.items())
@@ -75,22 +82,6 @@ def check_gathered(policy: ActorCritic) -> None:
             "run.shard is full, and the adapter adapts layers that are not linear, so it cannot be merged into the "
             "weights that rollout.engine takes over; adapt linear layers only, or set rollout.engine: local"
         )
-
-
-def _conversions(lm: PreTrainedModel) -> list[Any]:
-    """Transformers' conversions between the names of a checkpoint and those in memory."""
-    own = getattr(lm, "_weight_conversions", None)
-    found: list[Any] = get_model_conversion_mapping(lm, add_legacy=False) if own is None else own
-    return found
-
-
-def _merged(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with the adapter merged, under the names in memory."""
-    if policy.adapter is None:
-        return _whole_tensors(policy.lm)
-    if policy.adapter.adds and _only_linear(policy.lm, policy.adapter.name):
-        return _with_lora(policy.lm, policy.adapter.name)
-    return iter(merge(deepcopy(policy.lm)).state_dict().items())
 
 
 def _whole_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

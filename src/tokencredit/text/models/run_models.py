@@ -211,11 +211,7 @@ def build_policy(
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Switch on a model's gradient checkpointing.
-
-    Raises:
-        ConfigError: it does not support gradient checkpointing.
-    """
+    """Switch on a model's gradient checkpointing; `ConfigError` if it has none."""
     # Newer versions of Transformers deprecate the second name.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     try:
@@ -273,11 +269,7 @@ def load_source(source: Source, which: str, processes: Processes, *, reference: 
 
 
 def with_reference(models: Models, reference: Source, processes: Processes) -> Models:
-    """The models with the policy of another source as the reference model.
-
-    Raises:
-        ConfigError: it cannot be loaded, or has other ids for the policy's tokens.
-    """
+    """The models with the policy of another source, of the same vocabulary, as the reference model."""
     other = load_source(reference, "policy", processes)
     check_same_ids(f"--reference is {reference.name!r}", other.tokenizer, models.tokenizer)
     context, needed = (max_prompt_length(x.lm, 0) for x in (other.policy, models.policy))
@@ -336,11 +328,7 @@ def load_run_models(
 
 
 def _load_base(run: Path, model: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that a run started from, and its tokenizer.
-
-    Raises:
-        ConfigError: it cannot be loaded, or `model.name` now names another model.
-    """
+    """The model that a run started from, and its tokenizer; `ConfigError` if `model.name` now names another."""
     try:
         lm, tokenizer = load_start(model)
         origin = started_from(run)

@@ -21,13 +21,13 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ShardingConfig
-from tokencredit.text.models.architecture import layers_name, trunk_of
+from tokencredit.text.models.architecture import layer_lists, trunk_of
 
 GATHERED_ALONE = "free_full_weight"
 """Transformers' name for a module whose weights are gathered for its own pass and freed after it."""
 
 
-class Plan(dict[str, str]):
+class ShardingPlan(dict[str, str]):
     """A sharding plan that replaces a model's own, where Transformers would merge the two."""
 
     def __ror__(self, other: dict[str, str]) -> dict[str, str]:  # type: ignore[override]
@@ -36,12 +36,11 @@ class Plan(dict[str, str]):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the models of a run are sharded over the processes of its job."""
+    """How the models of a run are sharded over the processes of its job; frozen ones may be offloaded."""
 
     settings: ShardingConfig
     processes: Processes
     frozen: bool = False
-    """The models are not trained, so they may be offloaded."""
 
     @classmethod
     def of(cls, args: PPOConfig, processes: Processes) -> Sharding | None:
@@ -71,11 +70,7 @@ class Sharding:
     def options(self, kind: Any, folder: str, args: ModelConfig, *, trunk: bool = False) -> dict[str, Any]:
         """Arguments of `kind.from_pretrained(folder)` that load a model sharded; none where it is loaded whole.
 
-        Args:
-            kind: an Auto class, or the model's own.
-            folder: of the model.
-            args: may trust remote code.
-            trunk: shard the trunk alone, of which the rest of the model is dropped.
+        `kind` is an Auto class, or the model's own. With `trunk` the rest of the model is dropped, and not sharded.
         """
         if (with_plan := distributed_config()) is None:
             return {}
@@ -88,7 +83,7 @@ class Sharding:
         names = self.names(skeleton)
         if trunk:
             names = [*names, _name_of(skeleton, trunk_of(skeleton))]
-        plan = Plan(dict.fromkeys(names, GATHERED_ALONE))
+        plan = ShardingPlan(dict.fromkeys(names, GATHERED_ALONE))
         offload = {"fsdp_cpu_offload": True} if self.offloads else {}
         return {"distributed_config": with_plan(fsdp_size=self.processes.count, fsdp_plan=plan, **offload)}
 
@@ -98,11 +93,7 @@ class Sharding:
         return self.frozen and self.settings.offload == "frozen"
 
     def names(self, model: PreTrainedModel) -> list[str]:
-        """Names of the modules that are gathered one at a time, with * for a number.
-
-        Raises:
-            ConfigError: a name is no module's, or a module shares weights with the rest of the model.
-        """
+        """Names of the modules that are gathered one at a time, with * for a number."""
         names = self.layers_of(model) if self.settings.layers is None else named(model, self.settings.layers)
         check_untied(model, names)
         return names
@@ -110,13 +101,13 @@ class Sharding:
     def layers_of(self, model: PreTrainedModel) -> list[str]:
         """The name of the model's own layers, with * for their number."""
         trunk = model if model.get_output_embeddings() is None else trunk_of(model)
-        layers = layers_name(trunk)
-        if layers is None:
+        lists = layer_lists(trunk)
+        if len(lists) != 1:
             raise ConfigError(
                 f"run.shard is full, and {type(model).__name__} has no single list of its layers; name the modules "
                 "to gather one at a time in sharding.layers, such as [model.layers.*]"
             )
-        return [".".join(filter(None, [_name_of(model, trunk), layers, "*"]))]
+        return [".".join(filter(None, [_name_of(model, trunk), lists[0][0], "*"]))]
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Prepare a model, or a trunk, that was loaded with `options`: one that was loaded whole is sharded now."""
@@ -139,7 +130,7 @@ class Sharding:
         reshard = self.settings.reshard_after_forward
         shard(model, parts, reshard_after_forward=reshard, ignored_params=adapters, **offload)
         if (with_plan := distributed_config()) is not None:  # with which `save_pretrained` gathers weights
-            plan = Plan(dict.fromkeys(names, GATHERED_ALONE))
+            plan = ShardingPlan(dict.fromkeys(names, GATHERED_ALONE))
             model.config.distributed_config = with_plan(fsdp_size=self.processes.count, fsdp_plan=plan)
 
 
@@ -153,13 +144,9 @@ def distributed_config() -> Any:
 
 
 def named(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The names, with * for a number, that modules of a model have; without a prefix that only the whole model has.
-
-    Raises:
-        ConfigError: a name is no module's.
-    """
+    """The names, with * for a number, without a prefix that only the whole model has; `ConfigError` for no module's."""
     known = {name for module, _ in model.named_modules() for name in (module, wildcard(module)) if name}
-    found = []
+    matches = []
     for name in names:
         parts = name.split(".")
         match = next((x for start in range(len(parts)) if (x := ".".join(parts[start:])) in known), None)
@@ -169,8 +156,8 @@ def named(model: nn.Module, names: Iterable[str]) -> list[str]:
                 f"sharding.layers has {name!r}, which names no module of {type(model).__name__}; there are lists of "
                 f"modules such as {', '.join(lists)}"
             )
-        found.append(match)
-    return found
+        matches.append(match)
+    return matches
 
 
 def check_untied(model: nn.Module, names: Iterable[str]) -> None:
