@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,21 @@ def odd(completions: list[str], completion_ids: list[list[int]], **columns: Any)
     return [[0.2 * (i % 2) for i in ids] for ids in completion_ids]
 
 
-def times(factor: float, bias: float = 0.0) -> Head:
+def scale(head: torch.nn.Linear, factor: float, bias: float = 0.0) -> None:
     """Scale a critic's values, around `bias`."""
-
-    def change(head: torch.nn.Linear) -> None:
-        head.weight.mul_(factor)
-        head.bias.mul_(factor).add_(bias)
-
-    return change
+    head.weight.mul_(factor)
+    head.bias.mul_(factor).add_(bias)
 
 
-def random(scale: float) -> Head:
-    """Another direction of hidden states, of the same length times `scale`."""
+def redirect(head: torch.nn.Linear, factor: float) -> None:
+    """Another direction of hidden states, of the same length times `factor`."""
+    other = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
+    head.weight.copy_(other * (factor * head.weight.norm() / other.norm()))
 
-    def change(head: torch.nn.Linear) -> None:
-        other = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
-        head.weight.copy_(other * (scale * head.weight.norm() / other.norm()))
 
-    return change
+def times(factor: float, bias: float = 0.0) -> Head:
+    """`scale` with these arguments."""
+    return partial(scale, factor=factor, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -80,24 +77,11 @@ class Patient:
     """A trained run, to be audited with other critics and other λ."""
 
     def __init__(self, folder: Path, reward: Callable[..., Any] | None = None, **settings: Any):
-        """Train it."""
         args = PPOConfig(model=ModelConfig(dtype="float32"), **settings)
         self.trainer = PPOTrainer(args=args, reward_funcs=reward)
         self.trainer.train()
         self.run = read_run(folder)
         self.truths: dict[int, list[Returns]] = {}
-        """Sampled so far, by the number of the audit."""
-
-    @contextmanager
-    def critic(self, change: Head | None) -> Iterator[None]:
-        """The run with a changed critic."""
-        head = self.trainer.policy.critic.head[-1]
-        before = {name: x.clone() for name, x in head.state_dict().items()}
-        with torch.no_grad():
-            if change is not None:
-                change(head)
-        yield
-        head.load_state_dict(before)
 
     def metrics(self, number: int, change: Head | None, lam: float) -> dict[str, float]:
         """The metrics of an audit of completions that `number` chooses."""
@@ -106,10 +90,15 @@ class Patient:
         credit = Credit(args, trainer.processes.sum)
         credit.load_state_dict(trainer.credit.state_dict())
         kept = self.truths.setdefault(number, [])
-        with self.critic(change):
-            audit = Kept(trainer.pipeline, credit, trainer.prompts, AUDIT, kept=kept).audit(number)
-        found: dict[str, float] = audit.judge(trainer.processes)["metrics"]
-        return found
+        head = trainer.policy.critic.head[-1]
+        before = {name: x.clone() for name, x in head.state_dict().items()}
+        with torch.no_grad():
+            if change is not None:
+                change(head)
+        audit = Kept(trainer.pipeline, credit, trainer.prompts, AUDIT, kept=kept).audit(number)
+        head.load_state_dict(before)
+        metrics: dict[str, float] = audit.judge(trainer.processes)["metrics"]
+        return metrics
 
     def named(self, metrics: dict[str, float], lam: float) -> set[str]:
         """What the diagnosis says of the run, of all that audits can tell."""
@@ -137,7 +126,7 @@ ILL: dict[str, list[Case]] = {
     "lam_low": [
         ("vowels", times(-1), 0.3),
         ("vowels", times(-0.5), 0.0),
-        ("vowels", random(3), 0.3),
+        ("vowels", partial(redirect, factor=3), 0.3),
         ("vowels", times(-1), 0.0),
         ("vowels", times(-0.5), 0.2),
     ],

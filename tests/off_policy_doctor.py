@@ -37,7 +37,6 @@ from tokencredit.text.models.run_models import load_start
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import evaluate_rollout
 
-CHECKS = {"engine_mismatch", "truncated_support", "stale_samples"}
 BUILTIN = (0, 0)
 """The built-in model, among sizes of random ones."""
 
@@ -54,18 +53,15 @@ class HalfEngine(LocalEngine):
         started: Sequence[Tensor] | None = None,
     ) -> Rollout:
         """Sample in bfloat16, and score in float32."""
-        return self.scored(self.half().generate(prompts, settings, uniforms, per_prompt, started), settings)
-
-    def half(self) -> LocalEngine:
-        """The engine that samples."""
-        return LocalEngine(self.policy, self.tokenizer, self.end_ids, replace(self.precision, dtype="bfloat16"))
-
-    def scored(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
-        """The rollout with log-probs and values of the trained model in float32."""
+        rollout = self.half().generate(prompts, settings, uniforms, per_prompt, started)
         if rollout.behavior_logprobs is None:
             rollout = replace(rollout, behavior_logprobs=rollout.logprobs)
         with torch.no_grad():
             return evaluate_rollout(self.policy, rollout, settings.temperature, None)
+
+    def half(self) -> LocalEngine:
+        """The engine that samples."""
+        return LocalEngine(self.policy, self.tokenizer, self.end_ids, replace(self.precision, dtype="bfloat16"))
 
 
 class HalfWeights(HalfEngine):
@@ -108,9 +104,7 @@ def ahead(age: int, **settings: Any) -> dict[str, Any]:
     return sampling | {key.replace("__", "."): value for key, value in settings.items()}
 
 
-HALF = "engine_mismatch"
-CUT = "truncated_support"
-OLD = "stale_samples"
+HALF, CUT, OLD = "engine_mismatch", "truncated_support", "stale_samples"
 CASES = [
     Case({}, HALF, engine=HalfEngine),
     Case({"rollout.per_prompt": 4}, HALF, engine=HalfEngine),
@@ -180,9 +174,7 @@ def metrics_of(case: Case, seed: int, folder: Path) -> tuple[Sequence[Any], dict
         "optim.warmup": 0,
         "run.dir": str(folder),
         "run.iterations": case.iterations,
-        "run.trackers": [],
-        "run.show_every": 0,
-        "run.save_every": 0,
+        **{"run.trackers": [], "run.show_every": 0, "run.save_every": 0},
     }
     args = PPOConfig.from_dict(small | case.settings)
     model, tokenizer = None, None
@@ -190,19 +182,14 @@ def metrics_of(case: Case, seed: int, folder: Path) -> tuple[Sequence[Any], dict
         _, tokenizer = load_start(ModelConfig())
         model = random_model(*case.size, len(tokenizer))
     with redirect_stdout(StringIO()):
-        train(case, args, model, tokenizer)
+        trainer = PPOTrainer(model=model, processing_class=tokenizer, args=args, callbacks=[Patient()])
+        if case.engine is not None:
+            engine = trainer.pipeline.engine
+            assert isinstance(engine, LocalEngine)
+            trainer.pipeline.engine = case.engine(**vars(engine))
+        trainer.train()
     run = read_run(folder)
     return run.metrics, run.config
-
-
-def train(case: Case, args: PPOConfig, model: Any, tokenizer: Any) -> None:
-    """Train the run of a case, with its engine."""
-    trainer = PPOTrainer(model=model, processing_class=tokenizer, args=args, callbacks=[Patient()])
-    if case.engine is not None:
-        engine = trainer.pipeline.engine
-        assert isinstance(engine, LocalEngine)
-        trainer.pipeline.engine = case.engine(**vars(engine))
-    trainer.train()
 
 
 def main(cases: Sequence[Case] = CASES) -> int:
@@ -211,7 +198,7 @@ def main(cases: Sequence[Case] = CASES) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(cases):
             rows, config = metrics_of(case, number + 1, Path(folder) / str(number))
-            named = {finding.name for finding in diagnose(rows, config)} & CHECKS
+            named = {finding.name for finding in diagnose(rows, config)} & {HALF, CUT, OLD}
             good = named == (set() if case.fault is None else {case.fault})
             wrong += not good
             now = Evidence(rows, config)

@@ -27,7 +27,6 @@ from tokencredit.settings.control import (
     AgentAuditConfig,
     AgentConfig,
     AgentCriticConfig,
-    AgentRunConfig,
     ControlConfig,
     EnvConfig,
     EpisodesConfig,
@@ -36,6 +35,10 @@ from tokencredit.tools.audit_run import audit_run
 
 SIDE, SLIP, GOAL, PIT, GAMMA = 3, 0.2, 8, 5, 0.9
 STARTS, MOVES = (0, 1, 3, 6), ((-1, 0), (1, 0), (0, -1), (0, 1))
+WITHOUT_CRITIC = {
+    "critic": AgentCriticConfig(kind="none"),
+    "advantage": AgentAdvantageConfig("reward_to_go", gamma=0.9),
+}
 CELLS = np.eye(SIDE * SIDE, dtype=np.float32)
 
 
@@ -88,20 +91,12 @@ def agent_of(args):
 
 def config(env="Grid-v0", gamma=GAMMA, **changes):
     environment = env if isinstance(env, EnvConfig) else EnvConfig(env)
-    return ControlConfig(
-        **(
-            {"env": environment, "advantage": AgentAdvantageConfig(gamma=gamma), "agent": AgentConfig(hidden=[8])}
-            | changes
-        )
-    )
+    groups = {"env": environment, "advantage": AgentAdvantageConfig(gamma=gamma), "agent": AgentConfig(hidden=[8])}
+    return ControlConfig(**(groups | changes))
 
 
 def small(folder, **changes):
-    groups = {
-        "steps": 32,
-        "eval": EpisodesConfig(episodes=0),
-        "run": quiet_agent(folder, 2),
-    }
+    groups = {"steps": 32, "eval": EpisodesConfig(episodes=0), "run": quiet_agent(folder, 2)}
     return config(**(groups | changes))
 
 
@@ -268,22 +263,15 @@ def test_generators_are_found_wherever_they_are():
     hidden = np.random.RandomState(2)
     holder.closure = lambda: hidden.random()
     holder.torch, holder.itself, holder.module = torch.Generator(), holder, np.random
-    assert {type(x) for x in generators(holder)} == {
-        np.random.Generator,
-        random.Random,
-        np.random.RandomState,
-        torch.Generator,
-    }
+    kinds = {np.random.Generator, random.Random, np.random.RandomState, torch.Generator}
+    assert {type(x) for x in generators(holder)} == kinds
     assert len(generators(holder)) == 4, "no module's"
 
 
 @pytest.mark.parametrize("source", ["unseeded", "global"])
 def test_an_environment_whose_chance_follows_from_no_seed_is_refused_before_training(source, tmp_path):
-    args = config(
-        EnvConfig("Drift-v0", kwargs={"source": source}),
-        audit=AgentAuditConfig(every=1),
-        run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[]),
-    )
+    environment = EnvConfig("Drift-v0", kwargs={"source": source})
+    args = small(tmp_path / "run", env=environment, audit=AgentAuditConfig(every=1))
     with pytest.raises(ConfigError, match=r"audit\.every is 1, and env\.id Drift-v0 cannot be audited: replayed"):
         ControlTrainer(args)
     agent, envs = agent_of(args)
@@ -357,8 +345,7 @@ def test_continuations_go_on_past_a_time_limit_until_what_is_left_weighs_little(
             assert steps == {4}
             assert set(lengths.values()) == {5}
         else:
-            assert steps == {6}
-            assert lengths == {at: 6 - at for at in range(6)}
+            assert (steps, lengths) == ({6}, {at: 6 - at for at in range(6)})
 
 
 def test_what_is_left_after_a_cut_is_the_critics_value():
@@ -371,10 +358,7 @@ def test_what_is_left_after_a_cut_is_the_critics_value():
     assert weight == pytest.approx(0.9**3)
     rewards = episode.rewards
     assert total == pytest.approx(rewards[0] + 0.9 * rewards[1] + 0.81 * rewards[2] + 0.729 * last)
-    args = replace(
-        args, critic=AgentCriticConfig(kind="none"), advantage=AgentAdvantageConfig("reward_to_go", gamma=0.9)
-    )
-    auditor, opened = replays_of(args)
+    auditor, opened = replays_of(replace(args, **WITHOUT_CRITIC))
     with opened as replays:
         (episode,) = auditor.episodes(replays, 1, generator(0, 1))
         assert auditor._return(replays, episode)[1] == 0.0, "without a critic a cut is an end, as in training"
@@ -405,11 +389,7 @@ RUNS = {
     "discrete": {"env": EnvConfig("CartPole-v1", **NORMAL)},
     "continuous": {"env": EnvConfig("Pendulum-v1", kwargs={"max_episode_steps": 40}, **NORMAL)},
     "shared": {"env": "CartPole-v1", "critic": AgentCriticConfig(kind="shared")},
-    "none": {
-        "env": "CartPole-v1",
-        "critic": AgentCriticConfig(kind="none"),
-        "advantage": AgentAdvantageConfig("reward_to_go", gamma=0.9),
-    },
+    "none": {"env": "CartPole-v1", **WITHOUT_CRITIC},
     "global": {"env": EnvConfig("Drift-v0", kwargs={"source": "Random"})},
 }
 
@@ -464,9 +444,8 @@ def test_the_command_audits_an_agent(tmp_path, capsys):
 
 def test_time_that_is_up_leaves_fewer_pairs_and_none_of_one(tmp_path):
     args = config()
-    agent, envs = agent_of(args)
     settings = AgentAuditConfig(episodes=4, continuations=400, states=None, seconds=1e-6)
-    assert AgentAuditor(args, agent, envs).audit(1, settings)["continuations"] == 4
+    assert AgentAuditor(args, *agent_of(args)).audit(1, settings)["continuations"] == 4
 
 
 class Bad(Drift):

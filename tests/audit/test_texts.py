@@ -18,7 +18,7 @@ from helpers.models import loud
 from helpers.warm import together
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import with_audit
-from tokencredit.runs.folder import drop_audit
+from tokencredit.runs.folder import RunFolder
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
@@ -234,12 +234,9 @@ def test_the_truth_is_on_the_scale_of_the_runs_scores(normalize, tmp_path):
     plain, scaled = (trainer.auditor.audit(1) for trainer in trainers.values())
     scores = plain.batch.scores.double()
     mean, deviation = scores.mean(), scores.std(correction=0)
-    torch.testing.assert_close(
-        scaled.truth.values, (plain.truth.values - mean) / deviation, equal_nan=True, rtol=1e-4, atol=1e-5
-    )
-    torch.testing.assert_close(
-        scaled.truth.advantages, plain.truth.advantages / deviation, equal_nan=True, rtol=1e-4, atol=1e-5
-    )
+    close = {"equal_nan": True, "rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(scaled.truth.values, (plain.truth.values - mean) / deviation, **close)
+    torch.testing.assert_close(scaled.truth.advantages, plain.truth.advantages / deviation, **close)
     assert trainers[normalize].credit.scores.state_dict() == trainer_of(tmp_path / "new").credit.scores.state_dict()
 
 
@@ -288,16 +285,9 @@ def test_states_are_cut_into_parts_of_like_position():
 @pytest.mark.parametrize("spare", [0, 2])
 def test_continuations_stay_within_the_context(spare, tmp_path):
     """GPT-Neo's attention has a fixed number of keys, padding included."""
-    config = GPTNeoConfig(
-        vocab_size=5,
-        max_position_embeddings=len(PROMPT) + 12 + spare,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=2,
-        attention_types=[[["global"], 1]],
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    shape = {"vocab_size": 5, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+    context = len(PROMPT) + 12 + spare
+    config = GPTNeoConfig(**shape, max_position_embeddings=context, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(0)
     args = PPOConfig(
         model=ModelConfig(dtype="float32"),
@@ -332,9 +322,8 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(reward, tmp_path):
 
 
 def test_time_that_is_up_leaves_fewer_continuations_of_some_states(tmp_path):
-    trainer = trainer_of(
-        tmp_path, audit=AuditConfig(every=1, completions=4, continuations=400, states=None, seconds=1e-6)
-    )
+    settings = AuditConfig(every=1, completions=4, continuations=400, states=None, seconds=1e-6)
+    trainer = trainer_of(tmp_path, audit=settings)
     audit = trainer.auditor.audit(1)
     assert audit.continuations == 4
     assert 0 < audit.truth.values.isfinite().sum() < audit.batch.rollout.mask[audit.rows].sum()
@@ -383,17 +372,13 @@ def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tm
 CONTINUATIONS = 50
 
 
-def targets(trainer, number=1):
-    batch, experience = trainer.credit.give(trainer.collect())
-    return batch, experience, *continuation_targets(experience, batch, trainer.pipeline, trainer.credit, number)
-
-
 @pytest.mark.slow
 def test_targets_are_means_of_continuations_and_the_others_stay(tmp_path):
     critic = CriticConfig(continuations=CONTINUATIONS, continued_states=2)
     trainer = trainer_of(tmp_path / "run", critic=critic, rollout=RolloutConfig(batch_size=64, max_new_tokens=4))
     values, actions = exact(trainer, whole, gamma=1.0)
-    batch, before, after, metrics = targets(trainer)
+    batch, before = trainer.credit.give(trainer.collect())
+    after, metrics = continuation_targets(before, batch, trainer.pipeline, trainer.credit, 1)
     ids, mask = batch.rollout.response_ids, batch.rollout.mask
     changed = (after.returns != before.returns) & mask
     assert 0.3 < changed.sum() / mask.sum() < 0.9, "two of up to four states of each completion"
@@ -472,18 +457,16 @@ def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
     trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
     trainer.train()
     config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
-    with pytest.raises(
-        ConfigError, match="was begun in Python with reward_funcs, model, which its folder does not hold"
-    ):
+    with pytest.raises(ConfigError, match="was begun in Python with reward_funcs, model, which its folder"):
         audit_run(tmp_path / "run", config, AuditConfig(every=1))
 
 
 def test_an_audit_of_a_future_that_is_gone_is_dropped(tmp_path):
     for text, after, kept in (('{"iteration": 30}', 30, True), ('{"iteration": 30}', 29, False), ("{", 50, False)):
         (tmp_path / "audit.json").write_text(text)
-        drop_audit(tmp_path, after=after)
+        RunFolder(tmp_path).rewind(after, {})
         assert (tmp_path / "audit.json").is_file() == kept
-    drop_audit(tmp_path, after=1)
+    RunFolder(tmp_path).rewind(1, {})
 
 
 def test_an_audit_of_an_iteration_without_metrics_adds_to_no_row():

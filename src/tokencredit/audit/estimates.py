@@ -32,14 +32,10 @@ def label(name: str, options: Mapping[str, Any]) -> str:
 
 
 def variants(name: str, options: Mapping[str, Any], *, values: bool, texts: bool, groups: bool) -> dict[str, Variant]:
-    """All estimators by label; the first is the run's own.
+    """All estimators by label; the first is the run's own, `name` with its `options`.
 
-    Args:
-        name: the run's estimator.
-        options: the run's settings of all estimators.
-        values: the run has a critic.
-        texts: rows have one score each, as critic-free estimators need.
-        groups: the rollout holds several completions per prompt.
+    `values`: the run has a critic; `texts`: rows have one score each, as critic-free estimators need; `groups`: the
+    rollout holds several completions per prompt.
     """
     listed = [Variant(name, options)]
     listed += [Variant(other, options) for other in ("td", "monte_carlo", "n_step", "length_adaptive_gae")]

@@ -14,11 +14,7 @@ all lie on one side of a median with probability 2^(1-n): 6 % for five, so that 
 
 
 def credit_verdict(audit: Mapping[str, Any]) -> str:
-    """The share of an audited run's credit that is real, or why the audit cannot tell; holds untrusted text.
-
-    Args:
-        audit: the contents of audit.json.
-    """
+    """The share of real credit in the contents of an audit.json, or why it cannot tell; holds untrusted text."""
     credit = audit["credit"]
     correlation = credit["estimators"][credit["shown"]]["correlation"]
     if correlation["value"] is None:

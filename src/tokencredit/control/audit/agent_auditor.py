@@ -94,10 +94,7 @@ class AgentAuditor:
     def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv):
         """Check, if audits are due in training, that the environment can be audited.
 
-        Args:
-            args: the run's configuration.
-            agent: the agent; its actions are sampled as in training.
-            training: the training environments, which hold the normalisation statistics; not changed.
+        `training` are the training environments, which hold the normalisation statistics; they are not changed.
         """
         self.args, self.agent, self.training = args, agent, training
         if args.audit.every:

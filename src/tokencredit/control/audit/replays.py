@@ -118,13 +118,9 @@ class Replays:
     def play(self, starts: Iterable[Start], min_steps: int = 0) -> Iterator[tuple[Start, Trajectory]]:
         """Play from each state to the end, on free copies; yields trajectories in the order in which they end.
 
-        Args:
-            starts: start states, consumed as copies become free.
-            min_steps: steps before which the time limit of `gymnasium.make` does not end a trajectory.
-
-        Raises:
-            NotReplayed: an environment diverged from the episode.
-            RunStopped: a reward or observation is not finite, or an episode does not end.
+        `starts` are consumed as copies become free. The time limit of `gymnasium.make` ends no trajectory before
+        `min_steps`. Raises `RunStopped` if an environment diverges from the episode, gives numbers that are not finite,
+        or does not end.
         """
         waiting, free = iter(starts), list(self.envs)
         active: list[tuple[ReplayWrapper, Start, Trajectory]] = []

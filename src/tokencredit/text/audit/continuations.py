@@ -87,12 +87,7 @@ class Continuations:
         return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator, most)
 
     def returns(self, scored: Batch, states: States, count: int) -> Iterator[Continued]:
-        """Sample `count` continuations from each of these distinct states; yields their returns, batched by position.
-
-        Raises:
-            UnusableBatch: a log-probability, KL or reward is not finite.
-            RewardError: a reward could not be computed.
-        """
+        """Sample `count` continuations from each of these states; yields their returns, batched by position."""
         # Some models count left padding towards their context.
         longest = max_prompt_length(self.pipeline.policy.lm, self.credit.args.rollout.max_new_tokens)
         max_distance = None if longest is None else longest - scored.rollout.prompt_ids.shape[1]
@@ -142,15 +137,8 @@ def continuation_targets(
     Kazemnejad et al. 2024 (VinePPO, arXiv 2410.01679) estimate values this way instead of training a critic; here the
     means, with a variance divided by the number of continuations, are targets of the critic. Advantages are unchanged.
 
-    Args:
-        experience: the experience from `credit.give`.
-        batch: the batch from `credit.give`.
-        pipeline: the run's pipeline.
-        credit: the run's credit, which is not modified.
-        number: the iteration, which seeds the randomness.
-
-    Returns:
-        The experience, and `continued_tokens`, the number of sampled tokens over all processes.
+    `batch` and `experience` come from `credit.give`; the run's credit is not modified; the iteration `number` seeds the
+    randomness. Returns the experience, and `continued_tokens`, the number of sampled tokens over all processes.
     """
     args, processes = credit.args, pipeline.processes
     place = number * processes.count + processes.rank

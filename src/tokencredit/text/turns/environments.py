@@ -50,11 +50,8 @@ class Environments:
     ):
         """Create one environment per factory, to read its tools.
 
-        Args:
-            config: the limits of calls and observations.
-            factories: factories by name; one alone has the name None; empty if there are only functions.
-            functions: tools of all episodes.
-            label: setting or argument that the factories come from, in messages.
+        One factory alone has the name None; without factories there are only functions, the tools of all episodes.
+        `label` is the setting or argument that the factories come from, in messages.
         """
         self._config, self._workers, self._functions = config, Workers(), list(functions)
         self._tools = describe_all(functions, "the tool ")
@@ -88,13 +85,7 @@ class Environments:
     def check_columns(self, columns: Collection[str], environments: Iterable[Any] = ()) -> None:
         """Check, before the first episode, that environments take the rows.
 
-        Args:
-            columns: names of the columns that `begin` will get.
-            environments: values of the column `environment`, if several factories have names.
-
-        Raises:
-            ConfigError: `reset` does not take a column, the column `environment` is missing or has an unknown name, or
-                there are neither prompts nor environments.
+        `columns` are those that `begin` will get, `environments` the values of the column `environment`.
         """
         if not self.factories and "prompt" not in columns:
             raise ConfigError(
@@ -115,10 +106,8 @@ class Environments:
     def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[Episode]:
         """One episode per row, each with an environment of its own until `release`; from any thread.
 
-        Args:
-            rows: the data set's columns by name, with the prompt, if there is one, as `prompt`; equal rows for the
-                completions of a group.
-            seeds: one per row, the same for a group; used where a row has no column `seed`.
+        A row holds the data set's columns, with the prompt, if there is one, as `prompt`. Its seed is used if it has no
+        column `seed`. The completions of a group have equal rows and seeds.
         """
         with self._lock:
             return [self._episode(row, seed) for row, seed in zip(rows, seeds, strict=True)]

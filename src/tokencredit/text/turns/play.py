@@ -55,11 +55,7 @@ class Framings:
         self._chat = self._build_chat() if environments.needs_tools else None
 
     def of(self, prompts: Sequence[Prompt]) -> Framing:
-        """The framing of a batch of prompts.
-
-        Raises:
-            ConfigError: there are texts and conversations, or the chat template cannot be used.
-        """
+        """The framing of a batch of prompts, which must be all texts or all conversations."""
         texts = {isinstance(prompt, str) for prompt in prompts}
         if len(texts) > 1:
             raise ConfigError("reset gave plain texts and conversations; all prompts of a run must be of one kind")
@@ -84,10 +80,8 @@ class EpisodePlayer:
     def play(self, tasks: TaskBatch, settings: SamplingConfig, uniforms: Tensor) -> PlayedBatch:
         """Play an episode for each row of tasks.
 
-        Args:
-            tasks: rows and seeds.
-            settings: sampling settings; `max_new_tokens` counts all tokens of an episode after its prompt.
-            uniforms: `[batch, settings.max_new_tokens]`, random numbers in [0, 1).
+        `settings.max_new_tokens` counts all tokens of an episode after its prompt; `uniforms` are
+        `[batch, settings.max_new_tokens]`, random numbers in [0, 1).
 
         Raises:
             ConfigError: user code cannot begin an episode.

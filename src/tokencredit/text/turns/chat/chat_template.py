@@ -130,11 +130,7 @@ class ChatTemplate:
         uses_tools: bool,
         end_ids: Collection[int] = (),
     ):
-        """Find out how the template wants tool calls; `end_ids` are token ids that end a turn in sampling.
-
-        Raises:
-            ConfigError: the tokenizer has no chat template.
-        """
+        """Find out how the template wants tool calls; `end_ids` are token ids that end a turn in sampling."""
         if tokenizer.chat_template is None:
             raise ConfigError(
                 "the tokenizer has no chat template, which conversations and tools need; set chat_template in its "
@@ -164,16 +160,9 @@ class ChatTemplate:
         generate: bool = False,
         unfinished: bool = False,
     ) -> str:
-        """The conversation as text.
+        """The conversation as text, with the generation prompt if `generate`; raises `Rejected` if the template raises.
 
-        Args:
-            messages: the conversation.
-            tools: JSON schemas of the tools.
-            generate: end with the generation prompt.
-            unfinished: the last message is the beginning of a turn, and has no end.
-
-        Raises:
-            Rejected: the template raises.
+        With `unfinished`, the last message is the beginning of a turn, and has no end.
         """
         try:
             rendered = self.tokenizer.apply_chat_template(
@@ -216,16 +205,9 @@ class ChatTemplate:
     def after_turn(self, messages: Sequence[Message], calls: Sequence[tuple[str, str]]) -> tuple[str, str | None]:
         """The text that follows a turn: its end, these messages, and the next generation prompt.
 
-        Args:
-            messages: the observation, guarded.
-            calls: name and id of each of the turn's calls, guarded; empty for a turn of text.
-
-        Returns:
-            The text, and the name of the token that ends the turn: the text's first, after whitespace at most. None if
-            the template ends a turn without a token.
-
-        Raises:
-            Rejected: the template raises, or drops the assistant's message.
+        `messages` are the observation, and `calls` names and ids of the turn's calls, all guarded. Returns the name of
+        the token that ends the turn too: the text's first, after whitespace at most; None if there is no such token.
+        Raises `Rejected` if the template raises, or drops the assistant's message.
         """
         # Render a made-up turn that ends with an anchor: what follows the anchor follows every turn.
         anchor = "zqx"
@@ -245,11 +227,7 @@ class ChatTemplate:
         return rest, self.encoder.first(rest.lstrip())
 
     def turn_text(self, before: Sequence[Message], message: Message, tools: Sequence[Schema] = ()) -> str:
-        """The text of an assistant's message after the generation prompt, without the end of the turn.
-
-        Raises:
-            Rejected: the template raises.
-        """
+        """The text of an assistant's message after the generation prompt, without the end of the turn."""
         turn = self.render([*before, message], tools=tools)
         prompt = self.render(before, tools=tools, generate=True)
         shared = turn[: shared_start(turn, prompt)]

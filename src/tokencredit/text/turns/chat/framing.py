@@ -63,8 +63,7 @@ class ChatFraming:
         Args:
             tokenizer: the policy's.
             config: `add_bos` and `chat_template_kwargs`.
-            uses_tools: the policy calls tools, whose answers are messages with the role `tool`; other answers are user
-                messages.
+            uses_tools: tools answer, in messages with the role `tool`; other answers are user messages.
             end_ids: token ids that end a turn in sampling, beside the tokenizer's.
 
         Raises:
@@ -116,9 +115,6 @@ class ChatFraming:
 
         They begin with the template's end of a turn if the sampled ids lack it. The observation never becomes one of
         the template's tokens, whatever it spells.
-
-        Raises:
-            ConfigError: the template rejects the observation.
         """
         messages = as_messages(observation, "user")
         # Render after a made-up turn, with marks that break up what the observation spells of the template's tokens.

@@ -192,11 +192,8 @@ def parse_turn(
 def find_format(text: str, call: dict[str, Any], schemas: Sequence[Schema], own: Any) -> CallFormat | None:
     """The format that parses a rendered turn back to its call; None if there is none.
 
-    Args:
-        text: the turn as the chat template renders it, without its end-of-turn token.
-        call: `name` and `arguments` of the call in it.
-        schemas: the JSON schema of its function.
-        own: the tokenizer's `response_template`; None if it has none.
+    `text` is the turn without its end-of-turn token, `call` the name and arguments in it, `schemas` the JSON schema of
+    its function, and `own` the tokenizer's `response_template`, if it has one.
     """
     formats = list(FORMATS)
     if own:
@@ -211,11 +208,7 @@ def find_format(text: str, call: dict[str, Any], schemas: Sequence[Schema], own:
 
 
 def as_call(call: Any, index: int) -> dict[str, Any]:
-    """A parsed call in OpenAI's form: `{"type": "function", "id": …, "function": {"name": …, "arguments": {…}}}`.
-
-    Raises:
-        MalformedCall: it is no call.
-    """
+    """A parsed call in OpenAI's form, `{"type": "function", "id": …, "function": …}`; raises `MalformedCall`."""
     if not isinstance(call, dict):
         raise MalformedCall(f"a call is {shorten(call)}; it must be an object with a name and arguments")
     function = call["function"] if isinstance(call.get("function"), dict) else call

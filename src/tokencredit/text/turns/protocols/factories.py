@@ -69,12 +69,8 @@ def inspect_factory(
 ) -> Factory:
     """Create a first environment and read its protocol.
 
-    Args:
-        label: the factory's name in messages.
-        create: a class, or a function that returns an environment; it takes no arguments.
-        functions: tools of all episodes.
-        workers: threads for the user's code.
-        timeout: timeout of a call in seconds.
+    `create` is a class, or a function that returns an environment, and takes no arguments; `label` names it;
+    `functions` are tools of all episodes.
 
     Raises:
         ConfigError: the factory takes arguments, fails or returns None; the environment has neither protocol; a method
@@ -141,11 +137,8 @@ class Instance:
     def reset(self, /, *args: Any, **kwargs: Any) -> Any:
         """Create the environment if necessary, reset it, and return what `reset` returned.
 
-        A failed try is repeated with a new environment; each has its own copy of the arguments.
-
-        Raises:
-            EnvironmentFailed: the last try failed too.
-            ConfigError: the environment raised it.
+        A failed try is repeated with a new environment; each has its own copy of the arguments. Raises
+        `EnvironmentFailed` if the last try failed too.
         """
         for left in reversed(range(TRIES)):
             try:

@@ -47,14 +47,8 @@ class ToolEpisode:
     ):
         """Keep what an episode needs.
 
-        Args:
-            instance: holder of the environment; None if there are only functions.
-            row: arguments of its `reset`, with the prompt, if there is one, as `prompt`.
-            tools: descriptions of all tools by name.
-            functions: the tools that are functions, by name.
-            workers: threads for the user's code.
-            timeout: timeout of a call in seconds.
-            tokens: longest observation, in tokens.
+        `instance` holds the environment, None if there are only functions; `row` are the arguments of its `reset`;
+        `tools` describe all tools; `tokens` is the longest observation, in tokens.
         """
         self.instance, self._row = instance, row
         self._described, self._callables = tools, dict(functions)
